@@ -16,10 +16,10 @@ setup(
     install_requires=["torch>=2.11"],
     extras_require={
         # torchrec names the CUDA fbgemm-gpu; the Makefile shows the installation for a machine without a GPU.
-        "torchrec": ["torchrec>=1.6", "torchmetrics>=1.0.3", "tqdm", "matplotlib"],
+        "torchrec": ["torchrec>=1.6"],
         # CUDA builds of torch bring their own triton, so this changes nothing there.
         "triton": ["triton>=3.6"],
-        "notebooks": ["nbclient", "nbformat", "ipykernel", "matplotlib"],
+        "notebooks": ["nbclient", "ipykernel", "matplotlib", "tqdm"],
         # numpy: triton 3.6's interpreter, which the kernel tests run in, fails with 2.4 and newer.
         "dev": ["pytest>=8", "pytest-xdist", "hypothesis", "expecttest", "numpy<2.4", "ruff", "setuptools>=77", "wheel"],
     },
