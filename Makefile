@@ -21,10 +21,10 @@ VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
 
 # Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.
-cpu_set  := torch==2.13.0
-cpu_fixed := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 triton==3.6.0
-cuda_set  := torch==2.11.0
-cuda_fixed := fbgemm-gpu==1.6.0 torchrec==1.6.1 triton==3.6.0
+cpu_torch := torch==2.13.0
+cpu_built_for_it := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 triton==3.6.0
+cuda_torch := torch==2.11.0
+cuda_built_for_it := fbgemm-gpu==1.6.0 torchrec==1.6.1 triton==3.6.0
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 
 ifndef PY
@@ -62,11 +62,11 @@ clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# --no-deps: torchrec and triton name other builds of fbgemm-gpu and torch than the ones chosen here.
+# torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these come last, without dependencies.
 .venv/.installed-$(VARIANT): setup.py pyproject.toml Makefile
 	rm -f .venv/.installed-*
 	$(PYTHON) -m venv .venv
-	$(pip) "setuptools>=77" wheel $($(VARIANT)_set) "numpy<2.4"
-	$(pip) --no-deps $($(VARIANT)_fixed)
-	$(pip) $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
+	$(pip) "setuptools>=77" wheel
+	$(pip) $($(VARIANT)_torch) $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
+	$(pip) --no-deps $($(VARIANT)_built_for_it)
 	touch $@
