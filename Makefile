@@ -27,7 +27,9 @@ cuda_torch := torch==2.11.0
 cuda_built_for_it := fbgemm-gpu==1.6.0 torchrec==1.6.1 triton==3.6.0
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 
-ifndef PY
+ifdef PY
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+else
 PY := .venv/bin/python
 ENV := .venv/.installed-$(VARIANT)
 endif
@@ -37,7 +39,7 @@ interpreter_tests := tests/jagged_kernels/interpreter
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
 train: $(ENV)
-	PYTHONPATH=.:kernels $(PY) examples/train_dlrm.py $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(PY) examples/train_dlrm.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 test: test-interpreter test-all-others
 
@@ -56,7 +58,7 @@ lint: $(ENV)
 
 bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
-	for bench in kernels/benchmarks/bench_*.py; do PYTHONPATH=.:kernels $(PY) $$bench $(ARGS) || exit 1; done
+	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
