@@ -82,8 +82,8 @@ def _attention_fwd_kernel(
         q = load_rows(
             q_ptr + q_row * stride_qm + head * stride_qh * ALIGN, stride_qm, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True
         )
-        k_base = k_ptr + kv_start * stride_kn + head // GROUP * stride_kh * ALIGN
-        v_base = v_ptr + kv_start * stride_vn + head // GROUP * stride_vh * ALIGN
+        k_head = k_ptr + head // GROUP * stride_kh * ALIGN
+        v_head = v_ptr + head // GROUP * stride_vh * ALIGN
 
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -91,12 +91,12 @@ def _attention_fwd_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc, row_max, row_sum = _fwd_block(
-                q, k_base + n.to(tl.int64) * stride_kn, v_base + n.to(tl.int64) * stride_vn, stride_kn, stride_vn, BLOCK_N,
+                q, k_head + (kv_start + n) * stride_kn, v_head + (kv_start + n) * stride_vn, stride_kn, stride_vn, BLOCK_N,
                 acc, row_max, row_sum, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc, row_max, row_sum = _fwd_block(
-                q, k_base + full.to(tl.int64) * stride_kn, v_base + full.to(tl.int64) * stride_vn, stride_kn, stride_vn,
+                q, k_head + (kv_start + full) * stride_kn, v_head + (kv_start + full) * stride_vn, stride_kn, stride_vn,
                 kv_len - full, acc, row_max, row_sum, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
 
@@ -159,8 +159,8 @@ def _attention_bwd_dq_kernel(
         out = load_rows(
             out_ptr + row * stride_om + head * stride_oh * ALIGN, stride_om, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True
         )
-        k_base = k_ptr + kv_start * stride_kn + head // GROUP * stride_kh * ALIGN
-        v_base = v_ptr + kv_start * stride_vn + head // GROUP * stride_vh * ALIGN
+        k_head = k_ptr + head // GROUP * stride_kh * ALIGN
+        v_head = v_ptr + head // GROUP * stride_vh * ALIGN
         rows = tl.arange(0, BLOCK_M)
         stat = head * stride_lse + row + rows
         lse2 = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0) * LOG2_E
@@ -171,12 +171,12 @@ def _attention_bwd_dq_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc = _dq_block(
-                q, do, k_base + n.to(tl.int64) * stride_kn, v_base + n.to(tl.int64) * stride_vn, stride_kn, stride_vn, BLOCK_N,
+                q, do, k_head + (kv_start + n) * stride_kn, v_head + (kv_start + n) * stride_vn, stride_kn, stride_vn, BLOCK_N,
                 lse2, delta, acc, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc = _dq_block(
-                q, do, k_base + full.to(tl.int64) * stride_kn, v_base + full.to(tl.int64) * stride_vn, stride_kn, stride_vn,
+                q, do, k_head + (kv_start + full) * stride_kn, v_head + (kv_start + full) * stride_vn, stride_kn, stride_vn,
                 kv_len - full, lse2, delta, acc, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
         store_rows(
@@ -244,18 +244,18 @@ def _attention_bwd_dkdv_kernel(
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         full = q_len // BLOCK_M * BLOCK_M
         for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            q_base = q_ptr + q_row * stride_qm + head * stride_qh * ALIGN
-            do_base = do_ptr + q_start * stride_dom + head * stride_doh * ALIGN
+            q_head = q_ptr + head * stride_qh * ALIGN
+            do_head = do_ptr + head * stride_doh * ALIGN
             stat = head * stride_lse + q_start
             for m in range(0, full, BLOCK_M):
                 dk, dv = _dkdv_block(
-                    k, v, q_base + m.to(tl.int64) * stride_qm, do_base + m.to(tl.int64) * stride_dom,
+                    k, v, q_head + (q_row + m) * stride_qm, do_head + (q_start + m) * stride_dom,
                     lse_ptr + stat + m, delta_ptr + stat + m, stride_qm, stride_dom, BLOCK_M, dk, dv, qk_scale,
                     HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, False,
                 )  # fmt: skip
             if full < q_len:
                 dk, dv = _dkdv_block(
-                    k, v, q_base + full.to(tl.int64) * stride_qm, do_base + full.to(tl.int64) * stride_dom,
+                    k, v, q_head + (q_row + full) * stride_qm, do_head + (q_start + full) * stride_dom,
                     lse_ptr + stat + full, delta_ptr + stat + full, stride_qm, stride_dom, q_len - full, dk, dv, qk_scale,
                     HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, True,
                 )  # fmt: skip
