@@ -1,7 +1,7 @@
 # Every command works in a fresh clone: the first one makes .venv and installs what all of them need, later ones find it ready.
 #
 #   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
-#   make test [ARGS=...]                run the tests; ARGS goes to pytest
+#   make test [ARGS=...]                run the tests; ARGS are options of pytest
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check the style
 #   make bench [ARGS=...]               measure the kernels on a GPU

@@ -42,6 +42,7 @@ def tracked_files():
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     """A wheel built from the source distribution, as an index user gets it, without network."""
+    pytest.importorskip("setuptools", "77")
     source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
     shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs"))
     run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=source)
