@@ -10,6 +10,7 @@ TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that ba
 import dataclasses
 import math
 import sys
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
 
 OURS = "jagged_modules"
 BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
@@ -29,10 +31,9 @@ BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
 
 
 def uniform_lengths(count: int, low: int, high: int) -> Tensor:
-    """Host lengths, uniform on low..high; the first one is ``high``, so that the maximum is reached."""
-    lengths = torch.randint(low, high + 1, (count,), generator=torch.Generator().manual_seed(count + high))
-    lengths[0] = high
-    return lengths
+    """Host lengths spread evenly over low..high, both reached, in random order: the mean does not depend on luck."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
 
 
 def offsets_of(lengths: Tensor) -> Tensor:
@@ -41,8 +42,9 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def sample_segments(lengths: Tensor) -> list[int]:
-    """The segments that are checked: the first (of full length), the last, and the one of median length."""
-    return sorted({0, len(lengths) - 1, int(lengths.argsort()[len(lengths) // 2])})
+    """The segments that are checked: the longest, the one of median length, and the last."""
+    by_length = lengths.argsort().tolist()
+    return sorted({by_length[-1], by_length[len(lengths) // 2], len(lengths) - 1})
 
 
 def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
@@ -50,18 +52,11 @@ def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
     return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
 
 
-def build_schedule(q_lengths: Tensor, kv_lengths: Tensor, q: Tensor):
-    """The tile schedules of forward and backward on q's device, and the host's time for them in ms."""
-    from jagged_kernels.configs import attention_tile
-
-    block_m, block_n = attention_tile(q.shape[-1], q.element_size())
-    workers = torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else 1
-    deal = partial(jm.zigzag_schedule, num_heads=q.shape[-2], block_m=block_m, block_n=block_n, num_workers=workers)
-
-    def build():
-        return dataclasses.replace(deal(q_lengths, kv_lengths), backward=deal(kv_lengths, q_lengths))
-
-    return build().to(q.device), host_median_ms(build, rep_ms=5.0)
+def timed_schedule(q_lengths: Tensor, kv_lengths: Tensor, q: Tensor) -> tuple[jm.TileSchedule, dict[str, float]]:
+    """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
+    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
+    build = partial(host_schedule, q_lengths, kv_lengths, **sizes)
+    return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
 
 
 # -- the definition, and padded forms of it ------------------------------------------------------------------------
@@ -94,8 +89,9 @@ def pad(values: Tensor, valid: Tensor) -> Tensor:
     return padded
 
 
-def leaf(x: Tensor) -> Tensor:
-    return x.detach().contiguous().requires_grad_()
+def leaves(**tensors: Tensor) -> dict[str, Tensor]:
+    """The tensors by name, contiguous, as inputs to differentiate with respect to."""
+    return {name: x.detach().contiguous().requires_grad_() for name, x in tensors.items()}
 
 
 def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int) -> Tensor:
@@ -123,23 +119,23 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
     offsets = host_offsets.to(device)
     valid = (torch.arange(max_seqlen) < lengths[:, None]).to(device)
     q, k, v, grad = random_tensors(device, dtype, *[(total, num_heads, head_dim)] * 4)
-    inputs = {name: leaf(x) for name, x in dict(q=q, k=k, v=v).items()}
+    inputs = leaves(q=q, k=k, v=v)
     parts = {segment: slice(*host_offsets[segment : segment + 2].tolist()) for segment in sample_segments(lengths)}
 
     def jagged(forward, **extra):
         return Implementation(lambda: forward(**inputs), inputs, lambda name, x: {b: x[rows] for b, rows in parts.items()}, grad, **extra)
 
     def ours():
-        schedule, build_ms = build_schedule(lengths, lengths, q) if device == "cuda" else (None, None)
+        schedule, build_ms = timed_schedule(lengths, lengths, q)
         forward = partial(F.jagged_attention, q_offsets=offsets, max_seqlen_q=max_seqlen, schedule=schedule)
-        return jagged(forward, host_ms={"schedule on the host": build_ms} if schedule else {})
+        return jagged(forward, host_ms=build_ms)
 
     def varlen():
         return jagged(lambda q, k, v: varlen_attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
 
     def padded(attention, masked: bool):
         """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
-        dense = {name: leaf(pad(x, valid).transpose(1, 2)) for name, x in dict(q=q, k=k, v=v).items()}
+        dense = leaves(**{name: pad(x, valid).transpose(1, 2) for name, x in inputs.items()})
         right = [b for b in parts if masked or lengths[b] == max_seqlen]
         return Implementation(
             lambda: attention(*dense.values(), valid[:, None, None, :] if masked else None),
@@ -195,7 +191,7 @@ def target_attention(device: str, dtype: torch.dtype, counts: Tensor, histories:
     candidate_to_user = torch.arange(num_users).repeat_interleave(counts).to(device)
     q_shape, kv_shape = (num_candidates, num_queries, num_heads, head_dim), (int(histories.sum()), num_heads, head_dim)
     q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
-    inputs = {name: leaf(x) for name, x in dict(q=q, k=k, v=v).items()}
+    inputs = leaves(q=q, k=k, v=v)
     users = sample_segments(histories)
     candidates_of = {u: slice(*host_candidate_offsets[u : u + 2].tolist()) for u in users}
     history_of = {u: slice(*host_kv_offsets[u : u + 2].tolist()) for u in users}
@@ -210,16 +206,9 @@ def target_attention(device: str, dtype: torch.dtype, counts: Tensor, histories:
 
     def ours():
         candidates = jm.CandidateIndex.from_counts(counts.to(device))
-        schedule, build_ms = build_schedule(counts * num_queries, histories, q) if device == "cuda" else (None, None)
-        forward = partial(
-            F.target_attention,
-            candidates=candidates,
-            kv_offsets=kv_offsets,
-            max_seqlen_q=max_rows,
-            max_seqlen_kv=max_history,
-            schedule=schedule,
-        )
-        return folded(forward, host_ms={"schedule on the host": build_ms} if schedule else {})
+        schedule, build_ms = timed_schedule(counts * num_queries, histories, q)
+        shared = {"candidates": candidates, "kv_offsets": kv_offsets, "max_seqlen_kv": max_history, "schedule": schedule}
+        return folded(partial(F.target_attention, **shared), host_ms=build_ms)
 
     def varlen():
         def forward(q, k, v):
@@ -238,9 +227,9 @@ def target_attention(device: str, dtype: torch.dtype, counts: Tensor, histories:
         valid = (torch.arange(max_history) < histories[:, None]).to(device)
         mask = None if equal_histories else valid[candidate_to_user][:, None, None, :]
         backend = SDPBackend.CUDNN_ATTENTION if equal_histories else None
-        dense = {name: leaf(pad(x, valid)) for name, x in dict(k=k, v=v).items()}
+        dense = leaves(k=pad(k, valid), v=pad(v, valid))
         if not in_measured_call:
-            dense = {name: leaf(x[candidate_to_user]) for name, x in dense.items()}
+            dense = leaves(**{name: x[candidate_to_user] for name, x in dense.items()})
         own = {"q": inputs["q"], **dense}
 
         def forward():
@@ -315,8 +304,14 @@ TINY = Sizes(
 
 def odd_counts(num_candidates: int, num_users: int) -> Tensor:
     """Candidates per user, odd and unequal, about ``num_candidates`` together."""
-    mean = num_candidates // num_users
-    return torch.randint(0, mean, (num_users,), generator=torch.Generator().manual_seed(mean)) * 2 + 1
+    return uniform_lengths(num_users, 1, 2 * num_candidates // num_users - 1) | 1
+
+
+def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...]) -> Setup:
+    """The setup with those implementations alone whose name starts with one of ``prefixes``."""
+    whole = setup()
+    kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes)}
+    return dataclasses.replace(whole, implementations=kept)
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
@@ -350,7 +345,8 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         cases.append(Case("target attention, jagged histories, odd groups", f"history {int(0.4 * history)}..{history}", setup))
     for candidates in sizes.sweep:
         setup = target(equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history))
-        cases.append(Case("target attention, memory", f"{candidates} candidates", setup, timed=False))
+        setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"))
+        cases.append(Case("target attention, memory of a training step", f"{candidates} candidates", setup, timed=False))
     return cases
 
 

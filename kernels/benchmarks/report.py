@@ -41,6 +41,10 @@ def megabytes(value: int | None) -> str:
     return MISSING if value is None else number(value / 1e6)
 
 
+def shorten(text: str, width: int = 100) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
 def worst_error(row: dict) -> str:
     errors = [*row.get("forward_errors", {}).values(), *row.get("forward_backward_errors", {}).values()]
     return f"{max(errors):.1e}" if errors else MISSING
@@ -48,7 +52,7 @@ def worst_error(row: dict) -> str:
 
 def remarks(row: dict) -> str:
     host = [f"{name} {number(ms)} ms" for name, ms in row.get("host_ms", {}).items()]
-    return "; ".join(filter(None, ["" if row["status"] == "ok" else row["status"], row.get("note", ""), *host])).replace("|", "\\|")
+    return "; ".join(filter(None, ["" if row["status"] == "ok" else shorten(row["status"]), row.get("note", ""), *host])).replace("|", "\\|")
 
 
 COLUMNS = {  # heading -> text of a cell
@@ -114,32 +118,34 @@ def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict)
     width = 0.8 / len(colours)
     for index, (name, colour) in enumerate(colours.items()):
         values = {row["case"]: row[column] * factor for row in rows if row["implementation"] == name and row.get(column) is not None}
+        if not values:
+            continue
         places = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
         axes.bar(places, list(values.values()), width, color=colour, label=name)
     axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right", fontsize=8)
+    axes.set_xlim(-0.5, len(cases) - 0.5)
 
 
 def save_picture(results: dict, stem: Path) -> None:
-    """Writes ``<stem>.png``: a row of panels per table."""
+    """Writes ``<stem>.png``: a row of panels per table that has something to draw."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    tables = by_table(results)
-    figure, grid = plt.subplots(len(tables), len(PANELS), figsize=(6 * len(PANELS), 3.6 * len(tables)), squeeze=False, layout="constrained")
-    for (table, rows), line in zip(tables.items(), grid):
-        names = dict.fromkeys(row["implementation"] for row in rows)
-        colours = {name: f"C{index % 10}" for index, name in enumerate(names)}
-        panels = measured_panels(rows)
+    tables = {table: (rows, panels) for table, rows in by_table(results).items() if (panels := measured_panels(rows))}
+    width = max((len(panels) for _, panels in tables.values()), default=1)
+    figure, grid = plt.subplots(max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False, layout="constrained")
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for (table, (rows, panels)), line in zip(tables.items(), grid):
+        colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row["implementation"] for row in rows))}
         for axes, (title, column, unit, factor) in zip(line, panels):
+            axes.set_axis_on()
             draw_bars(axes, rows, column, factor, colours)
             axes.set_title(f"{table}: {title}", fontsize=10)
             axes.set_ylabel(unit)
-        for axes in line[len(panels) :]:
-            axes.set_axis_off()
-        if panels:
-            line[0].legend(fontsize=7)
+        line[len(panels) - 1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
     plt.close(figure)

@@ -21,7 +21,8 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import report
@@ -187,7 +188,7 @@ def check(implementation: Implementation, expected: dict[str, Tensor], bounds: d
     columns["input_bytes"] = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in inputs.values()}.values())
     for key, backward in passes(implementation).items():
         poison_and_free(implementation.run(backward), inputs)
-        results, columns[f"{key}_peak_bytes"] = peak_bytes(lambda backward=backward: implementation.run(backward), device)
+        results, columns[f"{key}_peak_bytes"] = peak_bytes(partial(implementation.run, backward), device)
         columns[f"{key}_errors"] = compare(implementation, results, expected, bounds)
         poison_and_free(results, inputs)
     return columns
@@ -230,7 +231,7 @@ def measure_ms(call: Callable[[], object], protocol: Protocol) -> float:
 
 def failure(error: Exception) -> dict:
     """Status columns of an implementation that could not be checked or measured."""
-    status = f"wrong: {error}" if isinstance(error, WrongResult) else f"unavailable: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    status = f"wrong: {error}" if isinstance(error, WrongResult) else f"unavailable: {type(error).__name__}: {' '.join(str(error).split())}"
     return {"status": status, "traceback": "".join(traceback.format_exception(error))}
 
 
@@ -241,7 +242,7 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
         setup = case.setup()
         expected = setup.reference(torch.float64)
         eager = setup.reference(setup.dtype)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
         return [{**blank, "implementation": "(setup)", **failure(error)}]
     eps = torch.finfo(setup.dtype).eps
     bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), eps) for key in expected}
@@ -257,7 +258,7 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
             implementation = build()
             row |= check(implementation, expected, bounds, protocol.device)
             ready[name] = implementation, row
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
             row |= failure(error)
         implementation = None
         release_memory(protocol.device)
@@ -268,9 +269,9 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
             implementation, row = ready[name]
             try:
                 for key, backward in passes(implementation).items():
-                    ms = measure_ms(lambda: implementation.run(backward), protocol)
+                    ms = measure_ms(partial(implementation.run, backward), protocol)
                     row.setdefault(f"{key}_rounds_ms", []).append(ms)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
                 row |= failure(error)
                 del ready[name]
     for _, row in ready.values():
@@ -311,7 +312,7 @@ def device_name(device: str) -> str:
 def environment(device: str) -> dict:
     """Where and when: everything that a figure depends on besides the code."""
     facts = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device_name(device),
         "python": platform.python_version(),
@@ -388,5 +389,5 @@ def main(op: str, make_cases: Callable[[str, bool], list[Case]], argv: list[str]
     print(report.markdown(results))
     failed = [row for row in results["rows"] if row["status"] != "ok"]
     for row in failed:
-        print(f"{row['table']}: {row['case']}: {row['implementation']}: {row['status']}", file=sys.stderr)
+        print(f"{row['table']}: {row['case']}: {row['implementation']}: {report.shorten(row['status'], 300)}", file=sys.stderr)
     return int(any(row["status"].startswith("wrong") for row in failed))
