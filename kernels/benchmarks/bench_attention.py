@@ -177,7 +177,9 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
 # -- target attention ----------------------------------------------------------------------------------------------
 
 
-def target_attention(device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int) -> Setup:
+def target_attention(
+    device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
+) -> Setup:
     """Candidates (``counts`` per user) of ``num_queries`` rows each attend to their user's history (``histories`` rows).
 
     "Folded" takes a user's candidates as one query sequence; "replicate" copies the history to each candidate, as models without
@@ -253,7 +255,9 @@ def target_attention(device: str, dtype: torch.dtype, counts: Tensor, histories:
     implementations[f"replicate + SDPA {kind}"] = partial(replicated, True)
     implementations[f"SDPA {kind}, replicated"] = partial(replicated, False)
     flops = 4.0 * num_heads * head_dim * num_queries * float((counts * histories).sum())
-    samples = {u: (q[candidates_of[u]].flatten(0, 1), k[history_of[u]], v[history_of[u]], grad[candidates_of[u]].flatten(0, 1)) for u in users}
+    samples = {
+        u: (q[candidates_of[u]].flatten(0, 1), k[history_of[u]], v[history_of[u]], grad[candidates_of[u]].flatten(0, 1)) for u in users
+    }
     return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
 
 

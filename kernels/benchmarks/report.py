@@ -52,7 +52,9 @@ def worst_error(row: dict) -> str:
 
 def remarks(row: dict) -> str:
     host = [f"{name} {number(ms)} ms" for name, ms in row.get("host_ms", {}).items()]
-    return "; ".join(filter(None, ["" if row["status"] == "ok" else shorten(row["status"]), row.get("note", ""), *host])).replace("|", "\\|")
+    return "; ".join(filter(None, ["" if row["status"] == "ok" else shorten(row["status"]), row.get("note", ""), *host])).replace(
+        "|", "\\|"
+    )
 
 
 COLUMNS = {  # heading -> text of a cell
@@ -98,7 +100,11 @@ def markdown(results: dict) -> str:
 
 PANELS = {  # axis label -> (column, unit); the first one of a pair that was measured is drawn
     "forward": [("forward_tflops", "TFLOP/s", 1), ("forward_gbytes_per_s", "GB/s", 1), ("forward_ms", "ms", 1)],
-    "forward + backward": [("forward_backward_tflops", "TFLOP/s", 1), ("forward_backward_gbytes_per_s", "GB/s", 1), ("forward_backward_ms", "ms", 1)],
+    "forward + backward": [
+        ("forward_backward_tflops", "TFLOP/s", 1),
+        ("forward_backward_gbytes_per_s", "GB/s", 1),
+        ("forward_backward_ms", "ms", 1),
+    ],
     "peak memory of a training step": [("forward_backward_peak_bytes", "MB above the inputs", 1e-6)],
 }
 
@@ -135,7 +141,9 @@ def save_picture(results: dict, stem: Path) -> None:
 
     tables = {table: (rows, panels) for table, rows in by_table(results).items() if (panels := measured_panels(rows))}
     width = max((len(panels) for _, panels in tables.values()), default=1)
-    figure, grid = plt.subplots(max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False, layout="constrained")
+    figure, grid = plt.subplots(
+        max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False, layout="constrained"
+    )
     for axes in grid.flat:
         axes.set_axis_off()
     for (table, (rows, panels)), line in zip(tables.items(), grid):

@@ -30,14 +30,14 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-PROTOCOL = (
-    "Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse order); "
-    "each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. "
-    "The better round is reported, all are kept. On CUDA: events around each call (triton.testing.do_bench), which empties the L2 cache before it, "
-    "so launch gaps count where the host is slower than the device; on the CPU: time.perf_counter. Forward runs without autograd; "
-    "forward+backward is forward, then torch.autograd.grad for all inputs. Peak memory is what one call allocates above its inputs at most. "
-    "Errors are relative, of the worst sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."
-)
+PROTOCOL = """\
+Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
+order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
+better round is reported, all are kept. On CUDA: events around each call (triton.testing.do_bench), which empties the L2 cache before it,
+so launch gaps count where the host is slower than the device; on the CPU: time.perf_counter. Forward runs without autograd;
+forward+backward is forward, then torch.autograd.grad for all inputs. Peak memory is what one call allocates above its inputs at most.
+Errors are relative, of the worst sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's
+dtype."""
 ERROR_FACTOR = 3.0
 
 
@@ -53,7 +53,7 @@ class Protocol:
     error_factor: float = ERROR_FACTOR
 
     def __str__(self):
-        return PROTOCOL.format(**asdict(self))
+        return " ".join(PROTOCOL.format(**asdict(self)).split())
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,10 @@ def worst_row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def poison_and_free(results: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-    """Fills results with NaN before their memory goes back to the allocator: the next call most likely gets it, and a row nobody writes shows."""
+    """Fills results with NaN before their memory goes back to the allocator.
+
+    The next call most likely gets that memory, and a row that nobody writes shows.
+    """
     kept = {x.untyped_storage().data_ptr() for x in inputs.values()}
     while results:
         _, x = results.popitem()
@@ -152,7 +155,9 @@ def poison_and_free(results: dict[str, Tensor], inputs: Mapping[str, Tensor]) ->
             x.fill_(float("nan"))
 
 
-def compare(implementation: Implementation, results: dict[str, Tensor], expected: dict[str, Tensor], bounds: dict[str, float]) -> dict[str, float]:
+def compare(
+    implementation: Implementation, results: dict[str, Tensor], expected: dict[str, Tensor], bounds: dict[str, float]
+) -> dict[str, float]:
     """The relative error of every part the implementation picks. Raises WrongResult above a bound or where a result is not finite."""
     errors = {}
     for name, tensor in results.items():
@@ -260,8 +265,6 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
             ready[name] = implementation, row
         except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
             row |= failure(error)
-        implementation = None
-        release_memory(protocol.device)
     del expected
 
     for turn in range(protocol.rounds if case.timed else 0):
@@ -323,8 +326,9 @@ def environment(device: str) -> dict:
 
         facts["triton"] = triton.__version__
         if shutil.which("nvidia-smi"):
-            query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "-i", "0"]
-            facts["driver"], facts["power_limit"] = subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip().split(", ")
+            query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
+            answer = subprocess.run(query, capture_output=True, text=True, check=False)
+            facts["driver and power limit"] = " ".join((answer.stdout + answer.stderr).split())
     return facts
 
 
@@ -379,8 +383,8 @@ def main(op: str, make_cases: Callable[[str, bool], list[Case]], argv: list[str]
     folder.mkdir(parents=True, exist_ok=True)
     stem = free_stem(folder, results["environment"]["date"][:10], op)
     for case in tqdm(cases, desc=op, unit="case"):
-        results["rows"] += run_case(case, protocol, options.impl)
         release_memory(options.device)
+        results["rows"] += run_case(case, protocol, options.impl)
         report.save(results, stem)
     results["complete"] = True
     report.save(results, stem)

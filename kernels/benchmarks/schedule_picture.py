@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths = torch.randint(low, high + 1, (options.batch,), generator=torch.Generator().manual_seed(options.seed))
     loads = loads_per_worker(lengths, options.max_length, options.heads, options.block_m, options.block_n, options.workers)
     figures = {name: round(imbalance(load), 4) for name, load in loads.items()}
-    title = f"B={options.batch}, maximum length {options.max_length}, mean/max {options.sparsity}, {options.heads} heads, {options.workers} workers"
+    title = f"B={options.batch}, lengths {low} to {high} of {options.max_length}, {options.heads} heads, {options.workers} workers"
 
     options.out.mkdir(parents=True, exist_ok=True)
     stem = options.out / f"schedule-B{options.batch}-N{options.max_length}-sparsity{options.sparsity}".replace(".", "_")

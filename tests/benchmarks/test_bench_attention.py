@@ -19,7 +19,21 @@ CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN")
 def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
     """Results and folder of the command as a user gives it."""
     out = tmp_path_factory.mktemp("results")
-    command = [sys.executable, bench_attention.__file__, "--tiny", "--device", "cpu", "--pause", "0", "--warmup", "0", "--rep", "0.1", "--out", str(out)]
+    command = [
+        sys.executable,
+        bench_attention.__file__,
+        "--tiny",
+        "--device",
+        "cpu",
+        "--pause",
+        "0",
+        "--warmup",
+        "0",
+        "--rep",
+        "0.1",
+        "--out",
+        str(out),
+    ]
     process = subprocess.run(command, capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
     (path,) = out.glob("*.json")

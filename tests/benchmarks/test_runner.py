@@ -83,7 +83,11 @@ def test_a_run_leaves_json_table_and_picture_that_agree(tmp_path, capsys):
     assert results["complete"]
     assert results["environment"]["torch"] == torch.__version__
     assert results["protocol"]["rounds"] == 3 and "3 rounds" in results["protocol"]["text"]
-    assert [(row["case"], row["implementation"]) for row in results["rows"]] == [("4 rows", "multiply"), ("4 rows", "power"), ("untimed", "multiply")]
+    assert [(row["case"], row["implementation"]) for row in results["rows"]] == [
+        ("4 rows", "multiply"),
+        ("4 rows", "power"),
+        ("untimed", "multiply"),
+    ]
     for row in results["rows"][:2]:
         for key, flops in (("forward", 32.0), ("forward_backward", 96.0)):
             assert len(row[f"{key}_rounds_ms"]) == 3
