@@ -186,17 +186,13 @@ def peak_bytes(call: Callable[[], dict[str, Tensor]], device: str) -> tuple[dict
     return results, torch.cuda.max_memory_allocated() - before
 
 
-def check(implementation: Implementation, expected: dict[str, Tensor], bounds: dict[str, float], device: str) -> dict:
-    """Calls forward and forward+backward on poisoned memory; errors and peak memory as columns of the row."""
-    inputs, columns = implementation.inputs, {}
-    columns["note"], columns["host_ms"] = implementation.note, dict(implementation.host_ms)
-    columns["input_bytes"] = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in inputs.values()}.values())
-    for key, backward in passes(implementation).items():
-        poison_and_free(implementation.run(backward), inputs)
-        results, columns[f"{key}_peak_bytes"] = peak_bytes(partial(implementation.run, backward), device)
-        columns[f"{key}_errors"] = compare(implementation, results, expected, bounds)
-        poison_and_free(results, inputs)
-    return columns
+def check(implementation: Implementation, backward: bool, expected: dict[str, Tensor], bounds: dict[str, float], device: str) -> dict:
+    """Calls it twice, the second time on poisoned memory, and compares: errors and peak memory, as columns of the row."""
+    poison_and_free(implementation.run(backward), implementation.inputs)
+    results, peak = peak_bytes(partial(implementation.run, backward), device)
+    errors = compare(implementation, results, expected, bounds)
+    poison_and_free(results, implementation.inputs)
+    return {"peak_bytes": peak, "errors": errors}
 
 
 # -- measurement ---------------------------------------------------------------------------------------------------
@@ -234,10 +230,29 @@ def measure_ms(call: Callable[[], object], protocol: Protocol) -> float:
 # -- one case ------------------------------------------------------------------------------------------------------
 
 
-def failure(error: Exception) -> dict:
-    """Status columns of an implementation that could not be checked or measured."""
-    status = f"wrong: {error}" if isinstance(error, WrongResult) else f"unavailable: {type(error).__name__}: {' '.join(str(error).split())}"
+def failure(error: Exception, during: str = "") -> dict:
+    """Status columns of an implementation that could not be checked or measured; ``during`` says in which pass."""
+    kind, text = ("wrong", "") if isinstance(error, WrongResult) else ("unavailable", f"{type(error).__name__}: ")
+    status = ": ".join(filter(None, [kind, during, text + " ".join(str(error).split())]))
     return {"status": status, "traceback": "".join(traceback.format_exception(error))}
+
+
+def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Callable[[], object]]:
+    """Fills the row with what the checks find; returns the calls to measure, by pass: none after a failure, only the forward after one in
+    forward+backward."""
+    calls = {}
+    during = ""
+    try:
+        implementation = build()
+        inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in implementation.inputs.values()}
+        row |= {"note": implementation.note, "host_ms": dict(implementation.host_ms), "input_bytes": sum(inputs.values())}
+        for key, backward in passes(implementation).items():
+            during = key.replace("_", "+")
+            row |= {f"{key}_{column}": value for column, value in check(implementation, backward, *reference).items()}
+            calls[key] = partial(implementation.run, backward)
+    except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+        row |= failure(error, during)
+    return calls
 
 
 def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) -> list[dict]:
@@ -253,33 +268,22 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
     bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), eps) for key in expected}
     del eager
 
-    rows, ready = [], {}
-    for name, build in setup.implementations.items():
-        if not implementation_filter.search(name):
-            continue
-        row = {**blank, "implementation": name}
-        rows.append(row)
-        try:
-            implementation = build()
-            row |= check(implementation, expected, bounds, protocol.device)
-            ready[name] = implementation, row
-        except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
-            row |= failure(error)
+    chosen = {name: build for name, build in setup.implementations.items() if implementation_filter.search(name)}
+    rows = {name: {**blank, "implementation": name} for name in chosen}
+    ready = {name: build_and_check(build, rows[name], expected, bounds, protocol.device) for name, build in chosen.items()}
     del expected
 
     for turn in range(protocol.rounds if case.timed else 0):
         for name in list(ready)[:: -1 if turn % 2 else 1]:
-            implementation, row = ready[name]
             try:
-                for key, backward in passes(implementation).items():
-                    ms = measure_ms(partial(implementation.run, backward), protocol)
-                    row.setdefault(f"{key}_rounds_ms", []).append(ms)
+                for key, call in ready[name].items():
+                    rows[name].setdefault(f"{key}_rounds_ms", []).append(measure_ms(call, protocol))
             except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
-                row |= failure(error)
+                rows[name] |= failure(error, "timing")
                 del ready[name]
-    for _, row in ready.values():
-        derive(row, setup)
-    return rows
+    for name in ready:
+        derive(rows[name], setup)
+    return list(rows.values())
 
 
 def derive(row: dict, setup: Setup) -> None:
