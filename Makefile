@@ -11,6 +11,7 @@
 # PIP_ARGS=...        goes to every pip install, for example the address of PyTorch's index of CPU builds
 # VARIANT=cpu|cuda    overrides the look for a GPU
 # PY=python           runs in an environment you prepared yourself and installs nothing
+# WORKERS=0           runs the tests in one process, without pytest-xdist
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
@@ -34,7 +35,7 @@ PY := .venv/bin/python
 ENV := .venv/.installed-$(VARIANT)
 endif
 pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-pytest := OMP_NUM_THREADS=1 $(PY) -m pytest -n $(WORKERS) --durations=10
+pytest := OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) --durations=10
 interpreter_tests := tests/jagged_kernels/interpreter
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
