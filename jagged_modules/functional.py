@@ -53,13 +53,16 @@ def jagged_attention(
 
     Raises:
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets, names or a schedule that do
-        not fit together.
+        not fit together. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); the reference has both.
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
+    check_tensor("q", q, 3, "[Lq, H, D]")
+    check_tensor("k", k, 3, "[Lk, Hkv, D]")
+    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
+    q, k, v = (_autocast(x) for x in (q, k, v))
     _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    q, k, v = _autocast(q, k, v)
 
     if q_shared:
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
@@ -80,6 +83,8 @@ def jagged_attention(
 
     if implementation == "reference":
         return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared)
+    if torch._C._are_functorch_transforms_active():  # forward-mode derivatives would be silently zero
+        raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
     if implementation == "triton" or q.device.type == "cuda":
         return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
     from . import cpu
@@ -166,11 +171,8 @@ def target_attention(
 
 def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation) -> None:
     """Everything that needs no offset values."""
-    check_tensor("q", q, 3, "[Lq, H, D]")
-    check_tensor("k", k, 3, "[Lk, Hkv, D]")
-    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if x.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype, {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
@@ -203,10 +205,9 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, imple
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
+def _autocast(x: Tensor) -> Tensor:
+    """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does: float64 stays."""
+    device = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))
