@@ -37,7 +37,7 @@ def jagged_attention(
     Args:
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
         k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
-            D and Dv: 8 to 256.
+            D and Dv: 1 to 256.
         q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`.
         kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
             Offsets may be host tensors.
@@ -149,6 +149,8 @@ def target_attention(
     check_tensor("q", q, 4, "[num_candidates, n_q, H, D]")
     if not isinstance(candidates, CandidateIndex):
         raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
+    if kv_offsets is None:  # jagged_attention would take it for self-attention
+        raise TypeError('kv_offsets must be a torch.Tensor or "shared", got NoneType')
     candidates.check(q.shape[0], num_users=kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None)
     candidates = candidates.to(q.device)
     num_candidates, rows = q.shape[:2]
@@ -208,6 +210,7 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, imple
 def _autocast(x: Tensor) -> Tensor:
     """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does: float64 stays."""
     device = x.device.type
-    if x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
+    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # the meta device has none
+    if x.dtype == torch.float64 or not enabled:
         return x
     return x.to(torch.get_autocast_dtype(device))

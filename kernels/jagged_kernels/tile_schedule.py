@@ -21,8 +21,8 @@ class TileSchedule:
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
-        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits.
-        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`.
+        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits; None in a schedule built on the device.
+        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`; None likewise.
         num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
@@ -31,8 +31,8 @@ class TileSchedule:
     """
 
     tiles: Tensor
-    work: Tensor
-    worker: Tensor
+    work: Tensor | None
+    worker: Tensor | None
     num_tiles: Tensor
     block_m: int
     block_n: int
@@ -41,7 +41,9 @@ class TileSchedule:
     backward: TileSchedule | None = None
 
     def loads(self) -> Tensor:
-        """int64 `[num_workers]`: total work of each worker, in key blocks."""
+        """int64 `[num_workers]`: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
+        if self.work is None:
+            raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
         return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(
             0, self.worker.long(), self.work.long()
         )
@@ -57,7 +59,8 @@ class TileSchedule:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move) -> TileSchedule:
-        moved = {name: move(getattr(self, name)) for name in ("tiles", "work", "worker", "num_tiles")}
+        tensors = {name: getattr(self, name) for name in ("tiles", "work", "worker", "num_tiles")}
+        moved = {name: None if x is None else move(x) for name, x in tensors.items()}
         backward = None if self.backward is None else self.backward._map(move)
         return dataclasses.replace(self, **moved, backward=backward)
 
