@@ -43,7 +43,7 @@ class Jagged:
             host_lengths = torch.as_tensor(host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
-        self._segmentation = _Segmentation(host_lengths)
+        self._segmentation = _segmentation(offsets, host_lengths)
         self._container: Any = None  # what wrap was given
 
     # -- containers in and out ---------------------------------------------------------------------------------------------
@@ -60,8 +60,6 @@ class Jagged:
             return x
         if _is_torchrec(x):
             jagged = cls(x.values(), x.offsets(), max_seqlen)
-            if not torch.compiler.is_compiling():  # layers that pass a TorchRec container on share its schedules
-                jagged._segmentation = x.__dict__.setdefault("_jagged_segmentation", jagged._segmentation)
         elif isinstance(x, Tensor) and x.is_nested:
             if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
                 what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
@@ -90,12 +88,8 @@ class Jagged:
         same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
         if hasattr(x, "keys"):
             strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
-            unwrapped = type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
-        else:
-            unwrapped = type(x)(values, **same)
-        if not torch.compiler.is_compiling():
-            unwrapped.__dict__["_jagged_segmentation"] = self._segmentation
-        return unwrapped
+            return type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
+        return type(x)(values, **same)
 
     def with_values(self, values: Tensor) -> Jagged:
         """A Jagged of the same segments with other values `[L, ...]`, offsets on their device; it shares the schedules."""
@@ -186,9 +180,9 @@ class Jagged:
         """The attention schedule with these segments as keys, on the values' device; arguments as in `prepare`.
 
         Built once and kept: on the host where it knows the lengths of both sides, else on the device without waiting for it. None
-        where nothing needs one: off CUDA, and under torch.compile, where the operators build it inside the graph.
+        where nothing needs one: on the CPU, and under torch.compile, where the operators build it inside the graph.
         """
-        if self.values.device.type != "cuda" or torch.compiler.is_compiling():
+        if self.values.device.type == "cpu" or torch.compiler.is_compiling():
             return None
         sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype, num_kv_heads=num_kv_heads)
         return self._schedule(queries, rows_per_candidate, **sizes)
@@ -201,6 +195,7 @@ class Jagged:
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
         sizes["itemsize"] = dtype.itemsize
+        queries = self if queries is None else queries
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         key = (token, rows_per_candidate, *sizes.values())
         schedules = self._segmentation.schedules
@@ -209,7 +204,8 @@ class Jagged:
             if lengths is not None and self.host_lengths is not None:
                 schedule = host_schedule(lengths, self.host_lengths, **sizes)
             elif total is not None:
-                schedule = device_schedule(offsets, self.offsets, total, self.values.shape[0], **sizes)
+                offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
+                schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **sizes)
             else:
                 return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
             if len(schedules) == MAX_SCHEDULES:  # segments that outlive their batch, such as cached histories, meet ever new queries
@@ -220,8 +216,6 @@ class Jagged:
 
     def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
         """Query offsets, host lengths if known, and number of rows if known."""
-        if queries is None:
-            return self.offsets, self.host_lengths, self.values.shape[0]
         if isinstance(queries, Jagged):
             return queries.offsets, queries.host_lengths, queries.values.shape[0]
         if isinstance(queries, CandidateIndex):
@@ -253,6 +247,20 @@ class _Segmentation:
         if self._token is None:
             self._token = new_token()
         return self._token
+
+
+def _segmentation(offsets: Tensor, host_lengths: Tensor | None) -> _Segmentation:
+    """The segmentation that goes with this very offsets tensor, so that all layers which are passed it, in whatever container, share
+    the schedules. Writing to the tensor makes another segmentation of it."""
+    if torch.compiler.is_compiling() or offsets.is_inference():  # inference tensors do not count what is written to them
+        return _Segmentation(host_lengths)
+    version, segmentation = getattr(offsets, "_jagged_segmentation", (None, None))
+    if version != offsets._version:
+        segmentation = _Segmentation(host_lengths)
+        offsets._jagged_segmentation = offsets._version, segmentation
+    if segmentation.host_lengths is None:
+        segmentation.host_lengths = host_lengths
+    return segmentation
 
 
 def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:

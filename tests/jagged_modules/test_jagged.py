@@ -93,7 +93,147 @@ def test_copies_share_the_segmentation(values, offsets):
     for copy in (jagged.with_values(values.double()), jagged.to("meta"), pickle.loads(pickle.dumps(jagged))):
         assert copy.token == token
         assert copy.host_lengths.tolist() == LENGTHS, "known on the host though the copy may be on a device"
-    assert jm.Jagged(values, offsets).token != token
+    assert jm.Jagged(values, offsets.clone()).token != token
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Names of the schedule builders called so far; they still build."""
+    calls = []
+    for name in ("host_schedule", "device_schedule"):
+
+        def build(*args, _name=name, _build=getattr(jagged_module, name), **kwargs):
+            calls.append(_name)
+            return _build(*args, **kwargs)
+
+        monkeypatch.setattr(jagged_module, name, build)
+    return calls
+
+
+class ThreeLayers(torch.nn.Module):
+    """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(jm.JaggedTargetAttention(8, 2, device="meta") for _ in range(3))
+
+    def forward(self, targets, history, candidates=None):
+        for layer in self.layers:
+            targets = layer(targets, history, *([] if candidates is None else [candidates]))
+        return targets
+
+
+def step(targets, history, candidates=None):
+    out = ThreeLayers()(targets, history, candidates)
+    (out if isinstance(out, torch.Tensor) and not out.is_nested else jm.Jagged.wrap(out).values).sum().backward()
+
+
+def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
+    history, targets = jm.Jagged(values, offsets).to("meta"), jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta")
+    step(targets, history)
+    assert builds == ["host_schedule"], "from the lengths that the host knew before the Jagged moved"
+    step(targets, history.with_values(history.values))
+    step(targets.with_values(targets.values), history)
+    assert len(builds) == 1
+    step(history, history)
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize("kind", ["pair", "JaggedTensor", "KeyedJaggedTensor"])
+def test_layers_share_one_schedule_of_other_containers(kind, builds, values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    values, offsets = values.to("meta"), offsets.to("meta")
+    wrap = {
+        "pair": lambda: (values, offsets),
+        "JaggedTensor": lambda: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "KeyedJaggedTensor": lambda: torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff(), stride=4),
+    }[kind]
+    x = wrap()
+    step(x, x)
+    assert builds == ["device_schedule"]
+    step(torch.empty(4, 3, 8, device="meta"), x)
+    assert len(builds) == 2
+
+
+def test_nested_tensors_share_the_schedules_of_their_offsets(values, offsets):
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    jagged = jm.Jagged.wrap(nested).prepare(**SIZES)
+    assert jm.Jagged.wrap(jagged.unwrap(values * 2)).token == jagged.token
+    assert jm.Jagged.wrap(nested + 1).token == jagged.token
+
+
+def test_candidates_share_one_schedule(builds, values, offsets):
+    history, index = jm.Jagged(values, offsets).to("meta"), jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4)
+    targets = torch.empty(4, 1, 8, device="meta")
+    step(targets, history, index)
+    step(targets, history, index.to("meta"))
+    assert builds == ["host_schedule"]
+    step(targets, history, jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4))
+    assert len(builds) == 2
+
+
+def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets_of):
+    offsets = offsets_of(LENGTHS)
+    before = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, 2, 16, torch.float32, None)
+    offsets.copy_(offsets_of([6, 0, 0, 0]))
+    after = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, 2, 16, torch.float32, None)
+    assert len(builds) == 2
+    assert before.tiles[:, 0].unique().tolist() == [0, 2, 3] and after.tiles[:, 0].unique().tolist() == [0]
+
+
+def test_the_schedule_is_that_of_the_lengths(values, offsets, offsets_of):
+    history = jm.Jagged(values, offsets)
+    sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16, itemsize=4)
+    for queries, q_lengths in (
+        (None, LENGTHS),
+        (5, [5] * 4),
+        (jm.Jagged(torch.randn(9, 8), offsets_of([0, 4, 4, 1])), [0, 4, 4, 1]),
+        (jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])), [3, 0, 6, 3]),
+    ):
+        actual = history.prepare(num_heads=2, num_kv_heads=1, head_dim=16, queries=queries, rows_per_candidate=3)._schedule(
+            queries, 3, 2, 16, torch.float32, 1
+        )
+        expected = schedule_module.host_schedule(torch.tensor(q_lengths), torch.tensor(LENGTHS), **sizes)
+        for schedule, other in ((actual, expected), (actual.backward, expected.backward)):
+            assert torch.equal(schedule.tiles, other.tiles) and torch.equal(schedule.num_tiles, other.num_tiles)
+
+
+def test_a_long_lived_history_keeps_few_schedules(values, offsets):
+    history = jm.Jagged(values, offsets)
+    for _ in range(100):
+        history.prepare(**SIZES, queries=jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])))
+    assert len(history._segmentation.schedules) == jagged_module.MAX_SCHEDULES
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batches that a DataLoader worker prepares: a history, its candidates, their targets."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 9, (5,), generator=generator).cumsum(0)])
+        history = jm.Jagged(torch.randn(int(offsets[-1]), 8), offsets)
+        candidates = jm.CandidateIndex.from_map(torch.randint(0, 5, (7,), generator=generator), 5)
+        history.prepare(num_heads=2, head_dim=4, queries=candidates)
+        history.prepare(num_heads=2, head_dim=4)
+        return history, candidates
+
+
+def test_schedules_prepared_in_a_data_loader_are_used(builds):
+    for history, candidates in DataLoader(Batches(), batch_size=None, num_workers=1):
+        history, candidates = history.to("meta"), candidates.to("meta")
+        step(torch.empty(7, 1, 8, device="meta"), history, candidates)
+        step(history, history)
+        step(history.with_values(history.values * 2), history)
+    assert builds == [], "the worker built them"
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------
 
 
 def bad_calls():
