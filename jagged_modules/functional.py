@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .broadcast import CandidateIndex
 from .checks import check_offsets, check_tensor
+from .cpu import attention_cpu
 from .reference import attention_reference
 from .schedule import TileSchedule, device_schedule
 
@@ -15,6 +16,7 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_HEAD_DIM = 256
 
 
+@torch.fx.wrap
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -87,9 +89,7 @@ def jagged_attention(
         raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
     if implementation == "triton" or q.device.type == "cuda":
         return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
-    from . import cpu
-
-    return cpu.attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    return attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
 
 
 def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared) -> Tensor:
@@ -115,6 +115,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared,
     return out
 
 
+@torch.fx.wrap
 def target_attention(
     q: Tensor,
     k: Tensor,

@@ -79,12 +79,15 @@ def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, bloc
         TileSchedule with host tensors.
 
     Raises:
-        TypeError: lengths that are not integers. ValueError: lengths of different count, negative or on a device, sizes below 1.
+        TypeError: lengths or sizes that are not integers. ValueError: lengths of different count, negative or on a device, sizes
+        below 1.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
     if len(q_lengths) != len(kv_lengths):
         raise ValueError(f"q_lengths and kv_lengths must have the same number of segments, got {len(q_lengths)} and {len(kv_lengths)}")
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
@@ -148,10 +151,12 @@ def _cdiv(lengths: Tensor, block: int) -> Tensor:
 
 
 def _host_lengths(name: str, lengths) -> Tensor:
-    lengths = torch.as_tensor(lengths)
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        if lengths.numel():
-            raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    try:
+        lengths = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must hold integers, got {lengths!r}") from error
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
     if lengths.dim() != 1:
         raise ValueError(f"{name} must have shape [B], got {list(lengths.shape)}")
     if lengths.device.type != "cpu":
