@@ -4,7 +4,7 @@
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP − rowsum(dO ∘ O)),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
 Every kernel is persistent over a zigzag schedule (tile_schedule.py); each output tile has one owner, so results are
-deterministic. Scores are kept in base 2 (exp2 is the hardware's exponential); the stored log-sum-exp is natural, fp32, [H, rows].
+deterministic. Scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has.
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
@@ -26,7 +26,6 @@ from .tile_schedule import device_tiles, tile_capacity
 from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # -- device code -----------------------------------------------------------------------------------------------------------
@@ -95,20 +94,19 @@ def _attention_fwd_kernel(
         acc = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
         store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
         rows = tl.arange(0, BLOCK_M)
-        lse = (row_max + tl.log2(row_sum)) * LN_2
-        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, lse, mask=rows < num_rows)
+        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, row_max + tl.log2(row_sum), mask=rows < num_rows)
 
 
 @triton.jit
 def _dq_block(
-    q, do, k_operand, v_operand, row, head, num_keys, lse2, delta, acc, qk_scale,
+    q, do, k_operand, v_operand, row, head, num_keys, lse, delta, acc, qk_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One key block: P again from the log-sum-exp, dS = P ∘ (dP − delta), acc += dS k."""
     k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
     v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
-    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
+    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse[:, None])
     ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if RAGGED:
         ds = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], ds, 0.0)
@@ -146,7 +144,7 @@ def _attention_bwd_dq_kernel(
         out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, out_desc is None)
         rows = tl.arange(0, BLOCK_M)
         stat = head.to(tl.int64) * stride_lse + row + rows
-        lse2 = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0) * LOG2_E
+        lse = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0)
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta_ptr + stat, delta, mask=rows < num_rows)
 
@@ -154,12 +152,12 @@ def _attention_bwd_dq_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse2, delta, acc, qk_scale,
+                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse, delta, acc, qk_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse2, delta, acc, qk_scale,
+                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse, delta, acc, qk_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
         store_rows(dq_operand, row, head, acc * scale, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -175,12 +173,12 @@ def _dkdv_block(
     q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, RAGGED)
     rows = tl.arange(0, BLOCK_M)
     if RAGGED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
-        lse2 = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf")) * LOG2_E
+        lse = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf"))
         delta = tl.load(delta_ptr + row + rows, mask=rows < num_rows, other=0.0)
     else:
-        lse2 = tl.load(lse_ptr + row + rows) * LOG2_E
+        lse = tl.load(lse_ptr + row + rows)
         delta = tl.load(delta_ptr + row + rows)
-    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse2[None, :])
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse[None, :])
     do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, RAGGED)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
@@ -272,7 +270,7 @@ def triton_attention(
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
 
     Returns:
-        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32 (natural log).
+        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32, log2 of the sum of exp(scores).
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared)
     config, grid, common = _launch("fwd", q, k, v, tiles)
