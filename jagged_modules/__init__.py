@@ -1,0 +1,10 @@
+"""PyTorch layers for recommendation models whose inputs have variable length: nothing is padded, nothing is copied per candidate."""
+
+from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
+
+from .broadcast import CandidateIndex
+from .checks import debug_checks
+from .jagged import Jagged
+from .target_attention import JaggedTargetAttention
+
+__all__ = ["CandidateIndex", "Jagged", "JaggedTargetAttention", "TileSchedule", "debug_checks", "zigzag_schedule"]

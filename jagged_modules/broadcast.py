@@ -1,0 +1,147 @@
+"""CandidateIndex: which user each candidate belongs to, in the forms callers have it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .checks import check_offsets, values_are_checkable
+from .schedule import new_token
+
+
+class CandidateIndex:
+    """The candidate → user map of a batch.
+
+    Build it with one of `from_map`, `from_counts`, `from_offsets`, `from_jagged`; its attributes:
+
+        offsets: `[num_users + 1]`, candidates of user u, once grouped by user, are rows offsets[u] : offsets[u + 1].
+        host_counts: `[num_users]` candidates per user on the host, or None if only the device knows them.
+        order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
+        inverse: the permutation that undoes `order`, or None.
+
+    Example::
+
+        index = CandidateIndex.from_counts(torch.tensor([3, 0, 2]))   # users 0 and 2 have candidates 0..2 and 3..4
+        index = CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
+    """
+
+    def __init__(self, offsets: Tensor, order: Tensor | None = None, inverse: Tensor | None = None, host_counts: Tensor | None = None):
+        self.offsets, self.order, self.inverse, self.host_counts = offsets, order, inverse, host_counts
+        self._query_offsets: dict[int, Tensor] = {}
+        self._token: tuple[int, int] | None = None
+
+    @classmethod
+    def from_map(cls, candidate_to_user: Tensor, num_users: int) -> CandidateIndex:
+        """From `[num_candidates]` user indices in any order.
+
+        Raises:
+            TypeError: not an integer tensor. ValueError: not 1-D, or (host tensors, or under `debug_checks`) an index out of range.
+        """
+        _check_integers("candidate_to_user", candidate_to_user)
+        if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
+            low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
+            if low < 0 or high >= num_users:
+                raise ValueError(f"candidate_to_user must be 0 to num_users - 1 = {num_users - 1}, got values {low} to {high}")
+        users, order = torch.sort(candidate_to_user, stable=True)
+        offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
+        on_host = users.device.type == "cpu" and not torch.compiler.is_compiling()
+        if on_host and torch.equal(users, candidate_to_user):
+            return cls(offsets, host_counts=offsets.diff())
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        return cls(offsets, order, inverse, offsets.diff() if on_host else None)
+
+    @classmethod
+    def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
+        """From `[num_users]` counts; the candidates are grouped by user, in user order."""
+        _check_integers("candidates_per_user", candidates_per_user)
+        if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
+            raise ValueError(f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}")
+        counts = candidates_per_user.long()
+        return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), host_counts=counts if counts.device.type == "cpu" else None)
+
+    @classmethod
+    def from_offsets(cls, candidate_offsets: Tensor) -> CandidateIndex:
+        """From `[num_users + 1]` offsets of candidates grouped by user."""
+        check_offsets("candidate_offsets", candidate_offsets)
+        return cls(candidate_offsets, host_counts=candidate_offsets.diff() if candidate_offsets.device.type == "cpu" else None)
+
+    @classmethod
+    def from_jagged(cls, x) -> CandidateIndex:
+        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor, nested, Jagged, pair)."""
+        from .jagged import Jagged
+
+        jagged = Jagged.wrap(x)
+        return cls(jagged.offsets, host_counts=jagged.host_lengths)
+
+    @property
+    def num_users(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the candidates are known to be grouped by user (a map on a device is not looked at)."""
+        return self.order is None
+
+    @property
+    def candidate_to_user(self) -> Tensor:
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Device counts cost a sync here."""
+        users = torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
+        return users if self.inverse is None else users[self.inverse]
+
+    @property
+    def token(self) -> tuple[int, int]:
+        """Names the candidates' segmentation: equal for all copies of the index, in every process."""
+        if self._token is None:
+            self._token = new_token()
+        return self._token
+
+    def query_offsets(self, rows_per_candidate: int) -> Tensor:
+        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
+        if rows_per_candidate == 1:
+            return self.offsets
+        if torch.compiler.is_compiling():
+            return self.offsets * rows_per_candidate
+        if rows_per_candidate not in self._query_offsets:
+            self._query_offsets[rows_per_candidate] = self.offsets * rows_per_candidate
+        return self._query_offsets[rows_per_candidate]
+
+    def query_lengths(self, rows_per_candidate: int) -> Tensor | None:
+        """`[num_users]` query rows per user on the host, or None."""
+        return None if self.host_counts is None else self.host_counts * rows_per_candidate
+
+    def to(self, device, non_blocking: bool = False) -> CandidateIndex:
+        """The index with its tensors on `device`; self where they are there already. host_counts stay on the host."""
+        if self.offsets.device == torch.device(device):
+            return self
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> CandidateIndex:
+        """The index in page-locked memory. DataLoader calls it."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move) -> CandidateIndex:
+        moved = CandidateIndex(*(None if x is None else move(x) for x in (self.offsets, self.order, self.inverse)), self.host_counts)
+        if not torch.compiler.is_compiling():
+            moved._token = self.token
+        return moved
+
+    def check(self, num_candidates: int, num_users: int | None) -> None:
+        """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
+        if num_users is not None and self.num_users != num_users:
+            raise ValueError(f"candidates describe {self.num_users} users, the history has {num_users} segments")
+        if self.order is not None and self.order.shape[0] != num_candidates:
+            raise ValueError(f"candidates describe {self.order.shape[0]} candidates, the queries have {num_candidates}")
+        if self.host_counts is not None and not torch.compiler.is_compiling() and int(self.host_counts.sum()) != num_candidates:
+            raise ValueError(f"candidates describe {int(self.host_counts.sum())} candidates, the queries have {num_candidates}")
+
+    def __repr__(self) -> str:
+        return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"
+
+
+def _check_integers(name: str, x) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")

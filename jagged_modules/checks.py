@@ -1,0 +1,77 @@
+"""Input checks shared by the operators. Values are checked on host tensors always, on device tensors only under `debug_checks`."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_check_device_values = False
+
+
+class debug_checks:
+    """Check the values of device tensors too (offsets, indices); each check waits for the device.
+
+    Args:
+        enabled: whether to check from now on.
+
+    Example::
+
+        jm.debug_checks(True)             # from here on
+        with jm.debug_checks(True): ...   # or for a block
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        global _check_device_values
+        self._before = _check_device_values
+        _check_device_values = bool(enabled)
+
+    def __enter__(self) -> debug_checks:
+        return self
+
+    def __exit__(self, *exc) -> None:
+        global _check_device_values
+        _check_device_values = self._before
+
+
+def values_are_checkable(x: Tensor) -> bool:
+    """Whether reading x costs nothing (host), or was asked for (`debug_checks`); never while a graph is being traced."""
+    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
+        return False
+    return x.device.type == "cpu" or _check_device_values
+
+
+def check_tensor(name: str, x, dim: int, shape: str) -> None:
+    """TypeError unless x is a floating-point tensor, ValueError unless it has `dim` dimensions, written as `shape` in the message."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if not x.is_floating_point():
+        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+    if x.dim() != dim:
+        raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+
+
+def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int | None = None) -> None:
+    """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`.
+
+    Raises:
+        TypeError: not an int32 or int64 tensor.
+        ValueError: not `[B + 1]`, or the values are wrong, or a segment is longer than `max_seqlen`.
+    """
+    if not isinstance(offsets, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(offsets).__name__}")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
+    if offsets.dim() != 1 or offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+    if not values_are_checkable(offsets):
+        return
+    if offsets[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
+    lengths = offsets.diff()
+    if lengths.numel() and int(lengths.min()) < 0:
+        segment = int(lengths.argmin())
+        raise ValueError(f"{name} must not decrease, got {offsets[segment].item()} then {offsets[segment + 1].item()} at segment {segment}")
+    if total is not None and offsets[-1] != total:
+        raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
+    if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
+        raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than the stated max_seqlen {max_seqlen}")

@@ -1,0 +1,212 @@
+"""The operators as functions: check the arguments, choose the implementation by device, call it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .broadcast import CandidateIndex
+from .checks import check_offsets, check_tensor
+from .reference import attention_reference
+from .schedule import TileSchedule, device_schedule
+
+ACTIVATIONS = ("softmax",)
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+MAX_HEAD_DIM = 256
+
+
+def jagged_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor | str,
+    kv_offsets: Tensor | str | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    activation: str = "softmax",
+    scale: float | None = None,
+    schedule: TileSchedule | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Attention within the segments of jagged tensors: softmax(scale · q kᵀ) v for every segment and head.
+
+    Gradients flow to q, k and v. A query row whose segment has no keys gives 0. Nothing is padded; an operand "shared" by all
+    segments is not replicated.
+
+    Args:
+        q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
+        k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
+            D and Dv: 8 to 256.
+        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`.
+        kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
+            Offsets may be host tensors.
+        max_seqlen_q, max_seqlen_kv: the longest segments. Host offsets are checked against them; they never truncate.
+        activation: "softmax".
+        scale: factor of q kᵀ; 1/sqrt(D) by default.
+        schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
+            device without a sync if they are there. Triton only; the other implementations need none.
+        implementation: "auto" (triton on CUDA, the length-bucketed CPU path elsewhere), "reference" or "triton".
+
+    Returns:
+        `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
+
+    Raises:
+        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets, names or a schedule that do
+        not fit together.
+    """
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
+    _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    q, k, v = _autocast(q, k, v)
+
+    if q_shared:
+        check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
+        q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
+    elif kv_shared:
+        # No query row meets another, so keys shared by all segments make one segment of all query rows.
+        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
+        ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
+        q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
+    else:
+        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
+        if kv_offsets is not q_offsets:
+            check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
+        if q_offsets.shape != kv_offsets.shape:
+            raise ValueError(
+                f"q_offsets and kv_offsets must describe the same number of segments, got {q_offsets.shape[0] - 1} and {kv_offsets.shape[0] - 1}"
+            )
+
+    if implementation == "reference":
+        return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared)
+    if implementation == "triton" or q.device.type == "cuda":
+        return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
+    from . import cpu
+
+    return cpu.attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+
+
+def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared) -> Tensor:
+    from jagged_kernels.attention import triton_attention
+
+    if q.dtype == torch.float64:
+        raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if scale <= 0:  # the kernels take the row maximum before scaling
+        q, scale = q * scale, 1.0
+    q_offsets, kv_offsets = (x.to(q.device, non_blocking=True) for x in (q_offsets, kv_offsets))
+    if schedule is None or kv_shared:
+        total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=max(q.shape[2], v.shape[2]), itemsize=q.element_size())
+        schedule = device_schedule(q_offsets, kv_offsets, total_q, k.shape[0], **sizes)
+    schedule = schedule.to(q.device, non_blocking=True)
+    keys = schedule.backward
+    out, _ = triton_attention(
+        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m,
+        None if keys is None else keys.tiles, None if keys is None else keys.num_tiles, (keys or schedule).block_m,
+        scale, q_shared, kv_shared,
+    )  # fmt: skip
+    return out
+
+
+def target_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    candidates: CandidateIndex,
+    kv_offsets: Tensor,
+    *,
+    max_seqlen_kv: int | None = None,
+    activation: str = "softmax",
+    scale: float | None = None,
+    schedule: TileSchedule | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Every candidate attends to its user's history; keys and values stay one copy per user, forward and backward.
+
+    Softmax attention never mixes query rows, so a user's candidates, one after the other, are one long query segment. Candidates in
+    any other order are gathered by user first and their results put back: one copy of q and one of the output, none of k or v.
+
+    Args:
+        q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
+        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
+        candidates: which user each candidate belongs to.
+        schedule: of the grouped queries, from `Jagged.schedule(queries=candidates.queries(n_q), ...)`.
+        Others: as in `jagged_attention`.
+
+    Returns:
+        `[num_candidates, n_q, H, Dv]`, in the order of q. A candidate whose user has no history gets 0.
+
+    Raises:
+        TypeError, ValueError: as `jagged_attention`; also candidates that do not fit q or kv_offsets.
+    """
+    check_tensor("q", q, 4, "[num_candidates, n_q, H, D]")
+    if not isinstance(candidates, CandidateIndex):
+        raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
+    candidates.check(q.shape[0], num_users=kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None)
+    candidates = candidates.to(q.device)
+    num_candidates, rows = q.shape[:2]
+    if candidates.order is not None:
+        q = q.index_select(0, candidates.order)
+    out = jagged_attention(
+        q.flatten(0, 1),
+        k,
+        v,
+        candidates.query_offsets(rows),
+        kv_offsets,
+        max_seqlen_kv=max_seqlen_kv,
+        activation=activation,
+        scale=scale,
+        schedule=schedule,
+        implementation=implementation,
+    ).unflatten(0, (num_candidates, rows))
+    return out if candidates.order is None else out.index_select(0, candidates.inverse)
+
+
+def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation) -> None:
+    """Everything that needs no offset values."""
+    check_tensor("q", q, 3, "[Lq, H, D]")
+    check_tensor("k", k, 3, "[Lk, Hkv, D]")
+    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+            raise ValueError(f"{name} must have q's dtype, {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
+    if k.shape[:2] != v.shape[:2]:
+        raise ValueError(f"v must have k's rows and heads, {list(k.shape[:2])}, got {list(v.shape[:2])}")
+    if k.shape[2] != q.shape[2]:
+        raise ValueError(f"k must have q's head dim, {q.shape[2]}, got {k.shape[2]}")
+    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(f"q's heads must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}")
+    for name, x in (("q", q), ("v", v)):
+        if not 1 <= x.shape[2] <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}'s head dim must be 1 to {MAX_HEAD_DIM}, got {x.shape[2]}")
+    for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
+        if isinstance(offsets, str):
+            if offsets != "shared":
+                raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
+        elif isinstance(offsets, Tensor) and offsets.device not in (q.device, torch.device("cpu")):
+            raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {offsets.device}")
+    if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
+        raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if schedule is None:
+        return
+    if not isinstance(schedule, TileSchedule):
+        raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
+    if schedule.num_heads != q.shape[1]:
+        raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) for x in tensors)

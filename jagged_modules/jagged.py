@@ -1,0 +1,243 @@
+"""Jagged: the one form of every input, and the one place that knows TorchRec's and torch's containers."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .broadcast import CandidateIndex
+from .checks import check_offsets
+from .schedule import TileSchedule, device_schedule, host_schedule, new_token
+
+
+class Jagged:
+    """Rows of variable-length segments: segment b is `values[offsets[b]:offsets[b + 1]]`.
+
+    Args:
+        values: `[L, ...]`.
+        offsets: `[B + 1]` int32 or int64, on the values' device or the host.
+        max_seqlen: the longest segment, if known; a hint for sizing, never a truncation.
+        host_lengths: `[B]` the segments' lengths on the host, if known. Schedules are then built on the host, without waiting for a
+            device; host offsets tell them by themselves.
+
+    Raises:
+        TypeError, ValueError: offsets that are no offsets of L rows.
+
+    Example::
+
+        history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))      # segments of 2, 0 and 3 rows
+    """
+
+    def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
+        if not isinstance(values, Tensor):
+            raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+        check_offsets("offsets", offsets, values.shape[0], max_seqlen)
+        if host_lengths is not None:
+            host_lengths = torch.as_tensor(host_lengths)
+            if host_lengths.device.type != "cpu" or host_lengths.shape != (offsets.shape[0] - 1,):
+                raise ValueError(
+                    f"host_lengths must be [B] = [{offsets.shape[0] - 1}] on the host, got {list(host_lengths.shape)} on {host_lengths.device}"
+                )
+            if int(host_lengths.sum()) != values.shape[0]:
+                raise ValueError(f"host_lengths must add up to the number of rows, {values.shape[0]}, got {int(host_lengths.sum())}")
+        self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
+        self._segmentation = _Segmentation(host_lengths)
+        self._container: Any = None  # what wrap was given
+
+    # -- containers in and out ---------------------------------------------------------------------------------------------
+
+    @classmethod
+    def wrap(cls, x, max_seqlen: int | None = None) -> Jagged:
+        """Jagged of a JaggedTensor, a KeyedJaggedTensor (each feature and sample is a segment, feature-major), a (values, offsets)
+        pair, a torch nested tensor of jagged layout, or a Jagged, which is returned as it is.
+
+        Raises:
+            TypeError: another kind of input. ValueError: a nested tensor of another layout or with holes.
+        """
+        if isinstance(x, Jagged):
+            return x
+        if _is_torchrec(x):
+            jagged = cls(x.values(), x.offsets(), max_seqlen)
+            if not torch.compiler.is_compiling():  # layers that pass a TorchRec container on share its schedules
+                jagged._segmentation = x.__dict__.setdefault("_jagged_segmentation", jagged._segmentation)
+        elif isinstance(x, Tensor) and x.is_nested:
+            if x.layout != torch.jagged or x._lengths is not None:
+                raise ValueError(f"a nested tensor must have layout torch.jagged and no holes, got {x.layout}")
+            jagged = cls(x.values(), x.offsets(), max_seqlen)
+        elif isinstance(x, (tuple, list)) and len(x) == 2 and isinstance(x[0], Tensor):
+            jagged = cls(*x, max_seqlen)
+        else:
+            raise TypeError(
+                "expected a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
+                f"got {type(x).__name__}"
+            )
+        jagged._container = x
+        return jagged
+
+    def unwrap(self, values: Tensor):
+        """The kind of container that `wrap` was given, of the same segments, with new values `[L, ...]`."""
+        if values.shape[0] != self.values.shape[0]:
+            raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
+        x = self._container
+        if x is None:
+            return self.with_values(values)
+        if isinstance(x, (tuple, list)):
+            return type(x)((values, x[1]))
+        if isinstance(x, Tensor):
+            return torch.nested.nested_tensor_from_jagged(values, x.offsets())
+        if hasattr(x, "keys"):
+            same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none(), stride=x.stride())
+            unwrapped = type(x)(x.keys(), values, **same)
+        else:
+            unwrapped = type(x)(values, lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
+        if not torch.compiler.is_compiling():
+            unwrapped.__dict__["_jagged_segmentation"] = self._segmentation
+        return unwrapped
+
+    def with_values(self, values: Tensor) -> Jagged:
+        """A Jagged of the same segments with other values `[L, ...]`, offsets on their device; it shares the schedules."""
+        offsets = self.offsets if self.offsets.device == values.device else self.offsets.to(values.device, non_blocking=True)
+        return self._copy(values, offsets)
+
+    def to(self, device, non_blocking: bool = False) -> Jagged:
+        """The Jagged with its tensors on `device`; it shares the schedules, which follow at their first use."""
+        return self._copy(*(x.to(device, non_blocking=non_blocking) for x in (self.values, self.offsets)))
+
+    def pin_memory(self) -> Jagged:
+        """The Jagged, its schedules included, in page-locked memory. DataLoader calls it."""
+        pinned = self._copy(self.values.pin_memory(), self.offsets.pin_memory())
+        for key, schedule in self._segmentation.schedules.items():
+            self._segmentation.schedules[key] = schedule.pin_memory()
+        return pinned
+
+    def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
+        jagged = Jagged.__new__(Jagged)
+        jagged.values, jagged.offsets, jagged.max_seqlen = values, offsets, self.max_seqlen
+        if not torch.compiler.is_compiling():
+            self.host_lengths  # read them while the offsets are on the host
+        jagged._segmentation, jagged._container = self._segmentation, None
+        return jagged
+
+    # -- sizes ---------------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_segments(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def host_lengths(self) -> Tensor | None:
+        """`[B]` lengths on the host, or None if only the device knows them."""
+        segmentation = self._segmentation
+        if segmentation.host_lengths is None and self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            segmentation.host_lengths = self.offsets.diff()
+        return segmentation.host_lengths
+
+    def __repr__(self) -> str:
+        return f"Jagged(values={list(self.values.shape)}, num_segments={self.num_segments}, device={self.values.device})"
+
+    # -- schedules -------------------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype | None = None,
+        num_kv_heads: int | None = None,
+        queries: Jagged | CandidateIndex | int | None = None,
+        rows_per_candidate: int = 1,
+    ) -> Jagged:
+        """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
+
+        Args:
+            num_heads, head_dim, num_kv_heads: of the attention that will use it.
+            dtype: of its q, k and v; torch's default dtype if None.
+            queries: the query side: None for self-attention, another Jagged, the candidates of each user, or a number of query
+                rows for every segment.
+            rows_per_candidate: query rows of each candidate, where queries is a CandidateIndex.
+
+        Raises:
+            ValueError: the lengths are on a device only.
+        """
+        if self.host_lengths is None:
+            raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
+        sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype or torch.get_default_dtype(), num_kv_heads=num_kv_heads)
+        self._schedule(queries, rows_per_candidate, **sizes)
+        return self
+
+    def schedule(
+        self,
+        *,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        num_kv_heads: int | None = None,
+        queries: Jagged | CandidateIndex | int | None = None,
+        rows_per_candidate: int = 1,
+    ) -> TileSchedule | None:
+        """The attention schedule with these segments as keys, on the values' device; arguments as in `prepare`.
+
+        Built once and kept: on the host where it knows the lengths of both sides, else on the device without waiting for it. None
+        where nothing needs one: on the CPU, and under torch.compile, where the operators build it inside the graph.
+        """
+        if self.values.device.type == "cpu" or torch.compiler.is_compiling():
+            return None
+        sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype, num_kv_heads=num_kv_heads)
+        return self._schedule(queries, rows_per_candidate, **sizes)
+
+    def _schedule(self, queries, rows_per_candidate, num_heads, head_dim, dtype, num_kv_heads) -> TileSchedule | None:
+        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, head_dim=head_dim, itemsize=dtype.itemsize)
+        token = queries if isinstance(queries, int) else None if queries is None else queries.token
+        key = (token, rows_per_candidate, *sizes.values())
+        schedules = self._segmentation.schedules
+        if key not in schedules:
+            offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
+            if lengths is not None and self.host_lengths is not None:
+                schedules[key] = host_schedule(lengths, self.host_lengths, **sizes)
+            elif total is not None:
+                schedules[key] = device_schedule(offsets, self.offsets, total, self.values.shape[0], **sizes)
+            else:
+                return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
+        schedules[key] = schedules[key].to(self.values.device, non_blocking=True)
+        return schedules[key]
+
+    def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
+        """Query offsets, host lengths if known, and number of rows if known."""
+        if queries is None:
+            return self.offsets, self.host_lengths, self.values.shape[0]
+        if isinstance(queries, int):
+            lengths = torch.full((self.num_segments,), queries)
+            return torch.arange(self.num_segments + 1) * queries, lengths, self.num_segments * queries
+        if isinstance(queries, Jagged):
+            return queries.offsets, queries.host_lengths, queries.values.shape[0]
+        candidates = None if queries.order is None else queries.order.shape[0] * rows_per_candidate
+        return queries.query_offsets(rows_per_candidate), queries.query_lengths(rows_per_candidate), candidates
+
+    @property
+    def token(self) -> tuple[int, int]:
+        """Names the segmentation: equal for all Jagged of the same segments, in every process."""
+        return self._segmentation.token
+
+
+class _Segmentation:
+    """What all Jagged of the same segments share: the lengths on the host, the schedules, and a name that outlives copies and
+    the way out of a DataLoader worker."""
+
+    def __init__(self, host_lengths: Tensor | None) -> None:
+        self.host_lengths = host_lengths
+        self.schedules: dict[tuple, TileSchedule] = {}
+        self._token: tuple[int, int] | None = None
+
+    @property
+    def token(self) -> tuple[int, int]:
+        if self._token is None:
+            self._token = new_token()
+        return self._token
+
+
+def _is_torchrec(x) -> bool:
+    torchrec = sys.modules.get("torchrec.sparse.jagged_tensor")  # not imported: then x is none of its classes
+    return torchrec is not None and isinstance(x, (torchrec.JaggedTensor, torchrec.KeyedJaggedTensor))

@@ -1,0 +1,52 @@
+"""Attention tile schedules: on the host from lengths where the host knows them, else on the device without a sync."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+
+import torch
+from jagged_kernels.configs import attention_tile
+from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
+from torch import Tensor
+
+NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels deal anew to the workers there are
+
+
+_tokens = itertools.count()
+
+
+def new_token() -> tuple[int, int]:
+    """A name for a segmentation, unique across the processes of a DataLoader, by which schedules are found again."""
+    return os.getpid(), next(_tokens)
+
+
+def host_schedule(q_lengths: Tensor, kv_lengths: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TileSchedule:
+    """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
+
+    Args:
+        q_lengths, kv_lengths: rows of each segment, host integers.
+        head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
+    """
+    block_m, block_n = attention_tile(head_dim, itemsize)
+    workers = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_initialized() else NUM_WORKERS
+    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=workers)
+    backward = zigzag_schedule(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=block_m, block_n=block_n, num_workers=workers)
+    schedule = dataclasses.replace(forward, backward=backward)
+    return schedule.pin_memory() if torch.cuda.is_initialized() else schedule
+
+
+def device_schedule(
+    q_offsets: Tensor, kv_offsets: Tensor, total_q: int, total_kv: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> TileSchedule:
+    """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record."""
+    from jagged_kernels.attention import attention_tiles
+
+    block_m, block_n = attention_tile(head_dim, itemsize)
+
+    def build(offsets, other_offsets, total, heads, backward):
+        tiles, num_tiles = attention_tiles(offsets, other_offsets, total, heads, block_m, block_n)
+        return TileSchedule(tiles, None, None, num_tiles, block_m, block_n, heads, NUM_WORKERS, backward)
+
+    return build(q_offsets, kv_offsets, total_q, num_heads, build(kv_offsets, q_offsets, total_kv, num_kv_heads, None))

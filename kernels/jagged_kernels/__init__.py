@@ -1,0 +1,1 @@
+"""Triton kernels of jagged-modules. Importing this package imports torch only; each kernel module imports triton itself."""

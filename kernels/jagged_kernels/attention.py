@@ -1,0 +1,440 @@
+"""Jagged attention: Triton forward, dq and dk, dv kernels; the registered operators whose bodies launch them; autograd.
+
+    S = scale · q kᵀ,  P = softmax(S),  O = P v                      per segment and head
+    dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP − rowsum(dO ∘ O)),  dQ = scale · dS K,  dK = scale · dSᵀ Q
+
+Every kernel is persistent over a zigzag schedule (tile_schedule.py); each output tile has one owner, so results are
+deterministic. Scores are kept in base 2 (exp2 is the hardware's exponential); the stored log-sum-exp is natural, fp32, [H, rows].
+
+Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
+the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
+and their dq is summed over the segments.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import LaunchConfig, attention_config, padded_dim
+from .tile_schedule import device_tiles, tile_capacity
+from .tiles import load_rows, store_rows, zigzag_position, zigzag_waves
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+# -- device code -----------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _segment(offsets_ptr, segment):
+    """First row (int64: rows · stride may pass 2³¹) and row count of a segment."""
+    start = tl.load(offsets_ptr + segment).to(tl.int64)
+    return start, (tl.load(offsets_ptr + segment + 1) - start).to(tl.int32)
+
+
+@triton.jit
+def _fwd_block(
+    q, k_ptr, v_ptr, stride_k, stride_v, num_keys, acc, row_max, row_sum, qk_scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """One key block: scores, online softmax, acc += P v."""
+    k = load_rows(k_ptr, stride_k, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    if RAGGED:
+        scores = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], scores, float("-inf"))
+    new_max = tl.maximum(row_max, tl.max(scores, 1) * qk_scale)
+    p = tl.exp2(scores * qk_scale - new_max[:, None])
+    rescale = tl.exp2(row_max - new_max)
+    row_sum = row_sum * rescale + tl.sum(p, 1)
+    acc = acc * rescale[:, None]
+    v = load_rows(v_ptr, stride_v, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, new_max, row_sum
+
+
+@triton.jit
+def _attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
+    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, Q_SHARED: tl.constexpr,
+):  # fmt: skip
+    worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
+    stride_qm, stride_kn, stride_vn, stride_om = stride_qm * ALIGN, stride_kn * ALIGN, stride_vn * ALIGN, stride_om * ALIGN
+    qk_scale = scale * LOG2_E
+    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 2)
+        q_start, q_len = _segment(q_offsets_ptr, segment)
+        kv_start, kv_len = _segment(kv_offsets_ptr, segment)
+        row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
+        q_row = row
+        if Q_SHARED:
+            q_row = row - q_start
+        q = load_rows(
+            q_ptr + q_row * stride_qm + head * stride_qh * ALIGN, stride_qm, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True
+        )
+        k_head = k_ptr + head // GROUP * stride_kh * ALIGN
+        v_head = v_ptr + head // GROUP * stride_vh * ALIGN
+
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+        full = kv_len // BLOCK_N * BLOCK_N
+        for n in range(0, full, BLOCK_N):
+            acc, row_max, row_sum = _fwd_block(
+                q, k_head + (kv_start + n) * stride_kn, v_head + (kv_start + n) * stride_vn, stride_kn, stride_vn, BLOCK_N,
+                acc, row_max, row_sum, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+            )  # fmt: skip
+        if full < kv_len:
+            acc, row_max, row_sum = _fwd_block(
+                q, k_head + (kv_start + full) * stride_kn, v_head + (kv_start + full) * stride_vn, stride_kn, stride_vn,
+                kv_len - full, acc, row_max, row_sum, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+            )  # fmt: skip
+
+        # A segment without keys leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
+        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        store_rows(
+            out_ptr + row * stride_om + head * stride_oh * ALIGN, stride_om, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV
+        )
+        rows = tl.arange(0, BLOCK_M)
+        lse = (row_max + tl.log2(row_sum)) * LN_2
+        tl.store(lse_ptr + head * stride_lse + row + rows, lse, mask=rows < num_rows)
+
+
+@triton.jit
+def _dq_block(
+    q, do, k_ptr, v_ptr, stride_k, stride_v, num_keys, lse2, delta, acc, qk_scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """One key block: P again from the log-sum-exp, dS = P ∘ (dP − delta), acc += dS k."""
+    k = load_rows(k_ptr, stride_k, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
+    v = load_rows(v_ptr, stride_v, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
+    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
+    ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
+    if RAGGED:
+        ds = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], ds, 0.0)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def _attention_bwd_dq_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dq_ptr, delta_ptr,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
+    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
+    stride_dqm, stride_dqh, stride_lse,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, Q_SHARED: tl.constexpr,
+):  # fmt: skip
+    """dq of a tile of query rows; also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
+    worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
+    stride_qm, stride_kn, stride_vn, stride_om = stride_qm * ALIGN, stride_kn * ALIGN, stride_vn * ALIGN, stride_om * ALIGN
+    stride_dom, stride_dqm = stride_dom * ALIGN, stride_dqm * ALIGN
+    qk_scale = scale * LOG2_E
+    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 2)
+        q_start, q_len = _segment(q_offsets_ptr, segment)
+        kv_start, kv_len = _segment(kv_offsets_ptr, segment)
+        row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
+        q_row = row
+        if Q_SHARED:
+            q_row = row - q_start
+        q = load_rows(
+            q_ptr + q_row * stride_qm + head * stride_qh * ALIGN, stride_qm, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True
+        )
+        do = load_rows(
+            do_ptr + row * stride_dom + head * stride_doh * ALIGN, stride_dom, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True
+        )
+        out = load_rows(
+            out_ptr + row * stride_om + head * stride_oh * ALIGN, stride_om, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True
+        )
+        k_head = k_ptr + head // GROUP * stride_kh * ALIGN
+        v_head = v_ptr + head // GROUP * stride_vh * ALIGN
+        rows = tl.arange(0, BLOCK_M)
+        stat = head * stride_lse + row + rows
+        lse2 = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0) * LOG2_E
+        delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
+        tl.store(delta_ptr + stat, delta, mask=rows < num_rows)
+
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        full = kv_len // BLOCK_N * BLOCK_N
+        for n in range(0, full, BLOCK_N):
+            acc = _dq_block(
+                q, do, k_head + (kv_start + n) * stride_kn, v_head + (kv_start + n) * stride_vn, stride_kn, stride_vn, BLOCK_N,
+                lse2, delta, acc, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+            )  # fmt: skip
+        if full < kv_len:
+            acc = _dq_block(
+                q, do, k_head + (kv_start + full) * stride_kn, v_head + (kv_start + full) * stride_vn, stride_kn, stride_vn,
+                kv_len - full, lse2, delta, acc, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+            )  # fmt: skip
+        store_rows(
+            dq_ptr + row * stride_dqm + head * stride_dqh * ALIGN, stride_dqm, acc * scale, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D
+        )
+
+
+@triton.jit
+def _dkdv_block(
+    k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_q, stride_do, num_rows, dk, dv, qk_scale,
+    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    PRECISION: tl.constexpr, RAGGED: tl.constexpr,
+):  # fmt: skip
+    """One query block, transposed so that P and dS are first operands: dv += Pᵀ do, dk += dSᵀ q."""
+    q = load_rows(q_ptr, stride_q, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, RAGGED)
+    rows = tl.arange(0, BLOCK_M)
+    if RAGGED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
+        lse2 = tl.load(lse_ptr + rows, mask=rows < num_rows, other=float("inf")) * LOG2_E
+        delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
+    else:
+        lse2 = tl.load(lse_ptr + rows) * LOG2_E
+        delta = tl.load(delta_ptr + rows)
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse2[None, :])
+    do = load_rows(do_ptr, stride_do, num_rows, V_DIM, BLOCK_M, BLOCK_DV, RAGGED)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
+    ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit
+def _attention_bwd_dkdv_kernel(
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
+    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
+    stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr,
+):  # fmt: skip
+    """dk, dv of a tile of BLOCK_N key rows; loops over the query heads of its group and their blocks of BLOCK_M rows."""
+    worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
+    stride_qm, stride_kn, stride_vn, stride_dom = stride_qm * ALIGN, stride_kn * ALIGN, stride_vn * ALIGN, stride_dom * ALIGN
+    stride_dkn, stride_dvn = stride_dkn * ALIGN, stride_dvn * ALIGN
+    qk_scale = scale * LOG2_E
+    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        segment, kv_head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 2)
+        q_start, q_len = _segment(q_offsets_ptr, segment)
+        kv_start, kv_len = _segment(kv_offsets_ptr, segment)
+        row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
+        kv_row, q_row = row, q_start
+        if KV_SHARED:
+            kv_row = row - kv_start
+        if Q_SHARED:
+            q_row = q_start - q_start
+        k = load_rows(
+            k_ptr + kv_row * stride_kn + kv_head * stride_kh * ALIGN, stride_kn, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, True
+        )
+        v = load_rows(
+            v_ptr + kv_row * stride_vn + kv_head * stride_vh * ALIGN, stride_vn, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True
+        )
+
+        dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        full = q_len // BLOCK_M * BLOCK_M
+        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
+            q_head = q_ptr + head * stride_qh * ALIGN
+            do_head = do_ptr + head * stride_doh * ALIGN
+            stat = head * stride_lse + q_start
+            for m in range(0, full, BLOCK_M):
+                dk, dv = _dkdv_block(
+                    k, v, q_head + (q_row + m) * stride_qm, do_head + (q_start + m) * stride_dom,
+                    lse_ptr + stat + m, delta_ptr + stat + m, stride_qm, stride_dom, BLOCK_M, dk, dv, qk_scale,
+                    HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, False,
+                )  # fmt: skip
+            if full < q_len:
+                dk, dv = _dkdv_block(
+                    k, v, q_head + (q_row + full) * stride_qm, do_head + (q_start + full) * stride_dom,
+                    lse_ptr + stat + full, delta_ptr + stat + full, stride_qm, stride_dom, q_len - full, dk, dv, qk_scale,
+                    HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, True,
+                )  # fmt: skip
+        store_rows(
+            dk_ptr + row * stride_dkn + kv_head * stride_dkh * ALIGN, stride_dkn, dk * scale, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D
+        )
+        store_rows(
+            dv_ptr + row * stride_dvn + kv_head * stride_dvh * ALIGN, stride_dvn, dv, num_rows, V_DIM, BLOCK_N, BLOCK_DV
+        )
+
+
+# -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
+
+
+@torch.library.custom_op("jagged_kernels::attention_tiles", mutates_args=())
+def attention_tiles(
+    q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int
+) -> tuple[Tensor, Tensor]:
+    """The tile list from device offsets, without a sync: (tiles `[capacity, 3]`, num_tiles `[1]`), both int32."""
+    return device_tiles(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n)
+
+
+@attention_tiles.register_fake
+def _(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n):
+    capacity = tile_capacity(total_q, q_offsets.shape[0] - 1, num_heads, block_m)
+    return q_offsets.new_empty((capacity, 3), dtype=torch.int32), q_offsets.new_empty((1,), dtype=torch.int32)
+
+
+@torch.library.custom_op("jagged_kernels::attention", mutates_args=())
+def triton_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
+    tiles: Tensor, num_tiles: Tensor, block_m: int,
+    key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int,
+    scale: float, q_shared: bool, kv_shared: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Launch the forward kernel.
+
+    Args:
+        q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
+        q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows (every segment reads q's rows anew). With
+            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone.
+        tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
+
+    Returns:
+        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32 (natural log).
+    """
+    out, lse = _empty_outputs(q, v, q_offsets, q_shared)
+    config, grid, common = _launch("fwd", q, k, v, tiles)
+    if grid:
+        align, strides = _strides(q, k, v, out)
+        _attention_fwd_kernel[grid](
+            q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
+            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block_n, Q_SHARED=q_shared,
+        )  # fmt: skip
+    return out, lse
+
+
+@triton_attention.register_fake
+def _(q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, scale, q_shared, kv_shared):
+    return _empty_outputs(q, v, q_offsets, q_shared)
+
+
+@torch.library.custom_op("jagged_kernels::attention_backward", mutates_args=())
+def triton_attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
+    tiles: Tensor, num_tiles: Tensor, block_m: int,
+    key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int,
+    scale: float, q_shared: bool, kv_shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the dq kernel, which also writes delta, then the dk, dv kernel. A gradient has its operand's shape and dtype."""
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    delta = torch.empty_like(lse)
+    # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
+    dq = q.new_empty((lse.shape[1], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
+    config, grid, common = _launch("dq", q, k, v, tiles)
+    if grid:
+        align, strides = _strides(q, k, v, out, do, dq)
+        _attention_bwd_dq_kernel[grid](
+            q, k, v, out, do, lse, dq, delta, q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
+            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block_n, Q_SHARED=q_shared,
+        )  # fmt: skip
+    if q_shared:
+        dq = dq.view(-1, *q.shape).sum(0).to(q.dtype)
+
+    chunks = 1
+    if kv_shared:
+        q_offsets, kv_offsets, chunks = _chunk_rows(q, k, key_block)
+    if kv_shared or key_tiles is None:
+        key_tiles, num_key_tiles = device_tiles(kv_offsets, q_offsets, chunks * k.shape[0], k.shape[1], key_block, block_m)
+    dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
+    config, grid, common = _launch("dkdv", q, k, v, key_tiles)
+    if grid:
+        align, strides = _strides(q, k, v, do, dk, dv)
+        _attention_bwd_dkdv_kernel[grid](
+            q, k, v, do, lse, delta, dk, dv, q_offsets, kv_offsets, key_tiles, num_key_tiles, scale, *strides, lse.stride(0),
+            **common, ALIGN=align, BLOCK_M=config.block_n, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
+        )  # fmt: skip
+    if kv_shared:
+        dk, dv = (dx.view(-1, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
+    return dq, dk, dv
+
+
+@triton_attention_backward.register_fake
+def _(do, q, k, v, *args):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> tuple[Tensor, Tensor]:
+    rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((q.shape[1], rows), dtype=torch.float32)
+
+
+def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[LaunchConfig, tuple[int, ...], dict]:
+    """The kernel's table entry, its grid (empty: nothing to do) and the launch arguments that all three kernels share."""
+    dims = q.shape[2], v.shape[2]
+    capability, processors = _device(q)
+    config = getattr(attention_config(max(dims), q.element_size(), capability), kernel)
+    common = dict(
+        GROUP=q.shape[1] // k.shape[1],
+        HEAD_DIM=dims[0],
+        V_DIM=dims[1],
+        BLOCK_D=padded_dim(dims[0]),
+        BLOCK_DV=padded_dim(dims[1]),
+        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+    workers = min(processors * config.ctas_per_sm, tiles.shape[0])
+    return config, (workers,) if workers else (), common
+
+
+def _device(x: Tensor) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
+    if x.device.type != "cuda":
+        return (9, 0), 4
+    return torch.cuda.get_device_capability(x.device), torch.cuda.get_device_properties(x.device).multi_processor_count
+
+
+def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    """Row and head strides of each tensor in units of `align` elements, the most that divides all of them, up to 16 bytes.
+
+    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
+    multiply by the constant `align` instead, which tells the compiler how wide a load may be.
+    """
+    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x in tensors for dim in (0, 1)]
+    align = math.gcd(16 // max(x.element_size() for x in tensors), *strides)
+    return align, [stride // align for stride in strides]
+
+
+def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:
+    """Offsets that cut the query rows into chunks, each against all keys, enough to fill the GPU: (q, kv, number of chunks)."""
+    tiles = max(1, triton.cdiv(k.shape[0], key_block) * k.shape[1])
+    chunks = max(1, min(2 * _device(q)[1] // tiles, triton.cdiv(q.shape[0], 256)))
+    boundaries = torch.arange(chunks + 1, device=q.device)
+    return boundaries * q.shape[0] // chunks, boundaries * k.shape[0], chunks
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------------
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *flags = inputs
+    out, lse = output
+    ctx.save_for_backward(q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles)
+    ctx.blocks, ctx.flags = (block_m, key_block), flags
+
+
+def _backward(ctx, do, _dlse):
+    *saved, tiles, num_tiles, key_tiles, num_key_tiles = ctx.saved_tensors
+    block_m, key_block = ctx.blocks
+    dq, dk, dv = triton_attention_backward(
+        do, *saved, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *ctx.flags
+    )
+    return dq, dk, dv, *(None,) * 11
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
+
+
+triton_attention.register_autograd(_backward, setup_context=_setup_context)
+triton_attention_backward.register_autograd(_no_second_derivative)

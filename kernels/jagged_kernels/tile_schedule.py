@@ -1,0 +1,158 @@
+"""The zigzag tile schedule of jagged attention, built on the host from segment lengths (torch only, no triton).
+
+A tile is one block of query rows of one segment and head; its work is the number of key blocks it visits. Tiles are sorted
+by work, longest first (stable: ties keep segment, head, block order), and dealt to the workers in waves that alternate
+direction, so that whoever got the longest tile of one wave gets the shortest of the next (Algorithm 3 of the GDPA post).
+Dealing is a closed form of a tile's position, so the kernels do it themselves (`tiles.zigzag_position`) for whatever number
+of workers the GPU has; the list alone travels to the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSchedule:
+    """Tiles of one attention call, longest first.
+
+    Attributes:
+        tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
+        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits.
+        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`.
+        num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
+        block_m, block_n: rows and columns of a block.
+        num_heads: heads that the tiles enumerate.
+        num_workers: workers of `worker` and `loads()`. Kernels deal anew to the workers the GPU has.
+        backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
+    """
+
+    tiles: Tensor
+    work: Tensor
+    worker: Tensor
+    num_tiles: Tensor
+    block_m: int
+    block_n: int
+    num_heads: int
+    num_workers: int
+    backward: TileSchedule | None = None
+
+    def loads(self) -> Tensor:
+        """int64 `[num_workers]`: total work of each worker, in key blocks."""
+        return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(
+            0, self.worker.long(), self.work.long()
+        )
+
+    def to(self, device, non_blocking: bool = False) -> TileSchedule:
+        """The schedule with its tensors on `device`; self where they are there already."""
+        if self.tiles.device == torch.device(device):
+            return self
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TileSchedule:
+        """The schedule in page-locked memory, from which `to(device, non_blocking=True)` does not stall. DataLoader calls it."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move) -> TileSchedule:
+        moved = {name: move(getattr(self, name)) for name in ("tiles", "work", "worker", "num_tiles")}
+        backward = None if self.backward is None else self.backward._map(move)
+        return dataclasses.replace(self, **moved, backward=backward)
+
+
+def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, block_n: int, num_workers: int) -> TileSchedule:
+    """Build the zigzag schedule on the host.
+
+    Args:
+        q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
+            tiles, with work 0: its output rows have to be written too. One without queries has none.
+        num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
+        block_m: query rows of a tile. block_n: columns of a key block.
+        num_workers: thread blocks that the tiles are dealt to.
+
+    Returns:
+        TileSchedule with host tensors.
+
+    Raises:
+        TypeError: lengths that are not integers. ValueError: lengths of different count, negative or on a device, sizes below 1.
+    """
+    q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
+    if len(q_lengths) != len(kv_lengths):
+        raise ValueError(f"q_lengths and kv_lengths must have the same number of segments, got {len(q_lengths)} and {len(kv_lengths)}")
+    for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+    # All tiles of a segment cost the same, so sorting segments and expanding them equals a stable sort of the tiles.
+    segment_work, order = torch.sort(_cdiv(kv_lengths, block_n), descending=True, stable=True)
+    blocks = _cdiv(q_lengths, block_m)[order]
+    tiles_per_segment = blocks * num_heads
+    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
+    first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
+    position = torch.arange(len(rank), dtype=torch.int32)
+    within = position - first[rank]
+    tiles = torch.empty(len(rank), 3, dtype=torch.int32)
+    tiles[:, 0] = order.to(torch.int32)[rank]
+    blocks = blocks[rank]
+    torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
+    torch.remainder(within, blocks, out=tiles[:, 2])
+    return TileSchedule(
+        tiles=tiles,
+        work=segment_work[rank],
+        worker=_deal(position, num_workers),
+        num_tiles=torch.tensor([len(rank)], dtype=torch.int32),
+        block_m=block_m,
+        block_n=block_n,
+        num_heads=num_heads,
+        num_workers=num_workers,
+    )
+
+
+def device_tiles(q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """The same tile list from offsets whose values the host does not know, without a sync.
+
+    Returns:
+        tiles: int32 `[capacity, 3]`; capacity = num_heads · (ceil(total_q / block_m) + B) bounds Σ num_heads · ceil(N_b / block_m).
+        num_tiles: int32 `[1]`, how many rows count; the others are undefined.
+    """
+    work, order = torch.sort(_cdiv(kv_offsets.diff(), block_n), descending=True, stable=True)
+    blocks = _cdiv(q_offsets.diff(), block_m)[order]
+    end = (blocks * num_heads).cumsum(0)
+    position = torch.arange(tile_capacity(total_q, len(order), num_heads, block_m), device=q_offsets.device)
+    rank = torch.searchsorted(end, position, right=True).clamp_(max=max(len(order) - 1, 0))
+    blocks = blocks[rank]
+    within = position - (end[rank] - blocks * num_heads)
+    blocks = blocks.clamp(min=1)
+    tiles = torch.stack([order[rank], within // blocks, within % blocks], dim=1).to(torch.int32)
+    return tiles, (end[-1:] if len(order) else q_offsets.new_zeros(1)).to(torch.int32)
+
+
+def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
+    """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
+    return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
+
+
+def _deal(position: Tensor, num_workers: int) -> Tensor:
+    """Worker of the tile at each position: ascending in even waves, descending in odd ones."""
+    lane = position % num_workers
+    return torch.where(position // num_workers % 2 == 0, lane, num_workers - 1 - lane)
+
+
+def _cdiv(lengths: Tensor, block: int) -> Tensor:
+    return (lengths + (block - 1)) // block
+
+
+def _host_lengths(name: str, lengths) -> Tensor:
+    lengths = torch.as_tensor(lengths)
+    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
+        if lengths.numel():
+            raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} must have shape [B], got {list(lengths.shape)}")
+    if lengths.device.type != "cpu":
+        raise ValueError(f"{name} must be on the host, got device {lengths.device}")
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"{name} must not be negative, got {int(lengths.min())}")
+    return lengths.to(torch.int32)

@@ -1,0 +1,50 @@
+"""Device functions shared by the kernels: a tile's place in the zigzag schedule, and loads and stores of jagged row blocks."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def zigzag_waves(num_tiles, worker, num_workers):
+    """How many tiles `worker` gets of `num_tiles`: one in every full wave, and one in the last wave if it reaches the worker."""
+    waves = num_tiles // num_workers
+    lane = tl.where(waves % 2 == 0, worker, num_workers - 1 - worker)
+    return waves + (lane < num_tiles - waves * num_workers).to(tl.int32)
+
+
+@triton.jit
+def zigzag_position(wave, worker, num_workers):
+    """Position in the sorted tile list of `worker`'s tile in `wave`: ascending in even waves, descending in odd ones."""
+    return wave * num_workers + tl.where(wave % 2 == 0, worker, num_workers - 1 - worker)
+
+
+@triton.jit
+def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """[BLOCK, BLOCK_D] element offsets of a block of rows from its first element."""
+    return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_rows(ptr, stride, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
+    """[BLOCK, BLOCK_D] block of rows at ptr. Columns past DIM and, if RAGGED, rows past num_rows read as 0, never a neighbour's."""
+    ptrs = ptr + row_offsets(stride, BLOCK, BLOCK_D)
+    rows = tl.arange(0, BLOCK)[:, None] < num_rows
+    cols = tl.arange(0, BLOCK_D)[None, :] < DIM
+    if RAGGED:
+        if DIM == BLOCK_D:
+            return tl.load(ptrs, mask=rows, other=0.0)
+        else:
+            return tl.load(ptrs, mask=rows & cols, other=0.0)
+    else:
+        if DIM == BLOCK_D:
+            return tl.load(ptrs)
+        else:
+            return tl.load(ptrs, mask=cols, other=0.0)
+
+
+@triton.jit
+def store_rows(ptr, stride, block, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block."""
+    rows = tl.arange(0, BLOCK)[:, None] < num_rows
+    cols = tl.arange(0, BLOCK_D)[None, :] < DIM
+    tl.store(ptr + row_offsets(stride, BLOCK, BLOCK_D), block.to(ptr.dtype.element_ty), mask=rows & cols)
