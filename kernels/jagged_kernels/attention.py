@@ -19,6 +19,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
 from .tile_schedule import device_tiles, tile_capacity
@@ -40,12 +41,12 @@ def _segment(offsets_ptr, segment):
 
 @triton.jit
 def _fwd_block(
-    q, k_ptr, v_ptr, stride_k, stride_v, num_keys, acc, row_max, row_sum, qk_scale,
+    q, k_operand, v_operand, row, head, num_keys, acc, row_max, row_sum, qk_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One key block: scores, online softmax, acc += P v."""
-    k = load_rows(k_ptr, stride_k, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
+    k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     if RAGGED:
         scores = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], scores, float("-inf"))
@@ -54,36 +55,35 @@ def _fwd_block(
     rescale = tl.exp2(row_max - new_max)
     row_sum = row_sum * rescale + tl.sum(p, 1)
     acc = acc * rescale[:, None]
-    v = load_rows(v_ptr, stride_v, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
+    v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, new_max, row_sum
 
 
 @triton.jit
 def _attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, Q_SHARED: tl.constexpr,
 ):  # fmt: skip
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    stride_qm, stride_kn, stride_vn, stride_om = stride_qm * ALIGN, stride_kn * ALIGN, stride_vn * ALIGN, stride_om * ALIGN
+    q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
+    k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
+    v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
+    out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     qk_scale = scale * LOG2_E
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
         tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 2)
+        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         q_start, q_len = _segment(q_offsets_ptr, segment)
         kv_start, kv_len = _segment(kv_offsets_ptr, segment)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
             q_row = row - q_start
-        q = load_rows(
-            q_ptr + q_row * stride_qm + head * stride_qh * ALIGN, stride_qm, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True
-        )
-        k_head = k_ptr + head // GROUP * stride_kh * ALIGN
-        v_head = v_ptr + head // GROUP * stride_vh * ALIGN
+        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, q_desc is None)
 
         acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -91,34 +91,32 @@ def _attention_fwd_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc, row_max, row_sum = _fwd_block(
-                q, k_head + (kv_start + n) * stride_kn, v_head + (kv_start + n) * stride_vn, stride_kn, stride_vn, BLOCK_N,
-                acc, row_max, row_sum, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+                q, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, acc, row_max, row_sum, qk_scale,
+                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc, row_max, row_sum = _fwd_block(
-                q, k_head + (kv_start + full) * stride_kn, v_head + (kv_start + full) * stride_vn, stride_kn, stride_vn,
-                kv_len - full, acc, row_max, row_sum, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+                q, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, acc, row_max, row_sum, qk_scale,
+                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
 
         # A segment without keys leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
         acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
-        store_rows(
-            out_ptr + row * stride_om + head * stride_oh * ALIGN, stride_om, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV
-        )
+        store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
         rows = tl.arange(0, BLOCK_M)
         lse = (row_max + tl.log2(row_sum)) * LN_2
-        tl.store(lse_ptr + head * stride_lse + row + rows, lse, mask=rows < num_rows)
+        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, lse, mask=rows < num_rows)
 
 
 @triton.jit
 def _dq_block(
-    q, do, k_ptr, v_ptr, stride_k, stride_v, num_keys, lse2, delta, acc, qk_scale,
+    q, do, k_operand, v_operand, row, head, num_keys, lse2, delta, acc, qk_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One key block: P again from the log-sum-exp, dS = P ∘ (dP − delta), acc += dS k."""
-    k = load_rows(k_ptr, stride_k, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
-    v = load_rows(v_ptr, stride_v, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
+    k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
+    v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
     p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
     ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if RAGGED:
@@ -128,7 +126,7 @@ def _dq_block(
 
 @triton.jit
 def _attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, lse_ptr, dq_ptr, delta_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, q_desc, k_desc, v_desc, out_desc, do_desc,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
@@ -138,31 +136,27 @@ def _attention_bwd_dq_kernel(
 ):  # fmt: skip
     """dq of a tile of query rows; also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    stride_qm, stride_kn, stride_vn, stride_om = stride_qm * ALIGN, stride_kn * ALIGN, stride_vn * ALIGN, stride_om * ALIGN
-    stride_dom, stride_dqm = stride_dom * ALIGN, stride_dqm * ALIGN
+    q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
+    k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
+    v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
+    out_operand = out_ptr, out_desc, stride_om * ALIGN, stride_oh * ALIGN
+    do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
+    dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
     qk_scale = scale * LOG2_E
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
         tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 2)
+        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         q_start, q_len = _segment(q_offsets_ptr, segment)
         kv_start, kv_len = _segment(kv_offsets_ptr, segment)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
             q_row = row - q_start
-        q = load_rows(
-            q_ptr + q_row * stride_qm + head * stride_qh * ALIGN, stride_qm, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True
-        )
-        do = load_rows(
-            do_ptr + row * stride_dom + head * stride_doh * ALIGN, stride_dom, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True
-        )
-        out = load_rows(
-            out_ptr + row * stride_om + head * stride_oh * ALIGN, stride_om, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True
-        )
-        k_head = k_ptr + head // GROUP * stride_kh * ALIGN
-        v_head = v_ptr + head // GROUP * stride_vh * ALIGN
+        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, q_desc is None)
+        do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, do_desc is None)
+        out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, out_desc is None)
         rows = tl.arange(0, BLOCK_M)
-        stat = head * stride_lse + row + rows
+        stat = head.to(tl.int64) * stride_lse + row + rows
         lse2 = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0) * LOG2_E
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta_ptr + stat, delta, mask=rows < num_rows)
@@ -171,36 +165,34 @@ def _attention_bwd_dq_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc = _dq_block(
-                q, do, k_head + (kv_start + n) * stride_kn, v_head + (kv_start + n) * stride_vn, stride_kn, stride_vn, BLOCK_N,
-                lse2, delta, acc, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
+                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse2, delta, acc, qk_scale,
+                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc = _dq_block(
-                q, do, k_head + (kv_start + full) * stride_kn, v_head + (kv_start + full) * stride_vn, stride_kn, stride_vn,
-                kv_len - full, lse2, delta, acc, qk_scale, HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
+                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse2, delta, acc, qk_scale,
+                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
-        store_rows(
-            dq_ptr + row * stride_dqm + head * stride_dqh * ALIGN, stride_dqm, acc * scale, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D
-        )
+        store_rows(dq_operand, row, head, acc * scale, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def _dkdv_block(
-    k, v, q_ptr, do_ptr, lse_ptr, delta_ptr, stride_q, stride_do, num_rows, dk, dv, qk_scale,
+    k, v, q_operand, do_operand, lse_ptr, delta_ptr, q_row, row, head, num_rows, dk, dv, qk_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One query block, transposed so that P and dS are first operands: dv += Pᵀ do, dk += dSᵀ q."""
-    q = load_rows(q_ptr, stride_q, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, RAGGED)
+    q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, RAGGED)
     rows = tl.arange(0, BLOCK_M)
     if RAGGED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
-        lse2 = tl.load(lse_ptr + rows, mask=rows < num_rows, other=float("inf")) * LOG2_E
-        delta = tl.load(delta_ptr + rows, mask=rows < num_rows, other=0.0)
+        lse2 = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf")) * LOG2_E
+        delta = tl.load(delta_ptr + row + rows, mask=rows < num_rows, other=0.0)
     else:
-        lse2 = tl.load(lse_ptr + rows) * LOG2_E
-        delta = tl.load(delta_ptr + rows)
+        lse2 = tl.load(lse_ptr + row + rows) * LOG2_E
+        delta = tl.load(delta_ptr + row + rows)
     p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse2[None, :])
-    do = load_rows(do_ptr, stride_do, num_rows, V_DIM, BLOCK_M, BLOCK_DV, RAGGED)
+    do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, RAGGED)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
@@ -209,7 +201,7 @@ def _dkdv_block(
 
 @triton.jit
 def _attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, v_desc, do_desc,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
@@ -219,12 +211,16 @@ def _attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of a tile of BLOCK_N key rows; loops over the query heads of its group and their blocks of BLOCK_M rows."""
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    stride_qm, stride_kn, stride_vn, stride_dom = stride_qm * ALIGN, stride_kn * ALIGN, stride_vn * ALIGN, stride_dom * ALIGN
-    stride_dkn, stride_dvn = stride_dkn * ALIGN, stride_dvn * ALIGN
+    q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
+    k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
+    v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
+    do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
+    dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
+    dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
     qk_scale = scale * LOG2_E
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
         tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, kv_head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1).to(tl.int64), tl.load(tile_ptr + 2)
+        segment, kv_head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
         q_start, q_len = _segment(q_offsets_ptr, segment)
         kv_start, kv_len = _segment(kv_offsets_ptr, segment)
         row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
@@ -233,38 +229,27 @@ def _attention_bwd_dkdv_kernel(
             kv_row = row - kv_start
         if Q_SHARED:
             q_row = q_start - q_start
-        k = load_rows(
-            k_ptr + kv_row * stride_kn + kv_head * stride_kh * ALIGN, stride_kn, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, True
-        )
-        v = load_rows(
-            v_ptr + kv_row * stride_vn + kv_head * stride_vh * ALIGN, stride_vn, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True
-        )
+        k = load_rows(k_operand, kv_row, kv_head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None)
+        v = load_rows(v_operand, kv_row, kv_head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, v_desc is None)
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         full = q_len // BLOCK_M * BLOCK_M
-        for head in range(kv_head * GROUP, kv_head * GROUP + GROUP):
-            q_head = q_ptr + head * stride_qh * ALIGN
-            do_head = do_ptr + head * stride_doh * ALIGN
-            stat = head * stride_lse + q_start
+        for group_head in range(0, GROUP):
+            head = kv_head * GROUP + group_head
+            lse_head, delta_head = lse_ptr + head.to(tl.int64) * stride_lse, delta_ptr + head.to(tl.int64) * stride_lse
             for m in range(0, full, BLOCK_M):
                 dk, dv = _dkdv_block(
-                    k, v, q_head + (q_row + m) * stride_qm, do_head + (q_start + m) * stride_dom,
-                    lse_ptr + stat + m, delta_ptr + stat + m, stride_qm, stride_dom, BLOCK_M, dk, dv, qk_scale,
+                    k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, head, BLOCK_M, dk, dv, qk_scale,
                     HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, False,
                 )  # fmt: skip
             if full < q_len:
                 dk, dv = _dkdv_block(
-                    k, v, q_head + (q_row + full) * stride_qm, do_head + (q_start + full) * stride_dom,
-                    lse_ptr + stat + full, delta_ptr + stat + full, stride_qm, stride_dom, q_len - full, dk, dv, qk_scale,
-                    HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, True,
+                    k, v, q_operand, do_operand, lse_head, delta_head, q_row + full, q_start + full, head, q_len - full, dk, dv,
+                    qk_scale, HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, True,
                 )  # fmt: skip
-        store_rows(
-            dk_ptr + row * stride_dkn + kv_head * stride_dkh * ALIGN, stride_dkn, dk * scale, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D
-        )
-        store_rows(
-            dv_ptr + row * stride_dvn + kv_head * stride_dvh * ALIGN, stride_dvn, dv, num_rows, V_DIM, BLOCK_N, BLOCK_DV
-        )
+        store_rows(dk_operand, row, kv_head, dk * scale, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_operand, row, kv_head, dv, num_rows, V_DIM, BLOCK_N, BLOCK_DV)
 
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
@@ -307,7 +292,8 @@ def triton_attention(
     if grid:
         align, strides = _strides(q, k, v, out)
         _attention_fwd_kernel[grid](
-            q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
+            q, k, v, out, lse, *_descriptors(align, (q, block_m), (k, config.block_n), (v, config.block_n)),
+            q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block_n, Q_SHARED=q_shared,
         )  # fmt: skip
     return out, lse
@@ -334,7 +320,9 @@ def triton_attention_backward(
     if grid:
         align, strides = _strides(q, k, v, out, do, dq)
         _attention_bwd_dq_kernel[grid](
-            q, k, v, out, do, lse, dq, delta, q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
+            q, k, v, out, do, dq, lse, delta,
+            *_descriptors(align, (q, block_m), (k, config.block_n), (v, config.block_n), (out, block_m), (do, block_m)),
+            q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block_n, Q_SHARED=q_shared,
         )  # fmt: skip
     if q_shared:
@@ -350,7 +338,9 @@ def triton_attention_backward(
     if grid:
         align, strides = _strides(q, k, v, do, dk, dv)
         _attention_bwd_dkdv_kernel[grid](
-            q, k, v, do, lse, delta, dk, dv, q_offsets, kv_offsets, key_tiles, num_key_tiles, scale, *strides, lse.stride(0),
+            q, k, v, do, dk, dv, lse, delta,
+            *_descriptors(align, (q, config.block_n), (k, key_block), (v, key_block), (do, config.block_n)),
+            q_offsets, kv_offsets, key_tiles, num_key_tiles, scale, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.block_n, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
         )  # fmt: skip
     if kv_shared:
@@ -403,6 +393,18 @@ def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
     strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x in tensors for dim in (0, 1)]
     align = math.gcd(16 // max(x.element_size() for x in tensors), *strides)
     return align, [stride // align for stride in strides]
+
+
+def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
+    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
+    tensors = [x for x, _ in blocks]
+    aligned = all(align * x.element_size() == 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 for x in tensors)
+    if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0])[0] < (9, 0):
+        return [None] * len(blocks)
+    return [
+        TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], [1, rows, padded_dim(x.shape[2])])
+        for x, rows in blocks
+    ]
 
 
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:

@@ -32,8 +32,8 @@ def padded_dim(dim: int) -> int:
 
 def attention_tile(head_dim: int, itemsize: int) -> tuple[int, int]:
     """(block_m, block_n) of attention tile schedules. Free of the GPU's generation, so that a data loader can build them."""
-    wide = padded_dim(head_dim) * itemsize > 256
-    return (64, 32) if wide else (128, 64)
+    row_bytes = padded_dim(head_dim) * itemsize
+    return (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 32)
 
 
 def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) -> AttentionConfig:

@@ -25,26 +25,34 @@ def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_rows(ptr, stride, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """[BLOCK, BLOCK_D] block of rows at ptr. Columns past DIM and, if RAGGED, rows past num_rows read as 0, never a neighbour's."""
-    ptrs = ptr + row_offsets(stride, BLOCK, BLOCK_D)
-    rows = tl.arange(0, BLOCK)[:, None] < num_rows
-    cols = tl.arange(0, BLOCK_D)[None, :] < DIM
-    if RAGGED:
-        if DIM == BLOCK_D:
-            return tl.load(ptrs, mask=rows, other=0.0)
-        else:
-            return tl.load(ptrs, mask=rows & cols, other=0.0)
+def load_rows(operand, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
+    """[BLOCK, BLOCK_D] block of an operand (pointer, descriptor or None, row stride, head stride) from (row, head) on.
+
+    Columns past DIM read as 0. RAGGED: rows past num_rows read as 0 too; otherwise they may be a neighbour's. A descriptor
+    reads whole blocks through the tensor memory accelerator.
+    """
+    ptr, desc, stride_row, stride_head = operand
+    if desc is not None and not RAGGED:
+        return tl.reshape(desc.load([head, row.to(tl.int32), 0]), BLOCK, BLOCK_D)
     else:
-        if DIM == BLOCK_D:
+        ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
+        rows = tl.arange(0, BLOCK)[:, None] < num_rows
+        cols = tl.arange(0, BLOCK_D)[None, :] < DIM
+        if RAGGED and DIM == BLOCK_D:
+            return tl.load(ptrs, mask=rows, other=0.0)
+        elif RAGGED:
+            return tl.load(ptrs, mask=rows & cols, other=0.0)
+        elif DIM == BLOCK_D:
             return tl.load(ptrs)
         else:
             return tl.load(ptrs, mask=cols, other=0.0)
 
 
 @triton.jit
-def store_rows(ptr, stride, block, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block."""
+def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block; operand as in load_rows."""
+    ptr, _, stride_row, stride_head = operand
+    ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
     rows = tl.arange(0, BLOCK)[:, None] < num_rows
     cols = tl.arange(0, BLOCK_D)[None, :] < DIM
-    tl.store(ptr + row_offsets(stride, BLOCK, BLOCK_D), block.to(ptr.dtype.element_ty), mask=rows & cols)
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=rows & cols)
