@@ -42,6 +42,11 @@ class Categorical:
     cardinality: int
 
     @classmethod
+    def single(cls, categories: np.ndarray) -> "Categorical":
+        """One category for each user or item, int64 [N]."""
+        return cls(categories, np.arange(len(categories) + 1), int(categories.max()) + 1)
+
+    @classmethod
     def from_tokens(cls, ids: np.ndarray, tokens: dict[int, list[str]]) -> "Categorical":
         """Numbers the tokens of `ids` [N] in sorted order; an id that `tokens` lacks gets an empty bag."""
         bags = [tokens.get(int(i), []) for i in ids]

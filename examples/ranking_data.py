@@ -7,7 +7,7 @@ ratings before the chunk are the one history that they all attend to, so a histo
 Ratings that share a timestamp with a chunk's first candidate are no part of its history: what is not strictly earlier is not known yet.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -45,6 +45,13 @@ def first_of_equal(*columns: np.ndarray) -> np.ndarray:
     return np.maximum.accumulate(np.where(begins, rows, 0))
 
 
+def add_popularity(log: RatingLog, selected: np.ndarray) -> RatingLog:
+    """The log with the items' side feature `popularity`: the number of ratings among the `selected` (bool [N]), in powers of two."""
+    counts = np.bincount(log.item[selected], minlength=log.num_items)
+    popularity = Categorical.single(np.log2(counts + 1).astype(np.int64))
+    return replace(log, item_features={"popularity": popularity, **log.item_features})
+
+
 @dataclass(frozen=True)
 class Chunks:
     """Rows of a log, int64 [C] each: candidates `start:end` of one user, whose history is `history_start:history_end`."""
@@ -74,12 +81,12 @@ def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 16, max_
 
 @dataclass
 class RankingBatch:
-    """B chunks with C candidates in all.
+    """B chunks with L ratings of history and C candidates in all.
 
     Args:
         ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each) and `target_item` (n_b ids) per row, stride B.
         users: the users' side features, stride B.
-        items: the candidates' side features, stride C.
+        items: side features of the history's items, then of the candidates, stride L + C.
         labels: float32 [C], 1 where the user liked the candidate.
     """
 
@@ -99,14 +106,20 @@ class RankingBatch:
 
 
 class RankingDataset(Dataset):
-    """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of those three chunks."""
+    """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of those three chunks.
+
+    The users' side features are the log's and the user's own number; the items' are the log's.
+    """
 
     def __init__(self, log: RatingLog, chunks: Chunks):
         self.log, self.chunks = log, chunks
-        self.num_ratings, self.num_ages = len(np.unique(log.rating)), int(np.log2(max(len(log), 1))) + 1
-        self.rating_index = np.unique(log.rating, return_inverse=True)[1]
-        rows = np.arange(log.num_users)
-        self.user_features = {"user": Categorical(rows, np.arange(log.num_users + 1), log.num_users), **log.user_features}
+        ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
+        self.num_ratings, self.num_ages = len(ratings), int(np.log2(len(log))) + 1
+        self.user_features = {"user": Categorical.single(np.arange(log.num_users)), **log.user_features}
+
+    @property
+    def num_candidates(self) -> int:
+        return int((self.chunks.end - self.chunks.start).sum())
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -126,7 +139,7 @@ class RankingDataset(Dataset):
         return RankingBatch(
             ids=keyed(ids),
             users=keyed({name: bags(feature, log.user[chunks.start[pick]]) for name, feature in self.user_features.items()}),
-            items=keyed({name: bags(feature, log.item[targets]) for name, feature in log.item_features.items()}),
+            items=keyed({name: bags(feature, log.item[np.concatenate([history, targets])]) for name, feature in log.item_features.items()}),
             labels=torch.from_numpy((log.rating[targets] >= LIKED).astype(np.float32)),
         )
 

@@ -1,10 +1,11 @@
-"""A DLRM-style ranking model whose interest stage is one of three exchangeable modules."""
+"""A DLRM-style ranking model in TorchRec, with three exchangeable ways for a candidate to meet its user's history."""
 
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
 from jagged_modules import JaggedTargetAttention
+from movielens import Categorical
 from ranking_data import RankingBatch, RankingDataset
 
 INTERACTIONS = ("attention", "mean", "padded")
@@ -15,15 +16,13 @@ class MeanPooling(nn.Module):
 
     def __init__(self, embedding_dim: int, device: torch.device | None = None):
         super().__init__()
-        self.value_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
-        self.output_projection = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.v_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
 
     def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
-        values, lengths = self.value_projection(history.values()), history.lengths()
-        pooled = torch.segment_reduce(values, "mean", lengths=lengths.long(), axis=0, unsafe=True, initial=0)
-        counts = targets.lengths()
-        output = torch.repeat_interleave(self.output_projection(pooled), counts, dim=0, output_size=len(targets.values()))
-        return JaggedTensor(values=output, lengths=counts)
+        lengths, counts = history.lengths(), targets.lengths()
+        means = torch.segment_reduce(self.v_proj(history.values()), "mean", lengths=lengths.long(), axis=0, unsafe=True, initial=0)
+        return JaggedTensor(values=per_candidate(self.out_proj(means), targets), lengths=counts)
 
 
 class PaddedTargetAttention(nn.Module):
@@ -34,84 +33,109 @@ class PaddedTargetAttention(nn.Module):
         self.attention = nn.MultiheadAttention(embedding_dim, num_heads, batch_first=True, device=device)
 
     def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
-        counts, lengths = targets.lengths(), history.lengths()
-        # One column at least: softmax over none is undefined. A user without history gets 0, as from JaggedTargetAttention.
-        longest = max(int(lengths.max()), 1)
-        padded = history.to_padded_dense(longest).repeat_interleave(counts, dim=0)  # [C, longest, E]
-        lengths = lengths.repeat_interleave(counts)[:, None]
+        # One column at least, and seen by all: softmax over no columns is undefined. What it gives without a history is overwritten.
+        longest = max(int(history.lengths().max()), 1)
+        padded = per_candidate(history.to_padded_dense(longest), targets)  # [C, longest, E]
+        lengths = per_candidate(history.lengths(), targets)[:, None]
         hidden = torch.arange(longest, device=lengths.device) >= lengths.clamp(min=1)
         output, _ = self.attention(targets.values()[:, None], padded, padded, key_padding_mask=hidden, need_weights=False)
-        return JaggedTensor(values=output[:, 0] * (lengths > 0), lengths=counts)
+        output = torch.where(lengths > 0, output[:, 0], self.attention.out_proj.bias)
+        return JaggedTensor(values=output, lengths=targets.lengths())
 
 
-def make_interest(interaction: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> nn.Module:
-    """What turns (targets, history), JaggedTensors of B rows with values [C, E] and [L, E], into a JaggedTensor of values [C, E]."""
-    if interaction == "attention":
+def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> nn.Module:
+    """A module from (targets, history), JaggedTensors of B rows with values [C, E] and [L, E], to a JaggedTensor of values [C, E]."""
+    if name == "attention":
         return JaggedTargetAttention(embedding_dim, num_heads, device=device)
-    if interaction == "mean":
+    if name == "mean":
         return MeanPooling(embedding_dim, device=device)
-    if interaction == "padded":
+    if name == "padded":
         return PaddedTargetAttention(embedding_dim, num_heads, device=device)
-    raise ValueError(f"interaction must be one of {INTERACTIONS}, not {interaction!r}")
+    raise ValueError(f"interaction must be one of {INTERACTIONS}, not {name!r}")
+
+
+def per_candidate(rows: torch.Tensor, targets: JaggedTensor) -> torch.Tensor:
+    """Row b of `rows` [B, ...] once for each of the n_b targets: [C, ...]."""
+    return rows.repeat_interleave(targets.lengths(), dim=0, output_size=len(targets.values()))
 
 
 class RankingModel(nn.Module):
-    """Logits of the candidates of a RankingBatch."""
+    """The log-odds that the user likes the candidate.
 
-    def __init__(self, dataset: RankingDataset, interaction="attention", embedding_dim=64, num_heads=4, dropout=0.1, device=None,
-                 mode="sum", user_id=True):
+    Embeddings: one table of items for histories and candidates, tables of ratings and ages for histories, bags for side features.
+    An item is its embedding plus those of its side features. A past rating becomes a token, x + MLP(x) of x = item + rating + age: the MLP
+    lets a token, and so a mean of tokens, say "liked such an item". The candidate meets the tokens in the interaction; the dot products
+    between all the vectors, and the candidate's and the interaction's vectors themselves, go to an MLP.
+
+    Args:
+        dataset: tells the tables' sizes and the side features.
+        interaction: one of `INTERACTIONS`.
+        embedding_dim: width E of all embeddings, a multiple of num_heads.
+        num_heads: of the attention.
+        dropout: probability, on tokens, vectors and the MLP's hidden layer.
+    """
+
+    def __init__(self, dataset: RankingDataset, interaction: str, embedding_dim: int = 64, num_heads: int = 4, dropout: float = 0.3):
         super().__init__()
         log = dataset.log
-        self.mode=mode
-        tables = {
+        sequences = {  # table: rows, features
             "item": (log.num_items, ["history_item", "target_item"]),
             "rating": (dataset.num_ratings, ["history_rating"]),
             "age": (dataset.num_ages, ["history_age"]),
         }
-        self.embeddings = EmbeddingCollection(
-            [EmbeddingConfig(name=n, num_embeddings=s, embedding_dim=embedding_dim, feature_names=f) for n, (s, f) in tables.items()], device=device)
-        uf = {k: f for k, f in dataset.user_features.items() if user_id or k != "user"}
-        self.user_bags = _bags(uf, embedding_dim, device)
-        self.item_bags = _bags(log.item_features, embedding_dim, device)
-        D = embedding_dim
-        for t in [*self.embeddings.parameters(), *self.user_bags.parameters(), *self.item_bags.parameters()]:
-            nn.init.normal_(t, std=0.05)
-        self.event = nn.Sequential(nn.Linear(D, D), nn.ReLU(), nn.Linear(D, D)) if 'mlp' in mode else nn.Identity()
-        self.norm = nn.LayerNorm(D) if 'norm' in mode else nn.Identity()
-        self.tnorm = nn.LayerNorm(D) if 'norm' in mode else nn.Identity()
-        self.interest = make_interest(interaction, D, num_heads)
-        n = 2 + len(uf) + len(log.item_features)
-        self.over = nn.Sequential(nn.Dropout(dropout), nn.Linear(2*D + n*(n-1)//2, 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1))
-        self.n = n
-        self.drop = nn.Dropout(dropout)
-        self.itembias = nn.Embedding(log.num_items,1); nn.init.zeros_(self.itembias.weight)
+        self.sequences = EmbeddingCollection(
+            [
+                EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=embedding_dim, feature_names=features)
+                for name, (rows, features) in sequences.items()
+            ]
+        )
+        self.user_bags = embedding_bags(dataset.user_features, embedding_dim)
+        self.item_bags = embedding_bags(log.item_features, embedding_dim)
+        for table in self.tables():
+            nn.init.normal_(table, std=0.05)
 
-    def forward(self, batch):
-        e = self.embeddings(batch.ids)
-        hist = e["history_item"]
-        if 'prod' in self.mode:
-            hv = hist.values() * (1+e["history_rating"].values()) + e["history_rating"].values() + e["history_age"].values()
-        else:
-            hv = hist.values() + e["history_rating"].values() + e["history_age"].values()
-        if 'mlp' in self.mode: hv = hv + self.event(hv)
-        hv = self.drop(self.norm(hv))
-        history = JaggedTensor(values=hv, lengths=hist.lengths())
-        t = e["target_item"]
-        ib = self.item_bags(batch.items)
-        tv = t.values()
-        if 'side' in self.mode: tv = tv + ib.values().unflatten(-1,(len(ib.keys()),-1)).sum(1)
-        tv = self.drop(self.tnorm(tv))
-        targets = JaggedTensor(values=tv, lengths=t.lengths())
-        i = self.interest(targets, history).values()
-        D = i.shape[-1]
-        u = self.user_bags(batch.users).values().unflatten(-1, (-1, D)).repeat_interleave(t.lengths(), 0)
-        f = torch.cat([tv[:, None], i[:, None], u, ib.values().unflatten(-1, (-1, D))], 1)
-        f = self.drop(f)
-        dots = torch.einsum("bnd,bmd->bnm", f, f)
-        r, c = torch.triu_indices(self.n, self.n, 1)
-        x = torch.cat([tv, i, dots[:, r, c]], -1)
-        return self.over(x)[:, 0]
+        self.token_mlp = nn.Sequential(nn.Linear(embedding_dim, embedding_dim), nn.ReLU(), nn.Linear(embedding_dim, embedding_dim))
+        self.token_norm, self.target_norm = nn.LayerNorm(embedding_dim), nn.LayerNorm(embedding_dim)
+        self.interaction = make_interaction(interaction, embedding_dim, num_heads)
+        num_vectors = 2 + len(dataset.user_features) + len(log.item_features)
+        self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, offset=1), persistent=False)
+        self.over = nn.Sequential(
+            nn.Linear(2 * embedding_dim + self.pairs.shape[1], 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def tables(self) -> list[nn.Parameter]:
+        return [table for collection in (self.sequences, self.user_bags, self.item_bags) for table in collection.parameters()]
+
+    def forward(self, batch: RankingBatch) -> torch.Tensor:
+        """Logits [C] of the batch's candidates, by row."""
+        embedded = self.sequences(batch.ids)
+        past, candidates = embedded["history_item"], embedded["target_item"]
+        sides = split_bags(self.item_bags(batch.items))  # [L + C, features, E]
+        past_sides, sides = sides.split([len(past.values()), len(candidates.values())])
+
+        tokens = past.values() + past_sides.sum(dim=1) + embedded["history_rating"].values() + embedded["history_age"].values()
+        tokens = self.dropout(self.token_norm(tokens + self.token_mlp(tokens)))
+        items = self.dropout(self.target_norm(candidates.values() + sides.sum(dim=1)))
+        history = JaggedTensor(values=tokens, lengths=past.lengths())
+        targets = JaggedTensor(values=items, lengths=candidates.lengths())
+        interest = self.interaction(targets, history).values()
+
+        users = per_candidate(split_bags(self.user_bags(batch.users)), targets)
+        vectors = self.dropout(torch.cat([items[:, None], interest[:, None], users, sides], dim=1))
+        products = (vectors @ vectors.mT)[:, self.pairs[0], self.pairs[1]]
+        return self.over(torch.cat([items, interest, products], dim=1))[:, 0]
 
 
-def _bags(features, embedding_dim, device):
-    return EmbeddingBagCollection([EmbeddingBagConfig(name=f"t_{n}", num_embeddings=f.cardinality, embedding_dim=embedding_dim, feature_names=[n]) for n, f in features.items()], device=device)
+def embedding_bags(features: dict[str, Categorical], embedding_dim: int) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        [
+            EmbeddingBagConfig(name=f"{name}_table", num_embeddings=feature.cardinality, embedding_dim=embedding_dim, feature_names=[name])
+            for name, feature in features.items()
+        ]
+    )
+
+
+def split_bags(bags) -> torch.Tensor:
+    """[rows, features, E] of a KeyedTensor with features of one width."""
+    return bags.values().unflatten(1, (len(bags.keys()), -1))

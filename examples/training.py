@@ -7,14 +7,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import matplotlib
-
-matplotlib.use("Agg")
 import torch
-from matplotlib import pyplot
+from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.metrics.ne import compute_ne, get_ne_states
+
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise logs two lines to stderr at every use
 
 
 def pick_device(name: str) -> torch.device:
@@ -80,20 +79,18 @@ def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) 
 
 def save_curves(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
     """Draws training loss and validation AUC by epoch, one line per name in `curves`."""
-    figure = draw_curves(curves)
-    write_atomically(path, lambda file: figure.savefig(file, dpi=120))
-    pyplot.close(figure)
+    write_atomically(path, lambda file: draw_curves(curves).savefig(file, dpi=120))
 
 
-def draw_curves(curves: dict[str, list[dict[str, float]]]) -> pyplot.Figure:
-    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for axis, key, title in zip(axes, ("loss", "valid_auc"), ("training loss", "held-out AUC (validation)"), strict=True):
+def draw_curves(curves: dict[str, list[dict[str, float]]]) -> Figure:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axis, key, title in zip(figure.subplots(1, 2), ("loss", "valid_auc"), ("training loss", "held-out AUC (validation)"), strict=True):
         for name, epochs in curves.items():
             axis.plot([epoch["epoch"] for epoch in epochs], [epoch[key] for epoch in epochs], marker="o", label=name)
         axis.set(title=title, xlabel="epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
         axis.grid(alpha=0.3)
-    axes[1].legend()
+    figure.axes[1].legend()
     return figure
 
 
