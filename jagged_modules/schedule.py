@@ -29,10 +29,10 @@ def host_schedule(q_lengths: Tensor, kv_lengths: Tensor, *, num_heads: int, num_
         q_lengths, kv_lengths: rows of each segment, host integers.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
     """
-    block_m, block_n = attention_tile(head_dim, itemsize)
+    tile = attention_tile(head_dim, itemsize)
     workers = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_initialized() else NUM_WORKERS
-    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=workers)
-    backward = zigzag_schedule(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=block_m, block_n=block_n, num_workers=workers)
+    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, num_workers=workers)
+    backward = zigzag_schedule(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, num_workers=workers)
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if torch.cuda.is_initialized() else schedule
 
@@ -43,10 +43,11 @@ def device_schedule(
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record."""
     from jagged_kernels.attention import attention_tiles
 
-    block_m, block_n = attention_tile(head_dim, itemsize)
+    tile = attention_tile(head_dim, itemsize)
 
-    def build(offsets, other_offsets, total, heads, backward):
+    def build(offsets, other_offsets, total, heads, block_m, block_n, backward):
         tiles, num_tiles = attention_tiles(offsets, other_offsets, total, heads, block_m, block_n)
         return TileSchedule(tiles, None, None, num_tiles, block_m, block_n, heads, NUM_WORKERS, backward)
 
-    return build(q_offsets, kv_offsets, total_q, num_heads, build(kv_offsets, q_offsets, total_kv, num_kv_heads, None))
+    backward = build(kv_offsets, q_offsets, total_kv, num_kv_heads, tile.key, tile.query, None)
+    return build(q_offsets, kv_offsets, total_q, num_heads, tile.query, tile.key, backward)

@@ -23,20 +23,13 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
 from .tile_schedule import device_tiles, tile_capacity
-from .tiles import load_rows, store_rows, zigzag_position, zigzag_waves
+from .tiles import load_rows, load_tile, store_rows, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # -- device code -----------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _segment(offsets_ptr, segment):
-    """First row (int64: rows · stride may pass 2³¹) and row count of a segment."""
-    start = tl.load(offsets_ptr + segment).to(tl.int64)
-    return start, (tl.load(offsets_ptr + segment + 1) - start).to(tl.int32)
 
 
 @triton.jit
@@ -74,11 +67,11 @@ def _attention_fwd_kernel(
     v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
     out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     qk_scale = scale * LOG2_E
+    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-        q_start, q_len = _segment(q_offsets_ptr, segment)
-        kv_start, kv_len = _segment(kv_offsets_ptr, segment)
+        head, block, q_start, q_len, kv_start, kv_len = tile
+        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
+        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -143,11 +136,11 @@ def _attention_bwd_dq_kernel(
     do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
     dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
     qk_scale = scale * LOG2_E
+    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-        q_start, q_len = _segment(q_offsets_ptr, segment)
-        kv_start, kv_len = _segment(kv_offsets_ptr, segment)
+        head, block, q_start, q_len, kv_start, kv_len = tile
+        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
+        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -218,11 +211,11 @@ def _attention_bwd_dkdv_kernel(
     dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
     dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
     qk_scale = scale * LOG2_E
+    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, kv_head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-        q_start, q_len = _segment(q_offsets_ptr, segment)
-        kv_start, kv_len = _segment(kv_offsets_ptr, segment)
+        kv_head, block, q_start, q_len, kv_start, kv_len = tile
+        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
+        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
         kv_row, q_row = row, q_start
         if KV_SHARED:
@@ -292,9 +285,9 @@ def triton_attention(
     if grid:
         align, strides = _strides(q, k, v, out)
         _attention_fwd_kernel[grid](
-            q, k, v, out, lse, *_descriptors(align, (q, block_m), (k, config.block_n), (v, config.block_n)),
+            q, k, v, out, lse, *_descriptors(align, (q, block_m), (k, config.block), (v, config.block)),
             q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
-            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block_n, Q_SHARED=q_shared,
+            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     return out, lse
 
@@ -321,9 +314,9 @@ def triton_attention_backward(
         align, strides = _strides(q, k, v, out, do, dq)
         _attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta,
-            *_descriptors(align, (q, block_m), (k, config.block_n), (v, config.block_n), (out, block_m), (do, block_m)),
+            *_descriptors(align, (q, block_m), (k, config.block), (v, config.block), (out, block_m), (do, block_m)),
             q_offsets, kv_offsets, tiles, num_tiles, scale, *strides, lse.stride(0),
-            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block_n, Q_SHARED=q_shared,
+            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     if q_shared:
         dq = dq.view(-1, *q.shape).sum(0).to(q.dtype)
@@ -339,9 +332,9 @@ def triton_attention_backward(
         align, strides = _strides(q, k, v, do, dk, dv)
         _attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
-            *_descriptors(align, (q, config.block_n), (k, key_block), (v, key_block), (do, config.block_n)),
+            *_descriptors(align, (q, config.block), (k, key_block), (v, key_block), (do, config.block)),
             q_offsets, kv_offsets, key_tiles, num_key_tiles, scale, *strides, lse.stride(0),
-            **common, ALIGN=align, BLOCK_M=config.block_n, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
+            **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
         )  # fmt: skip
     if kv_shared:
         dk, dv = (dx.view(-1, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
@@ -391,14 +384,14 @@ def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
     multiply by the constant `align` instead, which tells the compiler how wide a load may be.
     """
     strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x in tensors for dim in (0, 1)]
-    align = math.gcd(16 // max(x.element_size() for x in tensors), *strides)
+    align = math.gcd(16 // min(x.element_size() for x in tensors), *strides)
     return align, [stride // align for stride in strides]
 
 
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
     tensors = [x for x, _ in blocks]
-    aligned = all(align * x.element_size() == 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 for x in tensors)
+    aligned = all(align * x.element_size() >= 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 for x in tensors)
     if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0])[0] < (9, 0):
         return [None] * len(blocks)
     return [

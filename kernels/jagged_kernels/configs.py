@@ -7,10 +7,9 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """One kernel's launch: rows of its own tile, columns of the blocks it loops over, warps, pipeline depth, resident CTAs per SM."""
+    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM."""
 
-    block_m: int
-    block_n: int
+    block: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int = 1
@@ -18,11 +17,19 @@ class LaunchConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """`fwd` and `dq` tile query rows and loop over keys; `dkdv` tiles key rows (its block_m) and loops over queries."""
+    """`fwd` and `dq` loop over blocks of keys, `dkdv` over blocks of queries; their tiles are an `AttentionTile`'s."""
 
     fwd: LaunchConfig
     dq: LaunchConfig
     dkdv: LaunchConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionTile:
+    """Rows of a tile: `query` rows in the forward and dq kernels, `key` rows in the dk, dv kernel."""
+
+    query: int
+    key: int
 
 
 def padded_dim(dim: int) -> int:
@@ -30,10 +37,12 @@ def padded_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def attention_tile(head_dim: int, itemsize: int) -> tuple[int, int]:
-    """(block_m, block_n) of attention tile schedules. Free of the GPU's generation, so that a data loader can build them."""
-    row_bytes = padded_dim(head_dim) * itemsize
-    return (128, 64) if row_bytes <= 256 else (64, 32) if row_bytes <= 512 else (32, 32)
+def attention_tile(head_dim: int, itemsize: int) -> AttentionTile:
+    """Block sizes of attention tile schedules. Free of the GPU's generation, so that a data loader can build them."""
+    dim = padded_dim(head_dim)
+    if itemsize == 4:  # without matrix instructions a product is unrolled per thread: larger tiles take minutes to compile
+        return AttentionTile(query=64, key=64) if dim <= 64 else AttentionTile(query=32, key=32)
+    return AttentionTile(query=128 if dim <= 64 else 64, key=64)
 
 
 def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) -> AttentionConfig:
@@ -42,32 +51,29 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) 
     Args:
         head_dim: the larger of the query and the value head dim.
         itemsize: bytes of an input element, 2 or 4.
-        capability: CUDA compute capability; (8, 6) and (8, 9) parts have 99 KB of shared memory a block, others 163 KB or more.
+        capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) parts have 99 KB of shared memory a block, others 163 KB or more.
     """
     dim = padded_dim(head_dim)
-    small_memory = capability[0] == 8 and capability[1] in (6, 7, 9) or capability[0] == 12
-    if itemsize == 4:  # fp32 products on the ordinary cores: registers bound the tile
-        block_m, block_n = attention_tile(head_dim, itemsize)
-        block_n = min(block_n, 32)
-        warps = 8 if block_m == 128 else 4
-        config = LaunchConfig(block_m, block_n, num_warps=warps, num_stages=1)
+    small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+    if itemsize == 4:
+        config = LaunchConfig(block=32 if dim <= 128 else 16, num_warps=8, num_stages=1)
         return AttentionConfig(fwd=config, dq=config, dkdv=config)
     if dim > 128:
         stages = 1 if small_memory else 2
         return AttentionConfig(
-            fwd=LaunchConfig(64, 32, num_warps=4, num_stages=stages),
-            dq=LaunchConfig(64, 32, num_warps=8, num_stages=1),
-            dkdv=LaunchConfig(64, 32, num_warps=8, num_stages=1),
+            fwd=LaunchConfig(block=32, num_warps=4, num_stages=stages),
+            dq=LaunchConfig(block=32, num_warps=8, num_stages=stages),
+            dkdv=LaunchConfig(block=16 if small_memory else 32, num_warps=8, num_stages=stages),
         )
     if dim == 128:
         stages = 2 if small_memory else 3
         return AttentionConfig(
-            fwd=LaunchConfig(128, 64, num_warps=8, num_stages=stages),
-            dq=LaunchConfig(128, 64, num_warps=8, num_stages=2 if not small_memory else 1),
-            dkdv=LaunchConfig(128, 64, num_warps=8, num_stages=2 if not small_memory else 1),
+            fwd=LaunchConfig(block=64, num_warps=4, num_stages=stages, ctas_per_sm=2),
+            dq=LaunchConfig(block=64, num_warps=4, num_stages=1 if small_memory else 2, ctas_per_sm=2),
+            dkdv=LaunchConfig(block=32, num_warps=4, num_stages=stages, ctas_per_sm=2),
         )
     return AttentionConfig(
-        fwd=LaunchConfig(128, 64, num_warps=4, num_stages=3, ctas_per_sm=2),
-        dq=LaunchConfig(128, 64, num_warps=8, num_stages=2, ctas_per_sm=1),
-        dkdv=LaunchConfig(128, 64, num_warps=8, num_stages=2, ctas_per_sm=1),
+        fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
+        dq=LaunchConfig(block=64, num_warps=4, num_stages=2, ctas_per_sm=2),
+        dkdv=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
     )

@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels: a tile's place in the zigzag schedule, and loads and stores of jagged row blocks."""
+"""Device functions shared by the kernels: tiles of the zigzag schedule, loads and stores of jagged row blocks."""
 
 import triton
 import triton.language as tl
@@ -16,6 +16,21 @@ def zigzag_waves(num_tiles, worker, num_workers):
 def zigzag_position(wave, worker, num_workers):
     """Position in the sorted tile list of `worker`'s tile in `wave`: ascending in even waves, descending in odd ones."""
     return wave * num_workers + tl.where(wave % 2 == 0, worker, num_workers - 1 - worker)
+
+
+@triton.jit
+def load_tile(tiles_ptr, num_tiles, wave, worker, num_workers, q_offsets_ptr, kv_offsets_ptr):
+    """`worker`'s tile in `wave` (the last tile if there is none): head, block, and first row and row count of its q and kv segments.
+
+    First rows are int64: rows times stride may pass 2^31.
+    """
+    position = tl.maximum(tl.minimum(zigzag_position(wave, worker, num_workers), num_tiles - 1), 0)
+    segment = tl.load(tiles_ptr + position * 3)
+    head, block = tl.load(tiles_ptr + position * 3 + 1), tl.load(tiles_ptr + position * 3 + 2)
+    q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + segment).to(tl.int64)
+    q_len = (tl.load(q_offsets_ptr + segment + 1) - q_start).to(tl.int32)
+    kv_len = (tl.load(kv_offsets_ptr + segment + 1) - kv_start).to(tl.int32)
+    return head, block, q_start, q_len, kv_start, kv_len
 
 
 @triton.jit

@@ -16,15 +16,16 @@ KERNELS = {
 }
 
 
-def compile_attention(name: str, dim: int, dtype: str, capability: int, tma: bool = False):
+def compile_attention(name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision: str = "ieee", override=None):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10)), name)
-    tile, _ = attention_tile(dim, itemsize)
-    block_m, block_n = (config.block_n, tile) if name == "dkdv" else (tile, config.block_n)
+    tile = attention_tile(dim, itemsize)
+    if override: config, tile = override
+    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith('_desc')}
-    constants |= dict(ALIGN=16 // itemsize, PRECISION="ieee", Q_SHARED=False, KV_SHARED=False)
+    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
     signature = {}
     for arg in kernel.arg_names:
         if arg in ("lse_ptr", "delta_ptr"):

@@ -1,0 +1,358 @@
+"""Jagged attention against what ships with torch: self-attention over jagged sequences, target attention with shared users.
+
+    python kernels/benchmarks/bench_attention.py                    # on a CUDA device: both tables and the memory sweep
+    python kernels/benchmarks/bench_attention.py --device cpu       # the CPU path against padded attention
+    python kernels/benchmarks/bench_attention.py --tiny --device cpu
+
+TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike.
+"""
+
+import dataclasses
+import math
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from runner import Case, Implementation, Setup, host_median_ms, main
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
+
+OURS = "jagged_modules"
+BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
+
+
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+def uniform_lengths(count: int, low: int, high: int) -> Tensor:
+    """Host lengths spread evenly over low..high, both reached, in random order: the mean does not depend on luck."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """int32 ``[B + 1]`` host offsets."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def sample_segments(lengths: Tensor) -> list[int]:
+    """The segments that are checked: the longest, the one of median length, and the last."""
+    by_length = lengths.argsort().tolist()
+    return sorted({by_length[-1], by_length[len(lengths) // 2], len(lengths) - 1})
+
+
+def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
+
+
+def timed_schedule(q_lengths: Tensor, kv_lengths: Tensor, q: Tensor) -> tuple[jm.TileSchedule, dict[str, float]]:
+    """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
+    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
+    build = partial(host_schedule, q_lengths, kv_lengths, **sizes)
+    return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
+
+
+# -- the definition, and padded forms of it ------------------------------------------------------------------------
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v on ``[..., N, D]`` in plain torch; False in ``mask`` hides a key."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def reference(samples: dict, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of sampled segments: ``samples[part]`` holds their q, k, v and output gradient, each ``[N, H, D]``."""
+    results = {}
+    for part, tensors in samples.items():
+        *qkv, grad = (x.detach().to(dtype) for x in tensors)
+        qkv = [x.requires_grad_() for x in qkv]
+        out = plain_attention(*(x.transpose(0, 1) for x in qkv)).transpose(0, 1)
+        gradients = torch.autograd.grad(out, qkv, grad)
+        results |= {f"{name}/{part}": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+    return results
+
+
+def pad(values: Tensor, valid: Tensor) -> Tensor:
+    """``[L, H, D]`` -> ``[B, N, H, D]`` with zeros where ``valid`` ``[B, N]`` is False."""
+    padded = values.new_zeros(*valid.shape, *values.shape[1:])
+    padded[valid] = values
+    return padded
+
+
+def leaves(**tensors: Tensor) -> dict[str, Tensor]:
+    """The tensors by name, contiguous, as inputs to differentiate with respect to."""
+    return {name: x.detach().contiguous().requires_grad_() for name, x in tensors.items()}
+
+
+def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int) -> Tensor:
+    """FlashAttention-2 with offsets, as torch ships it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv)
+
+
+def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """torch's scaled_dot_product_attention, by one backend or (None) the one it chooses."""
+    if backend is None:
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+    with sdpa_kernel(backend):
+        return scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+# -- self-attention ------------------------------------------------------------------------------------------------
+
+
+def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, cpu_table: bool = False) -> Setup:
+    """Jagged self-attention; ``cpu_table`` compares with padding and unpadding in the measured call, as models on a CPU run it."""
+    max_seqlen, total = int(lengths.max()), int(lengths.sum())
+    host_offsets = offsets_of(lengths)
+    offsets = host_offsets.to(device)
+    valid = (torch.arange(max_seqlen) < lengths[:, None]).to(device)
+    q, k, v, grad = random_tensors(device, dtype, *[(total, num_heads, head_dim)] * 4)
+    inputs = leaves(q=q, k=k, v=v)
+    parts = {segment: slice(*host_offsets[segment : segment + 2].tolist()) for segment in sample_segments(lengths)}
+
+    def jagged(forward, **extra):
+        return Implementation(lambda: forward(**inputs), inputs, lambda name, x: {b: x[rows] for b, rows in parts.items()}, grad, **extra)
+
+    def ours():
+        schedule, build_ms = timed_schedule(lengths, lengths, q)
+        forward = partial(F.jagged_attention, q_offsets=offsets, max_seqlen_q=max_seqlen, schedule=schedule)
+        return jagged(forward, host_ms=build_ms)
+
+    def varlen():
+        return jagged(lambda q, k, v: varlen_attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
+
+    def padded(attention, masked: bool):
+        """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
+        dense = leaves(**{name: pad(x, valid).transpose(1, 2) for name, x in inputs.items()})
+        right = [b for b in parts if masked or lengths[b] == max_seqlen]
+        return Implementation(
+            lambda: attention(*dense.values(), valid[:, None, None, :] if masked else None),
+            dense,
+            lambda name, x: {b: x[b, :, : lengths[b]].transpose(0, 1) for b in right},
+            pad(grad, valid).transpose(1, 2).contiguous(),
+            note="padded inputs" if masked else "padded inputs, no mask: right for segments of full length only",
+        )
+
+    def pad_and_unpad(attention):
+        def forward(q, k, v):
+            dense = (pad(x, valid).transpose(1, 2) for x in (q, k, v))
+            return attention(*dense, valid[:, None, None, :]).transpose(1, 2)[valid]
+
+        return jagged(forward)
+
+    if cpu_table:
+        peers = {
+            "pad + SDPA (key mask) + unpad": partial(pad_and_unpad, partial(sdpa, None)),
+            "pad + math + unpad": partial(pad_and_unpad, plain_attention),
+        }
+    else:
+        peers = {
+            "varlen_attn (FA2)": varlen,
+            "SDPA flash, padded": partial(padded, partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
+            "SDPA cuDNN, padded": partial(padded, partial(sdpa, SDPBackend.CUDNN_ATTENTION), False),
+            "math, padded + mask": partial(padded, plain_attention, True),
+        }
+    flops = 4.0 * num_heads * head_dim * float(lengths.double().square().sum())
+    return Setup(
+        {OURS: ours, **peers},
+        partial(reference, {b: (q[rows], k[rows], v[rows], grad[rows]) for b, rows in parts.items()}),
+        dtype,
+        flops=flops,
+        backward_flops=BACKWARD_FLOPS * flops,
+    )
+
+
+# -- target attention ----------------------------------------------------------------------------------------------
+
+
+def target_attention(
+    device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
+) -> Setup:
+    """Candidates (``counts`` per user) of ``num_queries`` rows each attend to their user's history (``histories`` rows).
+
+    "Folded" takes a user's candidates as one query sequence; "replicate" copies the history to each candidate, as models without
+    in-kernel broadcast do. Where histories are jagged, the replicated forms pad them and mask the padding.
+    """
+    num_users, num_candidates, max_history = len(counts), int(counts.sum()), int(histories.max())
+    equal_histories, equal_counts = bool((histories == max_history).all()), bool((counts == counts[0]).all())
+    max_rows = int(counts.max()) * num_queries
+    host_candidate_offsets, host_kv_offsets = offsets_of(counts), offsets_of(histories)
+    q_offsets, kv_offsets = (host_candidate_offsets * num_queries).to(device), host_kv_offsets.to(device)
+    candidate_to_user = torch.arange(num_users).repeat_interleave(counts).to(device)
+    q_shape, kv_shape = (num_candidates, num_queries, num_heads, head_dim), (int(histories.sum()), num_heads, head_dim)
+    q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
+    inputs = leaves(q=q, k=k, v=v)
+    users = sample_segments(histories)
+    candidates_of = {u: slice(*host_candidate_offsets[u : u + 2].tolist()) for u in users}
+    history_of = {u: slice(*host_kv_offsets[u : u + 2].tolist()) for u in users}
+
+    def pick(name, x):
+        if name in ("out", "dq"):
+            return {u: x[candidates_of[u]].flatten(0, 1) for u in users}
+        return {u: x[history_of[u]] for u in users}
+
+    def folded(forward, **extra):
+        return Implementation(lambda: forward(**inputs), inputs, pick, grad, **extra)
+
+    def ours():
+        candidates = jm.CandidateIndex.from_counts(counts.to(device))
+        schedule, build_ms = timed_schedule(counts * num_queries, histories, q)
+        shared = {"candidates": candidates, "kv_offsets": kv_offsets, "max_seqlen_kv": max_history, "schedule": schedule}
+        return folded(partial(F.target_attention, **shared), host_ms=build_ms)
+
+    def varlen():
+        def forward(q, k, v):
+            return varlen_attention(q.flatten(0, 1), k, v, q_offsets, kv_offsets, max_rows, max_history).view(q_shape)
+
+        return folded(forward)
+
+    def cudnn_folded():
+        def forward(q, k, v):
+            users_first = (x.view(num_users, -1, num_heads, head_dim).transpose(1, 2) for x in (q, k, v))
+            return sdpa(SDPBackend.CUDNN_ATTENTION, *users_first).transpose(1, 2).reshape(q_shape)
+
+        return folded(forward)
+
+    def replicated(in_measured_call: bool):
+        valid = (torch.arange(max_history) < histories[:, None]).to(device)
+        mask = None if equal_histories else valid[candidate_to_user][:, None, None, :]
+        backend = SDPBackend.CUDNN_ATTENTION if equal_histories else None
+        dense = leaves(k=pad(k, valid), v=pad(v, valid))
+        if not in_measured_call:
+            dense = leaves(**{name: x[candidate_to_user] for name, x in dense.items()})
+        own = {"q": inputs["q"], **dense}
+
+        def forward():
+            q, k, v = own.values()
+            if in_measured_call:
+                k, v = k.index_select(0, candidate_to_user), v.index_select(0, candidate_to_user)
+            return sdpa(backend, *(x.transpose(1, 2) for x in (q, k, v)), mask).transpose(1, 2)
+
+        def pick_replicated(name, x):
+            if name in ("out", "dq"):
+                return pick(name, x)
+            per_user = {u: x[u] if in_measured_call else x[candidates_of[u]].double().sum(0) for u in users}
+            return {u: rows[: histories[u]] for u, rows in per_user.items()}
+
+        return Implementation(forward, own, pick_replicated, grad, note="" if in_measured_call else "K and V come replicated")
+
+    implementations = {OURS: ours, "varlen_attn (FA2), folded": varlen}
+    if equal_histories and equal_counts:
+        implementations["SDPA cuDNN, folded"] = cudnn_folded
+    kind = "cuDNN" if equal_histories else "with key mask"
+    implementations[f"replicate + SDPA {kind}"] = partial(replicated, True)
+    implementations[f"SDPA {kind}, replicated"] = partial(replicated, False)
+    flops = 4.0 * num_heads * head_dim * num_queries * float((counts * histories).sum())
+    samples = {
+        u: (q[candidates_of[u]].flatten(0, 1), k[history_of[u]], v[history_of[u]], grad[candidates_of[u]].flatten(0, 1)) for u in users
+    }
+    return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the tables. ``self_shapes`` and ``cpu_shapes`` hold (B, maximum length, H, D)."""
+
+    self_shapes: list[tuple[int, int, int, int]]
+    cpu_shapes: list[tuple[int, int, int, int]]
+    histories: list[int]
+    sweep: list[int]
+    sweep_history: int
+    num_candidates: int
+    num_users: int
+    num_queries: int
+    num_heads: int
+    head_dim: int
+
+
+FULL = Sizes(
+    self_shapes=[(128, 1024, 4, 64), (64, 2048, 4, 64), (64, 2048, 4, 128), (1024, 256, 4, 128)],
+    cpu_shapes=[(256, 512, 4, 64)],
+    histories=[512, 1024, 2048, 4096],
+    sweep=[256, 512, 1024, 2048, 4096],
+    sweep_history=1024,
+    num_candidates=2048,
+    num_users=32,
+    num_queries=64,
+    num_heads=2,
+    head_dim=128,
+)
+TINY = Sizes(
+    self_shapes=[(4, 24, 2, 16)],
+    cpu_shapes=[(6, 24, 2, 16)],
+    histories=[20],
+    sweep=[6, 12],
+    sweep_history=10,
+    num_candidates=12,
+    num_users=3,
+    num_queries=5,
+    num_heads=2,
+    head_dim=16,
+)
+
+
+def odd_counts(num_candidates: int, num_users: int) -> Tensor:
+    """Candidates per user, odd and unequal, about ``num_candidates`` together."""
+    return uniform_lengths(num_users, 1, 2 * num_candidates // num_users - 1) | 1
+
+
+def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...]) -> Setup:
+    """The setup with those implementations alone whose name starts with one of ``prefixes``."""
+    whole = setup()
+    kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes)}
+    return dataclasses.replace(whole, implementations=kept)
+
+
+def make_cases(device: str, tiny: bool) -> list[Case]:
+    """CUDA: both tables and the memory sweep, bf16. CPU: the table of the CPU path, fp32. ``tiny``: everything, small."""
+    sizes = TINY if tiny else FULL
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    cases = []
+    if device == "cpu":
+        for batch, longest, heads, dim in sizes.cpu_shapes:
+            setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim, cpu_table=True)
+            cases.append(Case("jagged self-attention, padding included", f"B{batch} N{longest} H{heads} D{dim}", setup))
+        if not tiny:
+            return cases
+
+    for batch, longest, heads, dim in sizes.self_shapes:
+        setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim)
+        cases.append(Case("jagged self-attention", f"B{batch} N{longest} H{heads} D{dim}", setup))
+
+    def target(counts: Tensor, histories: Tensor):
+        return partial(target_attention, device, dtype, counts, histories, sizes.num_queries, sizes.num_heads, sizes.head_dim)
+
+    def equal_groups(num_candidates: int) -> Tensor:
+        return torch.full((sizes.num_users,), num_candidates // sizes.num_users)
+
+    for history in sizes.histories:
+        setup = target(equal_groups(sizes.num_candidates), torch.full((sizes.num_users,), history))
+        cases.append(Case("target attention", f"history {history}", setup))
+    for history in sizes.histories:
+        lengths = uniform_lengths(sizes.num_users, int(0.4 * history), history)  # mean/max 0.7
+        setup = target(odd_counts(sizes.num_candidates, sizes.num_users), lengths)
+        cases.append(Case("target attention, jagged histories, odd groups", f"history {int(0.4 * history)}..{history}", setup))
+    for candidates in sizes.sweep:
+        setup = target(equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history))
+        setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"))
+        cases.append(Case("target attention, memory of a training step", f"{candidates} candidates", setup, timed=False))
+    return cases
+
+
+if __name__ == "__main__":
+    sys.exit(main("attention", make_cases))

@@ -1,0 +1,166 @@
+"""What a benchmark run leaves behind: JSON with everything, a markdown table, a picture.
+
+``python report.py results.json`` writes table and picture again from the JSON (of a run that was killed, say).
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+MISSING = "–"
+
+
+def write_atomically(path: Path, write) -> None:
+    """``write(temporary_path)``, then moves the file into place: a reader sees the old file or the new one, never half of one."""
+    temporary = path.with_name(f".{path.name}.partial{path.suffix}")
+    try:
+        write(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def save(results: dict, stem: Path) -> None:
+    """Writes ``<stem>.json`` and ``<stem>.md``."""
+    write_atomically(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(results, indent=1, allow_nan=False) + "\n"))
+    write_atomically(stem.with_suffix(".md"), lambda path: path.write_text(markdown(results)))
+
+
+# -- table ---------------------------------------------------------------------------------------------------------
+
+
+def number(value: float | None) -> str:
+    """Three significant digits or more, no exponent."""
+    if value is None:
+        return MISSING
+    return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+def megabytes(value: int | None) -> str:
+    return MISSING if value is None else number(value / 1e6)
+
+
+def shorten(text: str, width: int = 100) -> str:
+    return text if len(text) <= width else text[: width - 1] + "…"
+
+
+def worst_error(row: dict) -> str:
+    errors = [*row.get("forward_errors", {}).values(), *row.get("forward_backward_errors", {}).values()]
+    return f"{max(errors):.1e}" if errors else MISSING
+
+
+def remarks(row: dict) -> str:
+    host = [f"{name} {number(ms)} ms" for name, ms in row.get("host_ms", {}).items()]
+    return "; ".join(filter(None, ["" if row["status"] == "ok" else shorten(row["status"]), row.get("note", ""), *host])).replace(
+        "|", "\\|"
+    )
+
+
+COLUMNS = {  # heading -> text of a cell
+    "case": lambda row: row["case"],
+    "implementation": lambda row: row["implementation"],
+    "forward ms": lambda row: number(row.get("forward_ms")),
+    "fwd+bwd ms": lambda row: number(row.get("forward_backward_ms")),
+    "forward TFLOP/s": lambda row: number(row.get("forward_tflops")),
+    "fwd+bwd TFLOP/s": lambda row: number(row.get("forward_backward_tflops")),
+    "forward GB/s": lambda row: number(row.get("forward_gbytes_per_s")),
+    "fwd+bwd GB/s": lambda row: number(row.get("forward_backward_gbytes_per_s")),
+    "inputs MB": lambda row: megabytes(row.get("input_bytes")),
+    "forward peak MB": lambda row: megabytes(row.get("forward_peak_bytes")),
+    "fwd+bwd peak MB": lambda row: megabytes(row.get("forward_backward_peak_bytes")),
+    "error": worst_error,
+    "remarks": remarks,
+}
+
+
+def by_table(results: dict) -> dict[str, list[dict]]:
+    tables = {}
+    for row in results["rows"]:
+        tables.setdefault(row["table"], []).append(row)
+    return tables
+
+
+def markdown(results: dict) -> str:
+    """The tables; a column nothing was measured for is left out."""
+    facts = ", ".join(f"{name} {value}" for name, value in results["environment"].items() if name not in ("command", "device"))
+    lines = [f"# {results['op']} on {results['environment']['device']}", "", f"`{results['environment']['command']}`; {facts}."]
+    lines += ["", results["protocol"]["text"]]
+    if not results["complete"]:
+        lines += ["", "**The run did not finish: these are the cases it completed.**"]
+    for table, rows in by_table(results).items():
+        columns = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
+        columns = {heading: cells for heading, cells in columns.items() if set(cells) - {MISSING, ""}}
+        lines += ["", f"## {table}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+        lines += [f"| {' | '.join(cells)} |" for cells in zip(*columns.values())]
+    return "\n".join(lines) + "\n"
+
+
+# -- picture -------------------------------------------------------------------------------------------------------
+
+PANELS = {  # axis label -> (column, unit); the first one of a pair that was measured is drawn
+    "forward": [("forward_tflops", "TFLOP/s", 1), ("forward_gbytes_per_s", "GB/s", 1), ("forward_ms", "ms", 1)],
+    "forward + backward": [
+        ("forward_backward_tflops", "TFLOP/s", 1),
+        ("forward_backward_gbytes_per_s", "GB/s", 1),
+        ("forward_backward_ms", "ms", 1),
+    ],
+    "peak memory of a training step": [("forward_backward_peak_bytes", "MB above the inputs", 1e-6)],
+}
+
+
+def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
+    """(title, column, unit, factor) of the panels that have something to show."""
+    panels = []
+    for title, choices in PANELS.items():
+        choices = [choice for choice in choices if any(row.get(choice[0]) is not None for row in rows)]
+        panels += [(title, *choices[0])] if choices else []
+    return panels
+
+
+def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict) -> None:
+    """Grouped bars: a group per case, a bar per implementation in a fixed colour; what was not measured stays empty."""
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    width = 0.8 / len(colours)
+    for index, (name, colour) in enumerate(colours.items()):
+        values = {row["case"]: row[column] * factor for row in rows if row["implementation"] == name and row.get(column) is not None}
+        if not values:
+            continue
+        places = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
+        axes.bar(places, list(values.values()), width, color=colour, label=name)
+    axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right", fontsize=8)
+    axes.set_xlim(-0.5, len(cases) - 0.5)
+
+
+def save_picture(results: dict, stem: Path) -> None:
+    """Writes ``<stem>.png``: a row of panels per table that has something to draw."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    tables = {table: (rows, panels) for table, rows in by_table(results).items() if (panels := measured_panels(rows))}
+    width = max((len(panels) for _, panels in tables.values()), default=1)
+    figure, grid = plt.subplots(
+        max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False, layout="constrained"
+    )
+    for axes in grid.flat:
+        axes.set_axis_off()
+    for (table, (rows, panels)), line in zip(tables.items(), grid):
+        colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row["implementation"] for row in rows))}
+        for axes, (title, column, unit, factor) in zip(line, panels):
+            axes.set_axis_on()
+            draw_bars(axes, rows, column, factor, colours)
+            axes.set_title(f"{table}: {title}", fontsize=10)
+            axes.set_ylabel(unit)
+        line[len(panels) - 1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+    figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
+    write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
+    plt.close(figure)
+
+
+if __name__ == "__main__":
+    for argument in sys.argv[1:]:
+        loaded = json.loads(Path(argument).read_text())
+        save(loaded, Path(argument).with_suffix(""))
+        save_picture(loaded, Path(argument).with_suffix(""))

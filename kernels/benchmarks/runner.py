@@ -1,0 +1,401 @@
+"""The runner every ``bench_<op>.py`` shares: check, measure, save.
+
+A benchmark lists its cases; the ``setup`` of a case makes the inputs and returns a :class:`Setup`. The runner then, case by case,
+
+1. builds every implementation, calls it once (compilation), fills its outputs with NaN and frees them, calls it again and compares
+   output and gradients with a float64 reference on the sampled rows: what is wrong is never timed;
+2. measures the implementations in turn (``PROTOCOL`` below);
+3. saves the results, so that a run that is killed keeps every case it finished.
+"""
+
+import argparse
+import gc
+import platform
+import re
+import shlex
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+import report
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+PROTOCOL = """\
+Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
+order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
+better round is reported, all are kept. On CUDA: events around each call (triton.testing.do_bench), which empties the L2 cache before it,
+so launch gaps count where the host is slower than the device; on the CPU: time.perf_counter. Forward runs without autograd;
+forward+backward is forward, then torch.autograd.grad for all inputs. Peak memory is what one call allocates above its inputs at most.
+Errors are relative, of the worst sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's
+dtype."""
+ERROR_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How measurements are taken; kept with the results."""
+
+    device: str
+    rounds: int = 2
+    pause_s: float = 0.3
+    warmup_ms: float = 10.0
+    rep_ms: float = 50.0
+    error_factor: float = ERROR_FACTOR
+
+    def __str__(self):
+        return " ".join(PROTOCOL.format(**asdict(self)).split())
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute a case.
+
+    Args:
+        forward: computes the output from ``inputs``.
+        inputs: the tensors ``forward`` reads, by name. Those that require a gradient are differentiated in forward+backward; where none
+            does, the implementation is measured forward only.
+        pick: ``pick(name, tensor)`` returns the rows of a result that the reference covers, ``{part: rows}``. ``name`` is "out", or "d"
+            and the name of an input. Compared with the reference's ``"name/part"``.
+        grad_output: the gradient of the output, in its layout.
+        note: what a reader must know, printed beside the figures.
+        host_ms: named times on the host outside the measured call, in ms.
+    """
+
+    forward: Callable[[], Tensor]
+    inputs: Mapping[str, Tensor]
+    pick: Callable[[str, Tensor], Mapping[object, Tensor]]
+    grad_output: Tensor | None = None
+    note: str = ""
+    host_ms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def differentiable(self) -> dict[str, Tensor]:
+        return {name: x for name, x in self.inputs.items() if x.requires_grad}
+
+    def run(self, backward: bool) -> dict[str, Tensor]:
+        """Calls it once: the output, and with ``backward`` the gradients, by name."""
+        if not backward:
+            with torch.no_grad():
+                return {"out": self.forward()}
+        wanted = self.differentiable
+        out = self.forward()
+        gradients = torch.autograd.grad(out, tuple(wanted.values()), self.grad_output)
+        return {"out": out.detach(), **{f"d{name}": x for name, x in zip(wanted, gradients)}}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a case's ``setup`` returns.
+
+    Args:
+        implementations: builders by name, so that one that cannot be built is reported and does not stop the others.
+        reference: the definition in plain torch, ``reference(dtype)`` -> ``{"name/part": rows}``, on a cheap sample.
+        dtype: of the inputs.
+        flops: useful floating-point operations of the forward; 0 where they say nothing.
+        backward_flops: of the backward alone.
+        bytes: what the forward must read and write at least.
+        backward_bytes: what the backward must read and write at least.
+    """
+
+    implementations: Mapping[str, Callable[[], Implementation]]
+    reference: Callable[[torch.dtype], dict[str, Tensor]]
+    dtype: torch.dtype
+    flops: float = 0.0
+    backward_flops: float = 0.0
+    bytes: float = 0.0
+    backward_bytes: float = 0.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row group of a table. ``timed=False`` takes peak memory only."""
+
+    table: str
+    name: str
+    setup: Callable[[], Setup]
+    timed: bool = True
+
+
+class WrongResult(Exception):
+    """An implementation whose results miss the reference by more than the bound."""
+
+
+# -- correctness ---------------------------------------------------------------------------------------------------
+
+
+def worst_row_error(actual: Tensor, expected: Tensor) -> float:
+    """The largest error of a row (last dimension) over that row's norm, or over the rows' RMS norm where a row is smaller than that."""
+    if actual.shape != expected.shape:
+        raise WrongResult(f"has shape {tuple(actual.shape)} where the reference has {tuple(expected.shape)}")
+    expected = expected.double()
+    norms = expected.norm(dim=-1)
+    floor = norms.square().mean().sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    return ((actual.double() - expected).norm(dim=-1) / norms.maximum(floor)).max().item()
+
+
+def poison_and_free(results: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
+    """Fills results with NaN before their memory goes back to the allocator.
+
+    The next call most likely gets that memory, and a row that nobody writes shows.
+    """
+    kept = {x.untyped_storage().data_ptr() for x in inputs.values()}
+    while results:
+        _, x = results.popitem()
+        if x.untyped_storage().data_ptr() not in kept and 0 not in x.stride():
+            x.fill_(float("nan"))
+
+
+def compare(
+    implementation: Implementation, results: dict[str, Tensor], expected: dict[str, Tensor], bounds: dict[str, float]
+) -> dict[str, float]:
+    """The relative error of every part the implementation picks. Raises WrongResult above a bound or where a result is not finite."""
+    errors = {}
+    for name, tensor in results.items():
+        if not tensor.isfinite().all():
+            raise WrongResult(f"{name} is not finite everywhere")
+        picked = implementation.pick(name, tensor)
+        if not picked:
+            raise ValueError(f"pick({name!r}, ...) returned nothing to compare with the reference")
+        for part, rows in picked.items():
+            key = f"{name}/{part}"
+            errors[key] = worst_row_error(rows, expected[key])
+            if not errors[key] <= bounds[key]:
+                raise WrongResult(f"{key} has relative error {errors[key]:.2e}, bound {bounds[key]:.2e}")
+    return errors
+
+
+def peak_bytes(call: Callable[[], dict[str, Tensor]], device: str) -> tuple[dict[str, Tensor], int | None]:
+    """The results of a call and the most it held above what was allocated before; None on the CPU, where torch keeps no such count."""
+    if device != "cuda":
+        return call(), None
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    results = call()
+    torch.cuda.synchronize()
+    return results, torch.cuda.max_memory_allocated() - before
+
+
+def check(implementation: Implementation, backward: bool, expected: dict[str, Tensor], bounds: dict[str, float], device: str) -> dict:
+    """Calls it twice, the second time on poisoned memory, and compares: errors and peak memory, as columns of the row."""
+    poison_and_free(implementation.run(backward), implementation.inputs)
+    results, peak = peak_bytes(partial(implementation.run, backward), device)
+    errors = compare(implementation, results, expected, bounds)
+    poison_and_free(results, implementation.inputs)
+    return {"peak_bytes": peak, "errors": errors}
+
+
+# -- measurement ---------------------------------------------------------------------------------------------------
+
+
+def passes(implementation: Implementation) -> dict[str, bool]:
+    """What is measured: column prefix -> with backward."""
+    return {"forward": False, "forward_backward": True} if implementation.differentiable else {"forward": False}
+
+
+def host_median_ms(call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: float = 0.0) -> float:
+    """Median of perf_counter times of ``call``, after one call at least to warm up; 3 samples or more."""
+    start = time.perf_counter()
+    call()
+    while (time.perf_counter() - start) * 1e3 < warmup_ms:
+        call()
+    samples = []
+    while len(samples) < 3 or sum(samples) < rep_ms:
+        start = time.perf_counter()
+        call()
+        samples.append((time.perf_counter() - start) * 1e3)
+    return statistics.median(samples)
+
+
+def measure_ms(call: Callable[[], object], protocol: Protocol) -> float:
+    """One measurement under the protocol, pause included."""
+    time.sleep(protocol.pause_s)
+    if protocol.device == "cpu":
+        return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms)
+    from triton.testing import do_bench
+
+    return do_bench(call, warmup=protocol.warmup_ms, rep=protocol.rep_ms, return_mode="median")
+
+
+# -- one case ------------------------------------------------------------------------------------------------------
+
+
+def failure(error: Exception, during: str = "") -> dict:
+    """Status columns of an implementation that could not be checked or measured; ``during`` says in which pass."""
+    kind, text = ("wrong", "") if isinstance(error, WrongResult) else ("unavailable", f"{type(error).__name__}: ")
+    status = ": ".join(filter(None, [kind, during, text + " ".join(str(error).split())]))
+    return {"status": status, "traceback": "".join(traceback.format_exception(error))}
+
+
+def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Callable[[], object]]:
+    """Fills the row with what the checks find; returns the calls to measure, by pass: none after a failure, only the forward after one in
+    forward+backward."""
+    calls = {}
+    during = ""
+    try:
+        implementation = build()
+        inputs = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in implementation.inputs.values()}
+        row |= {"note": implementation.note, "host_ms": dict(implementation.host_ms), "input_bytes": sum(inputs.values())}
+        for key, backward in passes(implementation).items():
+            during = key.replace("_", "+")
+            row |= {f"{key}_{column}": value for column, value in check(implementation, backward, *reference).items()}
+            calls[key] = partial(implementation.run, backward)
+    except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+        row |= failure(error, during)
+    return calls
+
+
+def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) -> list[dict]:
+    """Checks and measures a case: a row for every implementation the filter lets through, whatever became of it."""
+    blank = {"table": case.table, "case": case.name, "status": "ok"}
+    try:
+        setup = case.setup()
+        expected = setup.reference(torch.float64)
+        eager = setup.reference(setup.dtype)
+    except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+        return [{**blank, "implementation": "(setup)", **failure(error)}]
+    eps = torch.finfo(setup.dtype).eps
+    bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), eps) for key in expected}
+    del eager
+
+    chosen = {name: build for name, build in setup.implementations.items() if implementation_filter.search(name)}
+    rows = {name: {**blank, "implementation": name} for name in chosen}
+    ready = {name: build_and_check(build, rows[name], expected, bounds, protocol.device) for name, build in chosen.items()}
+    del expected
+
+    for turn in range(protocol.rounds if case.timed else 0):
+        for name in list(ready)[:: -1 if turn % 2 else 1]:
+            try:
+                for key, call in ready[name].items():
+                    rows[name].setdefault(f"{key}_rounds_ms", []).append(measure_ms(call, protocol))
+            except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+                rows[name] |= failure(error, "timing")
+                del ready[name]
+    for name in ready:
+        derive(rows[name], setup)
+    return list(rows.values())
+
+
+def derive(row: dict, setup: Setup) -> None:
+    """The reported figures: the better round, TFLOP/s and GB/s."""
+    totals = {
+        "forward": (setup.flops, setup.bytes),
+        "forward_backward": (setup.flops + setup.backward_flops, setup.bytes + setup.backward_bytes),
+    }
+    for key, (flops, nbytes) in totals.items():
+        if f"{key}_rounds_ms" in row:
+            ms = row[f"{key}_ms"] = min(row[f"{key}_rounds_ms"])
+            row[f"{key}_tflops"] = flops / ms / 1e9 if flops else None
+            row[f"{key}_gbytes_per_s"] = nbytes / ms / 1e6 if nbytes else None
+
+
+def release_memory(device: str) -> None:
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
+# -- the run -------------------------------------------------------------------------------------------------------
+
+
+def device_name(device: str) -> str:
+    if device == "cuda":
+        return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    models = re.findall(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
+    return f"CPU {models[0] if models else platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def environment(device: str) -> dict:
+    """Where and when: everything that a figure depends on besides the code."""
+    facts = {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "device": device_name(device),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+    if device == "cuda":
+        import triton
+
+        facts["triton"] = triton.__version__
+        if shutil.which("nvidia-smi"):
+            query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
+            answer = subprocess.run(query, capture_output=True, text=True, check=False)
+            facts["driver and power limit"] = " ".join((answer.stdout + answer.stderr).split())
+    return facts
+
+
+def free_stem(folder: Path, date: str, op: str) -> Path:
+    """``<folder>/<date>-<op>``, with ``-2``, ``-3`` ... where that was run already: results are never overwritten."""
+    stem, number = folder / f"{date}-{op}", 1
+    while stem.with_suffix(".json").exists():
+        number += 1
+        stem = folder / f"{date}-{op}-{number}"
+    return stem
+
+
+def main(op: str, make_cases: Callable[[str, bool], list[Case]], argv: list[str] | None = None) -> int:
+    """Runs a benchmark from its command line.
+
+    Args:
+        op: the operator's stem, as in ``bench_<op>.py``.
+        make_cases: ``make_cases(device, tiny)`` lists the cases.
+        argv: arguments; those of the command line where None.
+
+    Returns:
+        The exit status: 1 if an implementation gave a wrong result, else 0.
+    """
+    protocol = Protocol("cpu")
+    parser = argparse.ArgumentParser(description=f"Benchmark of {op}.")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
+    parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
+    parser.add_argument("--impl", default="", type=re.compile, help="regular expression: implementations to run")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
+    parser.add_argument("--rounds", type=int, default=protocol.rounds)
+    parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
+    parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help="ms")
+    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help="ms")
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device")
+
+    protocol = Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
+    cases = [case for case in make_cases(options.device, options.tiny) if options.only.search(f"{case.table}: {case.name}")]
+    if not cases:
+        parser.error(f"--only {options.only.pattern!r} selects no case")
+    results = {
+        "op": op,
+        "environment": environment(options.device),
+        "protocol": {**asdict(protocol), "text": str(protocol)},
+        "complete": False,
+        "rows": [],
+    }
+    slug = re.sub(r"[^a-z0-9]+", "-", device_name(options.device).lower()).strip("-")
+    folder = options.out or Path(__file__).parent / "results" / slug
+    folder.mkdir(parents=True, exist_ok=True)
+    stem = free_stem(folder, results["environment"]["date"][:10], op)
+    for case in tqdm(cases, desc=op, unit="case"):
+        release_memory(options.device)
+        results["rows"] += run_case(case, protocol, options.impl)
+        report.save(results, stem)
+    results["complete"] = True
+    report.save(results, stem)
+    report.save_picture(results, stem)
+
+    print(report.markdown(results))
+    failed = [row for row in results["rows"] if row["status"] != "ok"]
+    for row in failed:
+        print(f"{row['table']}: {row['case']}: {row['implementation']}: {report.shorten(row['status'], 300)}", file=sys.stderr)
+    return int(any(row["status"].startswith("wrong") for row in failed))

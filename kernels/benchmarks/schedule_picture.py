@@ -1,0 +1,109 @@
+"""Load per worker of the attention kernels' tile schedule, before and after the zigzag (after Figure 5 of the GDPA post).
+
+    python kernels/benchmarks/schedule_picture.py               # B=1152, maximum length 512, mean/max 0.3, 132 workers
+    python kernels/benchmarks/schedule_picture.py --batch 64 --max-length 1024
+
+Three ways to deal the same work: *dense enumeration* takes a tile for every block up to the maximum length, in order, so that empty
+tiles (no work) take slots; *valid tiles* leaves those out; *zigzag* sorts by work and alternates direction (``jm.zigzag_schedule``).
+The figure of merit is makespan over mean: the load of the busiest worker over the average load, 1 at best.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import torch
+from report import write_atomically
+from torch import Tensor
+
+import jagged_modules as jm
+
+
+def cdiv(lengths: Tensor, block: int) -> Tensor:
+    return (lengths + block - 1) // block
+
+
+def round_robin_loads(work: Tensor, num_workers: int) -> Tensor:
+    """``[num_workers]`` total work where tile i goes to worker i mod num_workers."""
+    return torch.zeros(num_workers, dtype=torch.int64).index_add_(0, torch.arange(len(work)) % num_workers, work.long())
+
+
+def loads_per_worker(lengths: Tensor, max_length: int, num_heads: int, block_m: int, block_n: int, num_workers: int) -> dict[str, Tensor]:
+    """Key blocks that each worker visits in self-attention over segments of ``lengths``, by way of dealing; each ``[num_workers]``."""
+    blocks = torch.arange(cdiv(torch.tensor(max_length), block_m))
+    valid = (blocks < cdiv(lengths, block_m)[:, None]).repeat_interleave(num_heads, dim=0).flatten()  # segment, head, block
+    work = valid * cdiv(lengths, block_n).repeat_interleave(num_heads * len(blocks))
+    schedule = jm.zigzag_schedule(lengths, lengths, num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers)
+    return {
+        "dense enumeration": round_robin_loads(work, num_workers),
+        "valid tiles": round_robin_loads(work[valid], num_workers),
+        "zigzag": schedule.loads(),
+    }
+
+
+def imbalance(loads: Tensor) -> float:
+    """Makespan over mean."""
+    return (loads.max() / loads.double().mean()).item()
+
+
+def save_picture(loads: dict[str, Tensor], title: str, path: Path) -> None:
+    """A panel per way of dealing: a bar per worker, a line at the mean."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, panels = plt.subplots(1, len(loads), figsize=(5 * len(loads), 3.4), sharey=True, layout="constrained")
+    for axes, (name, load) in zip(panels, loads.items()):
+        axes.bar(range(len(load)), load.tolist(), width=1.0, color="C0")
+        axes.axhline(load.double().mean().item(), color="C3", linewidth=1, label="mean")
+        axes.set_title(f"{name}: makespan / mean {imbalance(load):.3f}", fontsize=10)
+        axes.set_xlabel("worker")
+    panels[0].set_ylabel("load (key blocks)")
+    panels[0].legend(fontsize=8)
+    figure.suptitle(title)
+    write_atomically(path, lambda partial: figure.savefig(partial, dpi=110))
+    plt.close(figure)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Load per worker before and after the zigzag schedule.")
+    parser.add_argument("--batch", type=int, default=1152)
+    parser.add_argument("--max-length", type=int, default=512)
+    parser.add_argument("--sparsity", type=float, default=0.3, help="mean length over maximum length")
+    parser.add_argument("--heads", type=int, default=4)
+    parser.add_argument("--block-m", type=int, default=128)
+    parser.add_argument("--block-n", type=int, default=64)
+    parser.add_argument("--workers", type=int, default=132)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "schedule", help="folder for picture and figures")
+    options = parser.parse_args(argv)
+
+    low, high = length_range(options.max_length, options.sparsity)
+    lengths = torch.randint(low, high + 1, (options.batch,), generator=torch.Generator().manual_seed(options.seed))
+    loads = loads_per_worker(lengths, options.max_length, options.heads, options.block_m, options.block_n, options.workers)
+    figures = {name: round(imbalance(load), 4) for name, load in loads.items()}
+    title = f"B={options.batch}, lengths {low} to {high} of {options.max_length}, {options.heads} heads, {options.workers} workers"
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    stem = options.out / f"schedule-B{options.batch}-N{options.max_length}-sparsity{options.sparsity}".replace(".", "_")
+    save_picture(loads, title, stem.with_suffix(".png"))
+    report = {"lengths": [low, high], "settings": {k: v for k, v in vars(options).items() if k != "out"}, "makespan_over_mean": figures}
+    write_atomically(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
+    print(title)
+    for name, value in figures.items():
+        print(f"{name:20s} makespan / mean {value:.3f}")
+    return 0
+
+
+def length_range(max_length: int, sparsity: float) -> tuple[int, int]:
+    """Bounds of the uniform lengths with that mean: from 1 up where the mean allows it, else down from the maximum."""
+    if not 0 < sparsity <= 1:
+        raise ValueError(f"sparsity must be in (0, 1], got {sparsity}")
+    mean = sparsity * max_length
+    return (1, max(1, round(2 * mean) - 1)) if sparsity <= 0.5 else (round(2 * mean) - max_length, max_length)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The attention benchmark, end to end on the CPU with tiny sizes."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import bench_attention
+import pytest
+import runner
+import torch
+from torch.nn.attention import SDPBackend
+
+CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN")
+
+
+@pytest.fixture(scope="module")
+def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
+    """Results and folder of the command as a user gives it."""
+    out = tmp_path_factory.mktemp("results")
+    command = [
+        sys.executable,
+        bench_attention.__file__,
+        "--tiny",
+        "--device",
+        "cpu",
+        "--pause",
+        "0",
+        "--warmup",
+        "0",
+        "--rep",
+        "0.1",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert process.returncode == 0, process.stderr
+    (path,) = out.glob("*.json")
+    return json.loads(path.read_text()), path
+
+
+def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
+    results, path = tiny_run
+    assert results["complete"]
+    assert {row["table"] for row in results["rows"]} == {
+        "jagged self-attention, padding included",
+        "jagged self-attention",
+        "target attention",
+        "target attention, jagged histories, odd groups",
+        "target attention, memory of a training step",
+    }
+    ours = [row for row in results["rows"] if row["implementation"] == bench_attention.OURS]
+    assert len(ours) == len({(row["table"], row["case"]) for row in results["rows"]})
+    for row in ours:
+        assert row["status"] == "ok"
+        assert row["host_ms"]["schedule on the host"] > 0
+        assert {name.split("/")[0] for name in row["forward_backward_errors"]} == {"out", "dq", "dk", "dv"}
+        assert ("forward_ms" in row) == ("memory" not in row["table"])
+    assert path.with_suffix(".md").exists() and path.with_suffix(".png").exists()
+
+
+def test_what_needs_cuda_is_reported_and_the_rest_runs(tiny_run):
+    results, _ = tiny_run
+    for row in results["rows"]:
+        expected = "unavailable" if row["implementation"].startswith(CUDA_ONLY) else "ok"
+        assert row["status"].split(":")[0] == expected, row
+
+
+@pytest.mark.parametrize("case", bench_attention.make_cases("cpu", True), ids=lambda case: f"{case.table}-{case.name}".replace(" ", "_"))
+def test_the_peers_that_need_cudnn_compute_the_same(case, monkeypatch):
+    """Their layouts, replication and picked rows, with torch's plain backend in cuDNN's place."""
+    backends = type("Backends", (), {"CUDNN_ATTENTION": SDPBackend.MATH, "FLASH_ATTENTION": SDPBackend.MATH})
+    monkeypatch.setattr(bench_attention, "SDPBackend", backends)
+    rows = runner.run_case(case, runner.Protocol("cpu", rounds=0), re.compile("SDPA"))
+    assert rows
+    assert [row["status"] for row in rows] == ["ok"] * len(rows)
+
+
+def test_useful_flops_count_real_rows_only():
+    lengths = torch.tensor([4, 1, 3])
+    setup = bench_attention.self_attention("cpu", torch.float32, lengths, num_heads=2, head_dim=8)
+    assert setup.flops == 4 * 2 * 8 * (16 + 1 + 9)
+    assert setup.backward_flops == 2.5 * setup.flops
+    counts, histories = torch.tensor([2, 1]), torch.tensor([5, 3])
+    setup = bench_attention.target_attention("cpu", torch.float32, counts, histories, num_queries=3, num_heads=2, head_dim=8)
+    assert setup.flops == 4 * 2 * 8 * 3 * (2 * 5 + 1 * 3)
+
+
+def test_full_sizes_are_those_of_the_tables():
+    """Figures are only comparable over time if the shapes stay."""
+    cases = bench_attention.make_cases("cuda", tiny=False)
+    names = [case.name for case in cases if case.table == "jagged self-attention"]
+    assert names == ["B128 N1024 H4 D64", "B64 N2048 H4 D64", "B64 N2048 H4 D128", "B1024 N256 H4 D128"]
+    assert [case.name for case in cases if case.table == "target attention"] == [f"history {n}" for n in (512, 1024, 2048, 4096)]
+    for longest in (512, 4096):
+        lengths = bench_attention.uniform_lengths(32, int(0.4 * longest), longest)
+        assert lengths.max() == longest
+        assert lengths.double().mean().item() / longest == pytest.approx(0.7, abs=0.01)
+    counts = bench_attention.odd_counts(2048, 32)
+    assert (counts % 2 == 1).all()
+    assert counts.sum().item() == pytest.approx(2048, rel=0.05)
