@@ -10,11 +10,13 @@ import numpy as np
 from movielens import RatingLog
 
 
-def generate_log(num_users: int = 800, num_items: int = 1200, num_clusters: int = 24, mean_length: int = 100, drift: float = 0.15, seed: int = 0) -> RatingLog:
+def generate_log(
+    num_users: int = 800, num_items: int = 1200, num_clusters: int = 24, mean_length: int = 100, drift: float = 0.15, seed: int = 0
+) -> RatingLog:
     """Draws a log of about `num_users * mean_length` ratings.
 
-    Each rating is 1 + 4 sigmoid(taste[cluster] + quality + noise), rounded. `taste` [clusters] of a user starts as N(0, 2²) and moves one step of an
-    Ornstein-Uhlenbeck process per rating, taste ← sqrt(1 - drift²) taste + drift N(0, 2²), which keeps its spread.
+    Each rating is 1 + 4 sigmoid(taste[cluster] + quality + noise), rounded. `taste` [clusters] of a user starts as N(0, 2²) and
+    moves one step of an Ornstein-Uhlenbeck process per rating, taste ← sqrt(1 - drift²) taste + drift N(0, 2²), which keeps its spread.
 
     Args:
         num_users, num_items, num_clusters: sizes; every item belongs to one cluster, given as the side feature `genre`.

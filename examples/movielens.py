@@ -75,7 +75,9 @@ class RatingLog:
     item_features: dict[str, Categorical] = field(default_factory=dict)
 
     @classmethod
-    def from_columns(cls, user, item, rating, timestamp, user_tokens: Tokens | None = None, item_tokens: Tokens | None = None) -> "RatingLog":
+    def from_columns(
+        cls, user, item, rating, timestamp, user_tokens: Tokens | None = None, item_tokens: Tokens | None = None
+    ) -> "RatingLog":
         """From columns [N] in any order, with users and items under any integer ids."""
         order = np.lexsort((timestamp, user))
         user_ids, user = np.unique(np.asarray(user)[order], return_inverse=True)
@@ -116,8 +118,12 @@ def read_log(path: str | Path) -> RatingLog:
         columns[name] = columns[name].astype(np.int64)
     for name in ("rating", "timestamp"):
         if not np.isfinite(columns[name]).all():
-            raise ValueError(f"{path}: the {name} column must hold finite numbers, row {np.flatnonzero(~np.isfinite(columns[name]))[0]} does not")
-    return RatingLog.from_columns(**columns, user_tokens=_side_tokens(path.parent, USER_FILES), item_tokens=_side_tokens(path.parent, ITEM_FILES))
+            raise ValueError(
+                f"{path}: the {name} column must hold finite numbers, row {np.flatnonzero(~np.isfinite(columns[name]))[0]} does not"
+            )
+    return RatingLog.from_columns(
+        **columns, user_tokens=_side_tokens(path.parent, USER_FILES), item_tokens=_side_tokens(path.parent, ITEM_FILES)
+    )
 
 
 def _find_log(path: Path) -> Path:

@@ -26,7 +26,9 @@ def split_by_time(log: RatingLog, valid_fraction: float = 0.1, test_fraction: fl
     A user's ratings with one timestamp stay together, in the split of the first of them.
     """
     if not (0 < valid_fraction and 0 < test_fraction and valid_fraction + test_fraction < 1):
-        raise ValueError(f"valid_fraction and test_fraction must be positive and leave some to train on, not {valid_fraction} and {test_fraction}")
+        raise ValueError(
+            f"valid_fraction and test_fraction must be positive and leave some to train on, not {valid_fraction} and {test_fraction}"
+        )
     first = first_of_equal(log.user)
     length = np.bincount(log.user, minlength=log.num_users)[log.user]
     position = (first_simultaneous(log) - first) / length
@@ -66,7 +68,12 @@ class Chunks:
 
 
 def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 16, max_history: int = 200) -> Chunks:
-    """Cuts the ratings where `selected` (bool [N]) holds into chunks of at most `chunk_size`, each with the last `max_history` ratings before it."""
+    """Cuts the ratings where `selected` (bool [N]) holds into chunks.
+
+    Args:
+        chunk_size: most candidates of a chunk.
+        max_history: most ratings of its history, the latest before it.
+    """
     for name, value in (("chunk_size", chunk_size), ("max_history", max_history)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
@@ -117,9 +124,9 @@ class RankingDataset(Dataset):
         self.num_ratings, self.num_ages = len(ratings), int(np.log2(len(log))) + 1
         self.user_features = {"user": Categorical.single(np.arange(log.num_users)), **log.user_features}
 
-    @property
-    def num_candidates(self) -> int:
-        return int((self.chunks.end - self.chunks.start).sum())
+    def labels(self) -> np.ndarray:
+        """Whether the candidates of all chunks were liked, bool [candidates]."""
+        return self.log.rating[ranges(self.chunks.start, self.chunks.end)[0]] >= LIKED
 
     def __len__(self) -> int:
         return len(self.chunks)
@@ -159,11 +166,15 @@ def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.nda
 def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
     values, lengths = zip(*features.values(), strict=True)
     return KeyedJaggedTensor(
-        keys=list(features), values=torch.from_numpy(np.concatenate(values)), lengths=torch.from_numpy(np.concatenate(lengths)).to(torch.int32)
+        keys=list(features),
+        values=torch.from_numpy(np.concatenate(values)),
+        lengths=torch.from_numpy(np.concatenate(lengths)).to(torch.int32),
     )
 
 
-def make_loader(dataset: RankingDataset, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0, pin_memory: bool = False) -> DataLoader:
+def make_loader(
+    dataset: RankingDataset, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0, pin_memory: bool = False
+) -> DataLoader:
     """Batches of `batch_size` chunks, in order, or shuffled by `shuffle_seed` alone."""
     if shuffle_seed is None:
         sampler = SequentialSampler(dataset)

@@ -99,9 +99,7 @@ class RankingModel(nn.Module):
         self.interaction = make_interaction(interaction, embedding_dim, num_heads)
         num_vectors = 2 + len(dataset.user_features) + len(log.item_features)
         self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, offset=1), persistent=False)
-        self.over = nn.Sequential(
-            nn.Linear(2 * embedding_dim + self.pairs.shape[1], 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1)
-        )
+        self.over = nn.Sequential(nn.Linear(2 * embedding_dim + self.pairs.shape[1], 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1))
         self.dropout = nn.Dropout(dropout)
 
     def tables(self) -> list[nn.Parameter]:

@@ -8,6 +8,7 @@ import argparse
 import copy
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from generated_log import generate_log
-from movielens import RatingLog, read_log
+from movielens import read_log
 from ranking_data import SPLITS, RankingBatch, RankingDataset, add_popularity, make_chunks, make_loader, split_by_time
 from ranking_model import INTERACTIONS, RankingModel
 from training import (
@@ -34,7 +35,21 @@ from training import (
 )
 
 # What a checkpoint must agree on to be resumed.
-SETTINGS = ("data", "users", "seed", "batch_size", "chunk_size", "max_history", "embedding_dim", "num_heads", "dropout", "lr", "weight_decay", "average_decay", "bf16")
+SETTINGS = (
+    "data",
+    "users",
+    "seed",
+    "batch_size",
+    "chunk_size",
+    "max_history",
+    "embedding_dim",
+    "num_heads",
+    "dropout",
+    "lr",
+    "weight_decay",
+    "average_decay",
+    "bf16",
+)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -48,6 +63,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; 1 where other programs keep the cores busy"
+    )
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
     parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")
@@ -58,9 +76,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dropout", type=float, default=0.3)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--weight-decay", type=float, default=1.0, help="of the embeddings, decoupled (AdamW)")
-    parser.add_argument("--average-decay", type=float, default=0.99, help="per step, of the running average of the weights that is evaluated")
+    parser.add_argument(
+        "--average-decay", type=float, default=0.99, help="per step, of the running average of the weights that is evaluated"
+    )
     options = parser.parse_args(arguments)
-    for name in ("epochs", "batch_size", "embedding_dim", "num_heads", "users"):
+    for name in ("epochs", "batch_size", "embedding_dim", "num_heads", "users", "threads"):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.embedding_dim % options.num_heads:
@@ -84,7 +104,7 @@ class Trainer:
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         tables = self.model.tables()
-        others = [parameter for parameter in self.model.parameters() if all(parameter is not table for table in tables)]
+        others = [parameter for parameter in self.model.parameters() if parameter not in set(tables)]
         groups = [{"params": tables, "weight_decay": self.options.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=self.options.lr)
 
@@ -129,9 +149,9 @@ class Trainer:
     def step(self, batch: RankingBatch) -> torch.Tensor:
         """One optimizer step; returns the mean log loss."""
         loss = functional.binary_cross_entropy_with_logits(self.logits(self.model, batch), batch.labels)
-        self.optimizer.zero_grad()
         loss.backward()
         self.optimizer.step()
+        self.optimizer.zero_grad()
         self.update_average(list(self.average.parameters()), list(self.model.parameters()), None)
         return loss.detach()
 
@@ -167,24 +187,28 @@ class Trainer:
 
 
 def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
+    """The datasets by split. Raises ValueError where a split lacks liked or disliked candidates."""
+    source = options.data or "generated log"
     log = read_log(options.data) if options.data else generate_log(num_users=options.users, seed=options.seed)
     part = split_by_time(log)
     log = add_popularity(log, part == SPLITS.index("train"))
     datasets = {
-        name: RankingDataset(log, make_chunks(log, part == index, options.chunk_size, options.max_history)) for index, name in enumerate(SPLITS)
+        name: RankingDataset(log, make_chunks(log, part == index, options.chunk_size, options.max_history))
+        for index, name in enumerate(SPLITS)
     }
-    _describe(options.data or "generated log", log, datasets)
-    return datasets
-
-
-def _describe(source: str, log: RatingLog, datasets: dict[str, RankingDataset]) -> None:
-    sizes = ", ".join(f"{dataset.num_candidates:,} {name}" for name, dataset in datasets.items())
-    features = ", ".join([*log.user_features, *log.item_features]) or "none"
+    labels = {name: dataset.labels() for name, dataset in datasets.items()}
+    for name, liked in labels.items():
+        if not 0 < liked.sum() < len(liked):
+            raise ValueError(f"{source}: {liked.sum()} of {len(liked)} {name} candidates are liked; training and AUC need both kinds")
+    sizes = ", ".join(f"{len(liked):,} {name}" for name, liked in labels.items())
+    features = ", ".join([*log.user_features, *log.item_features])
     print(f"{source}: {len(log):,} ratings ({sizes}) of {log.num_items:,} items by {log.num_users:,} users; side features: {features}")
+    return datasets
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Trains what the options ask for and writes the files; returns what metrics.json holds."""
+    torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     if options.bf16 and device.type != "cuda":
         raise ValueError(f"--bf16 needs a GPU; the device is {device}")
@@ -217,7 +241,7 @@ def measure_steps(trainers: dict[str, Trainer], results: dict[str, Any], device:
     seconds = time_steps(steps, batches, device)
     for name, step in steps.items():
         results[name]["step_ms"] = 1e3 * seconds[name]
-        results[name]["peak_memory_mb"] = max(peak_memory(lambda batch=batch: step(batch), device) for batch in batches) / 1e6
+        results[name]["peak_memory_mb"] = max(peak_memory(partial(step, batch), device) for batch in batches) / 1e6
 
 
 def print_table(metrics: dict[str, Any]) -> None:

@@ -20,14 +20,17 @@ def pick_device(name: str) -> torch.device:
     """`auto` is the first GPU if there is one, else the CPU; any other name is torch's."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:0, ..., not {name!r}") from error
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {name!r} but torch sees no GPU; use cpu or auto")
     return device
 
 
 def seed_epoch(seed: int, epoch: int) -> int:
-    """Seeds torch as a function of (seed, epoch) alone, so that a resumed run draws what an uninterrupted one draws; returns the epoch's seed."""
+    """Seeds torch from (seed, epoch) alone, so that a resumed run draws what an uninterrupted one draws; returns the epoch's seed."""
     epoch_seed = seed * 100_003 + epoch
     torch.manual_seed(epoch_seed)
     return epoch_seed
@@ -43,9 +46,7 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
         raise ValueError(f"AUC needs liked and disliked candidates; all {len(labels)} labels are equal")
     probabilities = logits.double().sigmoid()
     states = get_ne_states(labels.double()[None], probabilities[None], torch.ones_like(probabilities)[None], eta=1e-12)
-    entropy = compute_ne(
-        states["cross_entropy_sum"], states["weighted_num_samples"], states["pos_labels"], states["neg_labels"], eta=1e-12
-    )
+    entropy = compute_ne(states["cross_entropy_sum"], states["weighted_num_samples"], states["pos_labels"], states["neg_labels"], eta=1e-12)
     return {"auc": binary_auroc(probabilities, labels.long()).item(), "normalized_entropy": entropy.item()}
 
 
@@ -53,7 +54,7 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Calls `write` with a temporary name beside `path`, then renames: a reader or a crash sees the old file or the new one, never half of one."""
+    """Calls `write` with a temporary name beside `path`, then renames: there is the old file or the new one, never half of one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     write(unfinished)
@@ -71,7 +72,9 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
     """Raises ValueError where the run that wrote the checkpoint had other `settings`."""
     state = torch.load(path, map_location=device, weights_only=True)
-    changed = [f"{name} {state['settings'].get(name)!r} -> {value!r}" for name, value in settings.items() if state["settings"].get(name) != value]
+    changed = [
+        f"{name} {state['settings'].get(name)!r} -> {value!r}" for name, value in settings.items() if state["settings"].get(name) != value
+    ]
     if changed:
         raise ValueError(f"{path} is of a run with other settings: {', '.join(changed)}")
     return state
@@ -103,7 +106,7 @@ def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], d
     The steps take turns batch by batch, so that what else the machine does falls on all of them alike.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for name, step in steps.items():
+    for step in steps.values():
         step(batches[0])
     for _ in range(rounds):
         for batch in batches:

@@ -37,7 +37,9 @@ def test_clusters_predict_and_tastes_drift():
     assert same_cluster_agreement(steady, 60, 80) > 0.5
 
 
-@pytest.mark.parametrize(("arguments", "message"), [({"drift": 1.5}, "drift must lie in"), ({"num_items": 5}, "num_items must be at least 20")])
+@pytest.mark.parametrize(
+    ("arguments", "message"), [({"drift": 1.5}, "drift must lie in"), ({"num_items": 5}, "num_items must be at least 20")]
+)
 def test_bad_arguments(arguments, message):
     with pytest.raises(ValueError, match=message):
         generate_log(**arguments)

@@ -65,6 +65,17 @@ def test_every_parameter_learns_and_rows_do_not_mix(dataset, interaction):
     torch.testing.assert_close(alone, logits, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_autocast_gives_nearly_the_same(dataset, interaction):
+    torch.manual_seed(0)
+    model = RankingModel(dataset, interaction, EMBEDDING_DIM, NUM_HEADS).eval()
+    batch = dataset[[0, 5, 9]]
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = model(batch)
+    # bf16 keeps 8 bits: 2**-8 relative per rounding, a few roundings of terms of size about 1.
+    torch.testing.assert_close(logits.float(), model(batch), rtol=0, atol=0.05)
+
+
 def test_unknown_interaction(dataset):
     with pytest.raises(ValueError, match="interaction must be one of .*'attention'.*, not 'sum'"):
         RankingModel(dataset, "sum")

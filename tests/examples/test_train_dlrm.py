@@ -21,7 +21,10 @@ def train(out, *arguments):
 
 def without_speed(metrics):
     return {
-        name: {"test": result["test"], "epochs": [{key: epoch[key] for key in epoch if key != "examples_per_second"} for epoch in result["epochs"]]}
+        name: {
+            "test": result["test"],
+            "epochs": [{key: epoch[key] for key in epoch if key != "examples_per_second"} for epoch in result["epochs"]],
+        }
         for name, result in metrics["results"].items()
     }
 
@@ -63,8 +66,8 @@ def test_a_run_with_another_seed_ends_elsewhere(tmp_path):
 def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
     metrics = train(tmp_path, "--compare", "--epochs", "1")
     assert list(metrics["results"]) == list(INTERACTIONS)
-    header, *rows = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith(" " * 4)][-4:]
-    assert header == ["test", "AUC", "norm.", "entropy", "step", "ms", "peak", "MB"]
+    table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
+    rows = [line.split() for line in table.splitlines()[:3]]
     for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
         values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
         assert row[0] == name
@@ -89,13 +92,21 @@ def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, me
     assert not (tmp_path / "out").exists()
 
 
+def test_a_log_too_small_to_test_on_is_refused(tmp_path):
+    (tmp_path / "u.data").write_text("1\t1\t5\t1\n1\t2\t1\t2\n")
+    with pytest.raises(SystemExit, match="0 of 0 valid candidates are liked; training and AUC need both kinds"):
+        train(tmp_path / "out", "--data", str(tmp_path / "u.data"))
+
+
 def test_settings_of_the_checkpoint_must_agree(tmp_path):
     train(tmp_path, "--epochs", "1")
     with pytest.raises(SystemExit, match="other settings: lr 0.001 -> 0.1"):
         train(tmp_path, "--resume", "--lr", "0.1")
 
 
-@pytest.mark.parametrize(("arguments", "message"), [(["--embedding-dim", "10"], "not a multiple of --num-heads 4"), (["--epochs", "0"], "at least 1")])
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--embedding-dim", "10"], "not a multiple of --num-heads 4"), (["--epochs", "0"], "at least 1")]
+)
 def test_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit):
         train_dlrm.parse_arguments(arguments)

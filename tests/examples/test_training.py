@@ -3,7 +3,17 @@ import math
 import pytest
 import torch
 
-from training import draw_curves, load_checkpoint, peak_memory, pick_device, ranking_metrics, save_checkpoint, seed_epoch, time_steps, write_atomically
+from training import (
+    draw_curves,
+    load_checkpoint,
+    peak_memory,
+    pick_device,
+    ranking_metrics,
+    save_checkpoint,
+    seed_epoch,
+    time_steps,
+    write_atomically,
+)
 
 CPU = torch.device("cpu")
 
@@ -60,7 +70,9 @@ def test_peak_memory_is_the_most_held_at_once():
 
 
 def test_steps_are_timed_by_their_median():
-    seconds = time_steps({"short": lambda size: torch.ones(10), "long": lambda size: torch.ones(size) @ torch.ones(size)}, [4_000_000] * 3, CPU)
+    seconds = time_steps(
+        {"short": lambda size: torch.ones(10), "long": lambda size: torch.ones(size) @ torch.ones(size)}, [4_000_000] * 3, CPU
+    )
     assert 0 < seconds["short"] < seconds["long"]
 
 
@@ -76,3 +88,8 @@ def test_device_must_be_there():
     assert pick_device("auto") == CPU
     with pytest.raises(ValueError, match="torch sees no GPU"):
         pick_device("cuda")
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match="device must be auto, cpu, .* not 'gpu'"):
+        pick_device("gpu")
