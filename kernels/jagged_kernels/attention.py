@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
 from .tile_schedule import device_tiles, tile_capacity
-from .tiles import load_rows, load_tile, store_rows, zigzag_waves
+from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -67,11 +67,9 @@ def _attention_fwd_kernel(
     v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
     out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     qk_scale = scale * LOG2_E
-    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        head, block, q_start, q_len, kv_start, kv_len = tile
-        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
-        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -94,7 +92,7 @@ def _attention_fwd_kernel(
             )  # fmt: skip
 
         # A segment without keys leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
-        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        acc = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
         store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
         rows = tl.arange(0, BLOCK_M)
         lse = (row_max + tl.log2(row_sum)) * LN_2
@@ -136,11 +134,9 @@ def _attention_bwd_dq_kernel(
     do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
     dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
     qk_scale = scale * LOG2_E
-    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        head, block, q_start, q_len, kv_start, kv_len = tile
-        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
-        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -211,11 +207,9 @@ def _attention_bwd_dkdv_kernel(
     dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
     dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
     qk_scale = scale * LOG2_E
-    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        kv_head, block, q_start, q_len, kv_start, kv_len = tile
-        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
-        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        kv_head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
         kv_row, q_row = row, q_start
         if KV_SHARED:
@@ -362,7 +356,7 @@ def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tupl
         V_DIM=dims[1],
         BLOCK_D=padded_dim(dims[0]),
         BLOCK_DV=padded_dim(dims[1]),
-        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        PRECISION="tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
