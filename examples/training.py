@@ -1,6 +1,7 @@
 """What the training programs share: metrics, files written whole or not at all, curves, and fair measurements of a step."""
 
 import json
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -13,7 +14,9 @@ from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import binary_auroc
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler otherwise logs two lines to stderr at every use
+# Lines that say nothing about this program: the profiler logs two at every use, and torch 2.13 one about a function torchrec asks.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def pick_device(name: str) -> torch.device:
