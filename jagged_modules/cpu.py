@@ -16,9 +16,7 @@ MAX_ROWS = 512  # query rows of a piece
 
 
 @torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=())
-def attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool
-) -> Tensor:
+def attention_cpu(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool) -> Tensor:
     """Jagged softmax attention `[rows, H, Dv]`; the arguments are those of `reference.attention_reference`."""
     out = _empty_output(q, v, q_offsets, q_shared).zero_()
     for bucket in _buckets(q, k, q_offsets, kv_offsets, q_shared):

@@ -66,6 +66,7 @@ def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl
     """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block; operand as in load_rows."""
     ptr, _, stride_row, stride_head = operand
     ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
-    rows = tl.arange(0, BLOCK)[:, None] < num_rows
-    cols = tl.arange(0, BLOCK_D)[None, :] < DIM
-    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=rows & cols)
+    mask = tl.arange(0, BLOCK)[:, None] < num_rows
+    if DIM != BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from jagged_modules import functional as F
 from jagged_modules.schedule import host_schedule
 
