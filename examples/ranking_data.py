@@ -164,12 +164,9 @@ def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
-    values, lengths = zip(*features.values(), strict=True)
-    return KeyedJaggedTensor(
-        keys=list(features),
-        values=torch.from_numpy(np.concatenate(values)),
-        lengths=torch.from_numpy(np.concatenate(lengths)).to(torch.int32),
-    )
+    """A KeyedJaggedTensor of (values, lengths) by key, which knows its sizes by key, so that no lookup waits for a device to tell them."""
+    values, lengths = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*features.values(), strict=True))
+    return KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths.to(torch.int32)).sync()
 
 
 def make_loader(
