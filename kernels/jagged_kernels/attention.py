@@ -24,7 +24,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
 from .operators import below_autograd, differentiate, operator
-from .tile_schedule import device_tiles, tile_capacity
+from .tile_list import tile_list
 from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -242,19 +242,6 @@ def _attention_bwd_dkdv_kernel(
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-def _tiles_fake(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n):
-    capacity = tile_capacity(total_q, q_offsets.shape[0] - 1, num_heads, block_m)
-    return q_offsets.new_empty((capacity, 3), dtype=torch.int32), q_offsets.new_empty((1,), dtype=torch.int32)
-
-
-@operator("attention_tiles", fake=_tiles_fake)
-def attention_tiles(
-    q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int
-) -> tuple[Tensor, Tensor]:
-    """The tile list from device offsets, without a sync: (tiles `[capacity, 3]`, num_tiles `[1]`), both int32."""
-    return device_tiles(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n)
-
-
 def _attention_fake(q, k, v, q_offsets, kv_offsets, *schedule_and_scale):
     return _empty_outputs(q, v, q_offsets, q_shared=schedule_and_scale[-2])
 
@@ -321,7 +308,7 @@ def triton_attention_backward(
     if kv_shared:
         q_offsets, kv_offsets, chunks = _chunk_rows(q, k, key_block)
     if kv_shared or key_tiles is None:
-        key_tiles, num_key_tiles = device_tiles(kv_offsets, q_offsets, chunks * k.shape[0], k.shape[1], key_block, block_m)
+        key_tiles, num_key_tiles = tile_list(kv_offsets, q_offsets, chunks * k.shape[0], k.shape[1], key_block, block_m)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     config, grid, common = _launch("dkdv", q, k, v, key_tiles)
     if grid:
@@ -344,21 +331,24 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> t
 
 def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[LaunchConfig, tuple[int, ...], dict]:
     """The kernel's table entry, its grid (empty: nothing to do) and the launch arguments that all three kernels share."""
-    dims = q.shape[2], v.shape[2]
-    capability, processors = _device(q.device)
-    config = getattr(attention_config(max(dims), q.element_size(), capability), kernel)
-    common = dict(
-        GROUP=q.shape[1] // k.shape[1],
-        HEAD_DIM=dims[0],
-        V_DIM=dims[1],
-        BLOCK_D=padded_dim(dims[0]),
-        BLOCK_DV=padded_dim(dims[1]),
-        PRECISION=_precision(q),
+    config, common = _constants(kernel, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], q.element_size(), q.device, _precision(q))
+    workers = min(_device(q.device)[1] * config.ctas_per_sm, tiles.shape[0])
+    return config, (workers,) if workers else (), common
+
+
+@functools.cache
+def _constants(kernel, group, head_dim, v_dim, itemsize, device, precision) -> tuple[LaunchConfig, dict]:
+    config = getattr(attention_config(max(head_dim, v_dim), itemsize, _device(device)[0]), kernel)
+    return config, dict(
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        V_DIM=v_dim,
+        BLOCK_D=padded_dim(head_dim),
+        BLOCK_DV=padded_dim(v_dim),
+        PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    workers = min(processors * config.ctas_per_sm, tiles.shape[0])
-    return config, (workers,) if workers else (), common
 
 
 def _precision(x: Tensor) -> str:

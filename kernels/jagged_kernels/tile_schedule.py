@@ -114,25 +114,6 @@ def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, bloc
     )
 
 
-def device_tiles(q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """The same tile list from offsets whose values the host does not know, without a sync.
-
-    Returns:
-        tiles: int32 `[capacity, 3]`; capacity = num_heads · (ceil(total_q / block_m) + B) bounds Σ num_heads · ceil(N_b / block_m).
-        num_tiles: int32 `[1]`, how many rows count; the others are undefined.
-    """
-    work, order = torch.sort(_cdiv(kv_offsets.diff(), block_n), descending=True, stable=True)
-    blocks = _cdiv(q_offsets.diff(), block_m)[order]
-    end = (blocks * num_heads).cumsum(0)
-    position = torch.arange(tile_capacity(total_q, len(order), num_heads, block_m), device=q_offsets.device)
-    rank = torch.searchsorted(end, position, right=True).clamp_(max=max(len(order) - 1, 0))
-    blocks = blocks[rank]
-    within = position - (end[rank] - blocks * num_heads)
-    blocks = blocks.clamp(min=1)
-    tiles = torch.stack([order[rank], within // blocks, within % blocks], dim=1).to(torch.int32)
-    return tiles, (end[-1:] if len(order) else q_offsets.new_zeros(1)).to(torch.int32)
-
-
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
     """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
     return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0

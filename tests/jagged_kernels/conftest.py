@@ -17,6 +17,24 @@ LENGTHS = {  # query and key lengths of the segments
 
 
 @pytest.fixture
+def check_tile_list(offsets):
+    """The list built on the device is the host's, for segments of both kinds of offsets, few and many."""
+    from jagged_kernels.tile_list import tile_list
+    from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
+
+    def check(num_segments, longest, dtype, device, sizes):
+        lengths = torch.randint(0, longest + 1, (2, num_segments)).tolist()
+        expected = zigzag_schedule(*lengths, **sizes, num_workers=1)
+        both = (offsets(x, device).to(dtype) for x in lengths)
+        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values())
+        assert tiles.dtype == num_tiles.dtype == torch.int32 and num_tiles.shape == (1,)
+        assert len(tiles) == tile_capacity(sum(lengths[0]), num_segments, sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
+        assert torch.equal(tiles[: int(num_tiles)].cpu(), expected.tiles)
+
+    return check
+
+
+@pytest.fixture
 def check_one_key(poisoned_memory, offsets):
     """Segments of one key: out = v exactly, dv the sum of do, and dq = dk = 0, where plain torch cancels exactly and the kernels up
     to rounding of dP and rowsum(dO o O), each at most |do| |v|."""

@@ -216,13 +216,14 @@ def test_autocast(offsets):
 
 
 def test_operators_pass_opcheck(offsets):
-    from jagged_kernels.attention import attention_tiles, triton_attention
+    from jagged_kernels.attention import triton_attention
+    from jagged_kernels.tile_list import tile_list
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(attention_tiles, (segments, segments, 300, 4, 64, 64))
-    tiles, num_tiles = attention_tiles(segments, segments, 300, 4, 128, 64)
-    key_tiles, num_key_tiles = attention_tiles(segments, segments, 300, 4, 64, 128)
+    torch.library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64))
+    tiles, num_tiles = tile_list(segments, segments, 300, 4, 128, 64)
+    key_tiles, num_key_tiles = tile_list(segments, segments, 300, 4, 64, 128)
     torch.library.opcheck(
         triton_attention,
         (q, k, v, segments, segments, tiles, num_tiles, 128, key_tiles, num_key_tiles, 64, 0.125, False, False),
