@@ -89,7 +89,8 @@ def jagged_attention(
         raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
     if implementation == "triton" or q.device.type == "cuda":
         return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
-    return attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    return out
 
 
 def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared) -> Tensor:

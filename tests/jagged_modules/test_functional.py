@@ -82,9 +82,18 @@ def test_shared_keys(q_lengths, assert_accurate, offsets_of):
     check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), "shared")
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0.0, 1.0, 300.0])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1.0, 10.0])
 def test_scale(scale, assert_accurate, offsets_of):
     check_against_reference(assert_accurate, *make_qkv(12, 12), offsets_of([5, 7]), None, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [-1e4, 1e4])
+def test_scores_far_outside_the_exponentials_range(scale, offsets_of):
+    q, k, v = (x.requires_grad_() for x in make_qkv(12, 12))
+    out = F.jagged_attention(q, k, v, offsets_of([5, 7]), scale=scale)
+    exact = F.jagged_attention(*(x.double() for x in (q, k, v)), offsets_of([5, 7]), scale=scale, implementation="reference")
+    torch.testing.assert_close(out, exact.float())
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -192,6 +201,22 @@ def test_two_runs_are_bitwise_equal(offsets_of):
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_work_is_that_of_the_real_rows(offsets_of):
+    """Scores computed, counted from the shapes given to torch's fused kernel: every query of a segment with its keys, nothing else."""
+    q_lengths, kv_lengths = torch.randint(0, 200, (2, 60)).tolist()
+    inputs = [x.requires_grad_() for x in make_qkv(sum(q_lengths), sum(kv_lengths), heads=3)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        F.jagged_attention(*inputs, offsets_of(q_lengths), offsets_of(kv_lengths)).sum().backward()
+
+    def scores(name, q_argument):
+        shapes = [event.input_shapes[q_argument : q_argument + 2] for event in profile.events() if event.name == name]
+        return sum(q[0] * q[1] * q[2] * k[2] for q, k in shapes)
+
+    real = 3 * sum(n * m for n, m in zip(q_lengths, kv_lengths))
+    assert scores("aten::_scaled_dot_product_flash_attention_for_cpu", 0) == real
+    assert scores("aten::_scaled_dot_product_flash_attention_for_cpu_backward", 1) == real
 
 
 @given(data=st.data())

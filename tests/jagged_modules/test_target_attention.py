@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from jagged_modules import functional as F
-from jagged_modules.cpu import MAX_SCORES
 
 
 def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
@@ -95,8 +94,8 @@ def test_gradcheck(offsets_of):
 @pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
 def test_memory_does_not_grow_with_candidates_times_history(shuffled):
     """In a training step nothing is allocated, or saved for the backward, that is larger than what exists once: the candidates'
-    rows, the histories' rows, or a block of scores."""
-    users, candidates, history, width = 4, 8000, 1000, 16
+    rows or the histories' rows."""
+    users, candidates, history, width = 4, 40_000, 1000, 16
     layer = jm.JaggedTargetAttention(width, 2)
     candidate_to_user = torch.arange(users).repeat_interleave(candidates // users)
     if shuffled:
@@ -118,8 +117,7 @@ def test_memory_does_not_grow_with_candidates_times_history(shuffled):
     rows = max(candidates, 2 * users * history) * width * 4
     assert 0 < max(saved) <= rows, "k and v of the histories are the largest tensors saved"
     largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert 0 < largest <= max(rows, MAX_SCORES * 4)
-    assert candidates * history * 4 > 3 * MAX_SCORES * 4, "or the bound would say nothing"
+    assert 0 < largest <= rows, "far from a score or a copy of a key for every candidate and history row"
 
 
 # -- the layer -----------------------------------------------------------------------------------------------------------------
