@@ -63,7 +63,7 @@ def jagged_attention(
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation)
+    _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
     if q_shared:
@@ -76,7 +76,7 @@ def jagged_attention(
         q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
     else:
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
-        if kv_offsets is not q_offsets:
+        if kv_offsets is not q_offsets or max_seqlen_kv is not None:
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
         if q_offsets.shape != kv_offsets.shape:
             raise ValueError(
@@ -173,7 +173,7 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation) -> None:
+def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation) -> None:
     """Everything that needs no offset values."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
@@ -197,6 +197,8 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, imple
             raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {offsets.device}")
     if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
         raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
+    if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     if implementation not in IMPLEMENTATIONS:

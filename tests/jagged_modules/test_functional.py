@@ -1,5 +1,6 @@
 """F.jagged_attention on the CPU against the reference: shapes, layouts, dtypes, autograd."""
 
+import jagged_modules as jm
 import pytest
 import torch
 from hypothesis import given
@@ -297,3 +298,58 @@ def test_vmap_of_the_reference(offsets_of):
     x, offsets = torch.randn(2, 7, 2, 4), offsets_of([4, 3])
     batched = torch.vmap(lambda x: F.jagged_attention(x, x, x, offsets, implementation="reference"))(x)
     torch.testing.assert_close(batched, torch.stack([F.jagged_attention(x[i], x[i], x[i], offsets) for i in range(2)]))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------------
+
+
+GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
+SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
+BAD = [
+    (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
+    (dict(v=[1.0]), TypeError, "v must be a torch.Tensor, got list"),
+    (dict(k=torch.ones(6, 2, 8, dtype=torch.int64)), TypeError, "k must be floating point, got torch.int64"),
+    (dict(q=torch.ones(6, 16)), ValueError, r"q must have shape \[Lq, H, D\], got \[6, 16\]"),
+    (dict(k=torch.ones(6, 2, 8, 1)), ValueError, r"k must have shape \[Lk, Hkv, D\], got \[6, 2, 8, 1\]"),
+    (dict(k=torch.ones(6, 2, 8, dtype=torch.float64)), ValueError, "k must have q's dtype, torch.float32, got torch.float64"),
+    (dict(v=torch.ones(6, 2, 8, device="meta")), ValueError, "v must be on q's device, cpu, got meta"),
+    (dict(v=torch.ones(5, 2, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]"),
+    (dict(v=torch.ones(6, 1, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[6, 1\]"),
+    (dict(k=torch.ones(6, 2, 4)), ValueError, "k must have q's head dim, 8, got 4"),
+    (dict(q=torch.ones(6, 3, 8)), ValueError, "q's heads must be a multiple of k's, got 3 and 2"),
+    (dict(q=torch.ones(6, 0, 8)), ValueError, "q's heads must be a multiple of k's, got 0 and 2"),
+    (dict(v=torch.ones(6, 2, 257)), ValueError, "v's head dim must be 1 to 256, got 257"),
+    (dict(v=torch.ones(6, 2, 0)), ValueError, "v's head dim must be 1 to 256, got 0"),
+    (dict(q_offsets=None), TypeError, "q_offsets must be a torch.Tensor, got NoneType"),
+    (dict(q_offsets=[0, 2, 6]), TypeError, "q_offsets must be a torch.Tensor, got list"),
+    (dict(q_offsets=torch.tensor([0.0, 6.0])), TypeError, "q_offsets must be int32 or int64, got torch.float32"),
+    (dict(q_offsets=torch.tensor([0, 2, 6], device="meta")), ValueError, "q_offsets must be on q's device, cpu, or the host, got meta"),
+    (dict(q_offsets=torch.tensor([0, 2, 5])), ValueError, "q_offsets must end at the number of rows, 6, got 5"),
+    (dict(q_offsets=torch.tensor([0, 4, 2, 6])), ValueError, "q_offsets must not decrease, got 4 then 2 at segment 1"),
+    (dict(q_offsets=torch.tensor([1, 6])), ValueError, "q_offsets must start at 0, got 1"),
+    (dict(q_offsets="all"), ValueError, 'q_offsets must be a tensor or "shared", got "all"'),
+    (dict(q_offsets="shared"), ValueError, 'q_offsets and kv_offsets cannot both be "shared"'),
+    (dict(kv_offsets=torch.tensor([0, 6])), ValueError, "must describe the same number of segments, got 2 and 1"),
+    (dict(kv_offsets=torch.tensor([0, 3, 7])), ValueError, "kv_offsets must end at the number of rows, 6, got 7"),
+    (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
+    (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
+    (dict(max_seqlen_q="4"), TypeError, "max_seqlen must be an int, got str"),
+    (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
+    (dict(scale="big"), TypeError, "scale must be a number, got str"),
+    (dict(activation="relux"), ValueError, "activation must be one of .*softmax.*, got 'relux'"),
+    (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
+    (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
+    (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        F.jagged_attention(**(GOOD | change))
+
+
+def test_triton_in_float64_is_refused():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64"):
+        F.jagged_attention(*make_qkv(6, 6, dtype=torch.float64), GOOD["q_offsets"], implementation="triton")
