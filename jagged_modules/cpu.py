@@ -41,8 +41,9 @@ def _(q, k, v, q_offsets, kv_offsets, scale, q_shared):
 
 @torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=())
 def attention_cpu_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool
-) -> tuple[Tensor, Tensor, Tensor]:
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its operand's shape and dtype."""
     dq = torch.zeros(q.shape, dtype=lse.dtype if q_shared else q.dtype)
     dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (k, v))

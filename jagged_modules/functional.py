@@ -79,9 +79,8 @@ def jagged_attention(
         if kv_offsets is not q_offsets or max_seqlen_kv is not None:
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
         if q_offsets.shape != kv_offsets.shape:
-            raise ValueError(
-                f"q_offsets and kv_offsets must describe the same number of segments, got {q_offsets.shape[0] - 1} and {kv_offsets.shape[0] - 1}"
-            )
+            q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
+            raise ValueError(f"q_offsets and kv_offsets must describe the same number of segments, got {q_segments} and {kv_segments}")
 
     if implementation == "reference":
         return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared)

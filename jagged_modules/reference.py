@@ -20,10 +20,10 @@ def attention_reference(
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
         p = torch.softmax(scores, dim=-1)
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
-    return torch.cat(outputs) if outputs else q[:0, :, :1].expand(-1, -1, v.shape[2])
+    return torch.cat(outputs)
 
 
 def segments(offsets: Tensor, shared: bool = False) -> list[slice]:
-    """Row slice of each segment; of the one shared block of rows, once per segment, if `shared`."""
-    bounds = offsets.tolist()
+    """Row slice of each segment; of the one shared block of rows, once per segment, if `shared`. An empty one if there is none."""
+    bounds = offsets.tolist() if offsets.shape[0] > 1 else [0, 0]
     return [slice(0, end - start) if shared else slice(start, end) for start, end in zip(bounds, bounds[1:])]

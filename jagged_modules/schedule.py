@@ -22,7 +22,9 @@ def new_token() -> tuple[int, int]:
     return os.getpid(), next(_tokens)
 
 
-def host_schedule(q_lengths: Tensor, kv_lengths: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int) -> TileSchedule:
+def host_schedule(
+    q_lengths: Tensor, kv_lengths: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+) -> TileSchedule:
     """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
 
     Args:

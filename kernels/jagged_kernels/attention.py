@@ -4,7 +4,7 @@
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP − rowsum(dO ∘ O)),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
 Every kernel is persistent over a zigzag schedule (tile_schedule.py); each output tile has one owner, so results are
-deterministic. Scores are kept in base 2 (exp2 is the hardware's exponential); the stored log-sum-exp is natural, fp32, [H, rows].
+deterministic. Scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has.
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
@@ -23,10 +23,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
 from .tile_schedule import device_tiles, tile_capacity
-from .tiles import load_rows, load_tile, store_rows, zigzag_waves
+from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # -- device code -----------------------------------------------------------------------------------------------------------
@@ -67,11 +66,9 @@ def _attention_fwd_kernel(
     v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
     out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     qk_scale = scale * LOG2_E
-    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        head, block, q_start, q_len, kv_start, kv_len = tile
-        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
-        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -94,23 +91,22 @@ def _attention_fwd_kernel(
             )  # fmt: skip
 
         # A segment without keys leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
-        acc = acc / tl.where(row_sum > 0, row_sum, 1.0)[:, None]
+        acc = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
         store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
         rows = tl.arange(0, BLOCK_M)
-        lse = (row_max + tl.log2(row_sum)) * LN_2
-        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, lse, mask=rows < num_rows)
+        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, row_max + tl.log2(row_sum), mask=rows < num_rows)
 
 
 @triton.jit
 def _dq_block(
-    q, do, k_operand, v_operand, row, head, num_keys, lse2, delta, acc, qk_scale,
+    q, do, k_operand, v_operand, row, head, num_keys, lse, delta, acc, qk_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One key block: P again from the log-sum-exp, dS = P ∘ (dP − delta), acc += dS k."""
     k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
     v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
-    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
+    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse[:, None])
     ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if RAGGED:
         ds = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], ds, 0.0)
@@ -136,11 +132,9 @@ def _attention_bwd_dq_kernel(
     do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
     dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
     qk_scale = scale * LOG2_E
-    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        head, block, q_start, q_len, kv_start, kv_len = tile
-        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
-        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -150,7 +144,7 @@ def _attention_bwd_dq_kernel(
         out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, out_desc is None)
         rows = tl.arange(0, BLOCK_M)
         stat = head.to(tl.int64) * stride_lse + row + rows
-        lse2 = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0) * LOG2_E
+        lse = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0)
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta_ptr + stat, delta, mask=rows < num_rows)
 
@@ -158,12 +152,12 @@ def _attention_bwd_dq_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse2, delta, acc, qk_scale,
+                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse, delta, acc, qk_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse2, delta, acc, qk_scale,
+                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse, delta, acc, qk_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
         store_rows(dq_operand, row, head, acc * scale, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -179,12 +173,12 @@ def _dkdv_block(
     q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, RAGGED)
     rows = tl.arange(0, BLOCK_M)
     if RAGGED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
-        lse2 = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf")) * LOG2_E
+        lse = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf"))
         delta = tl.load(delta_ptr + row + rows, mask=rows < num_rows, other=0.0)
     else:
-        lse2 = tl.load(lse_ptr + row + rows) * LOG2_E
+        lse = tl.load(lse_ptr + row + rows)
         delta = tl.load(delta_ptr + row + rows)
-    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse2[None, :])
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse[None, :])
     do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, RAGGED)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
@@ -211,11 +205,9 @@ def _attention_bwd_dkdv_kernel(
     dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
     dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
     qk_scale = scale * LOG2_E
-    tile = load_tile(tiles_ptr, num_tiles, 0, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
     for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        kv_head, block, q_start, q_len, kv_start, kv_len = tile
-        # The next tile's bounds are read during this tile's products; past the end, the last tile's once more.
-        tile = load_tile(tiles_ptr, num_tiles, wave + 1, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
+        kv_head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
         kv_row, q_row = row, q_start
         if KV_SHARED:
@@ -278,7 +270,7 @@ def triton_attention(
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
 
     Returns:
-        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32 (natural log).
+        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32, log2 of the sum of exp(scores).
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared)
     config, grid, common = _launch("fwd", q, k, v, tiles)
@@ -362,12 +354,20 @@ def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tupl
         V_DIM=dims[1],
         BLOCK_D=padded_dim(dims[0]),
         BLOCK_DV=padded_dim(dims[1]),
-        PRECISION="ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32",
+        PRECISION=_precision(q),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
     workers = min(processors * config.ctas_per_sm, tiles.shape[0])
     return config, (workers,) if workers else (), common
+
+
+def _precision(x: Tensor) -> str:
+    """How fp32 products are made: six bf16 products carry all 24 bits on the matrix units, a tenth of the time of ordinary fp32
+    arithmetic; tf32 where the user allowed it for matrix products. Triton's interpreter knows neither."""
+    if x.device.type != "cuda":
+        return "ieee"
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 def _device(x: Tensor) -> tuple[tuple[int, int], int]:
@@ -421,9 +421,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, do, _dlse):
     *saved, tiles, num_tiles, key_tiles, num_key_tiles = ctx.saved_tensors
     block_m, key_block = ctx.blocks
-    dq, dk, dv = triton_attention_backward(
-        do, *saved, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *ctx.flags
-    )
+    dq, dk, dv = triton_attention_backward(do, *saved, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *ctx.flags)
     return dq, dk, dv, *(None,) * 11
 
 

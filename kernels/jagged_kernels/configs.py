@@ -40,8 +40,8 @@ def padded_dim(dim: int) -> int:
 def attention_tile(head_dim: int, itemsize: int) -> AttentionTile:
     """Block sizes of attention tile schedules. Free of the GPU's generation, so that a data loader can build them."""
     dim = padded_dim(head_dim)
-    if itemsize == 4:  # without matrix instructions a product is unrolled per thread: larger tiles take minutes to compile
-        return AttentionTile(query=64, key=64) if dim <= 64 else AttentionTile(query=32, key=32)
+    if itemsize == 4:
+        return AttentionTile(query=64, key=64) if dim <= 128 else AttentionTile(query=32, key=32)
     return AttentionTile(query=128 if dim <= 64 else 64, key=64)
 
 
@@ -55,14 +55,15 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) 
     """
     dim = padded_dim(head_dim)
     small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
-    if itemsize == 4:
-        config = LaunchConfig(block=32 if dim <= 128 else 16, num_warps=8, num_stages=1)
+    if itemsize == 4:  # a fp32 product is six bf16 ones: registers and shared memory bound the blocks
+        warps = 4 if dim <= 64 else 8
+        config = LaunchConfig(block=32 if dim <= 128 and not small_memory else 16, num_warps=warps, num_stages=2 if dim <= 64 else 1)
         return AttentionConfig(fwd=config, dq=config, dkdv=config)
     if dim > 128:
         stages = 1 if small_memory else 2
         return AttentionConfig(
-            fwd=LaunchConfig(block=32, num_warps=4, num_stages=stages),
-            dq=LaunchConfig(block=32, num_warps=8, num_stages=stages),
+            fwd=LaunchConfig(block=32 if small_memory else 64, num_warps=4, num_stages=stages),
+            dq=LaunchConfig(block=16 if small_memory else 32, num_warps=8, num_stages=1),
             dkdv=LaunchConfig(block=16 if small_memory else 32, num_warps=8, num_stages=stages),
         )
     if dim == 128:
@@ -74,6 +75,6 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) 
         )
     return AttentionConfig(
         fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
-        dq=LaunchConfig(block=64, num_warps=4, num_stages=2, ctas_per_sm=2),
+        dq=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
         dkdv=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
     )

@@ -44,9 +44,7 @@ class TileSchedule:
         """int64 `[num_workers]`: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
         if self.work is None:
             raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
-        return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(
-            0, self.worker.long(), self.work.long()
-        )
+        return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(0, self.worker.long(), self.work.long())
 
     def to(self, device, non_blocking: bool = False) -> TileSchedule:
         """The schedule with its tensors on `device`; self where they are there already."""

@@ -19,14 +19,12 @@ def zigzag_position(wave, worker, num_workers):
 
 
 @triton.jit
-def load_tile(tiles_ptr, num_tiles, wave, worker, num_workers, q_offsets_ptr, kv_offsets_ptr):
-    """`worker`'s tile in `wave` (the last tile if there is none): head, block, and first row and row count of its q and kv segments.
+def load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr):
+    """A tile's head and block, and first row and row count of its query and key segments.
 
     First rows are int64: rows times stride may pass 2^31.
     """
-    position = tl.maximum(tl.minimum(zigzag_position(wave, worker, num_workers), num_tiles - 1), 0)
-    segment = tl.load(tiles_ptr + position * 3)
-    head, block = tl.load(tiles_ptr + position * 3 + 1), tl.load(tiles_ptr + position * 3 + 2)
+    segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + segment).to(tl.int64)
     q_len = (tl.load(q_offsets_ptr + segment + 1) - q_start).to(tl.int32)
     kv_len = (tl.load(kv_offsets_ptr + segment + 1) - kv_start).to(tl.int32)
@@ -68,6 +66,7 @@ def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl
     """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block; operand as in load_rows."""
     ptr, _, stride_row, stride_head = operand
     ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
-    rows = tl.arange(0, BLOCK)[:, None] < num_rows
-    cols = tl.arange(0, BLOCK_D)[None, :] < DIM
-    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=rows & cols)
+    mask = tl.arange(0, BLOCK)[:, None] < num_rows
+    if DIM != BLOCK_D:
+        mask = mask & (tl.arange(0, BLOCK_D)[None, :] < DIM)
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)

@@ -16,15 +16,14 @@ KERNELS = {
 }
 
 
-def compile_attention(name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision: str = "ieee", override=None):
+def compile_attention(name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision: str = "ieee"):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10)), name)
     tile = attention_tile(dim, itemsize)
-    if override: config, tile = override
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
-    constants |= {arg: None for arg in kernel.arg_names if arg.endswith('_desc')}
+    constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc")}
     constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
     signature = {}
     for arg in kernel.arg_names:
@@ -52,7 +51,7 @@ def compile_attention(name: str, dim: int, dtype: str, capability: int, tma: boo
 @pytest.mark.parametrize("dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_compile_in_bf16(name, dim, capability):
-    compiled = compile_attention(name, dim, "bf16", capability)
+    compiled = compile_attention(name, dim, "bf16", capability, tma=capability >= 90)
     shared_memory = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}[capability]
     assert compiled.metadata.shared <= shared_memory
     if capability == 90:
@@ -67,4 +66,5 @@ def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
 
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_compile_in_fp32(name):
-    compile_attention(name, 64, "fp32", 90)
+    for dim in (64, 128):
+        compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")

@@ -1,10 +1,11 @@
 """Under torch's graph tools: torch.library's opcheck, torch.compile without a recompilation from batch to batch, torch.export, torch.fx."""
 
-import jagged_modules as jm
 import pytest
 import torch
-from jagged_modules import functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+
+import jagged_modules as jm
+from jagged_modules import functional as F
 
 HEADS, DIM, WIDTH = 2, 16, 32
 SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]  # users, history rows, candidates; no two sizes of a batch equal

@@ -1,10 +1,11 @@
 """F.jagged_attention on the CPU against the reference: shapes, layouts, dtypes, autograd."""
 
-import jagged_modules as jm
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.reference import attention_reference
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+
 from jagged_modules.reference import attention_reference
 
 

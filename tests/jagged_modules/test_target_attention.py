@@ -3,11 +3,12 @@
 import copy
 import pickle
 
-import jagged_modules as jm
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
+import jagged_modules as jm
 from jagged_modules import functional as F
 
 
@@ -277,6 +278,7 @@ def test_training_step_changes_every_parameter(offsets_of):
 
 def test_traced_by_torchrec_as_a_leaf(offsets_of):
     tracer = pytest.importorskip("torchrec.fx").Tracer(leaf_modules=["JaggedTargetAttention"])
+
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -302,7 +304,7 @@ BAD_CALLS = [
     (dict(candidates=torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
     (dict(q=torch.randn(4, 2, 2, 8)), ValueError, "candidates describe 3 candidates, the queries have 4"),
     (dict(kv_offsets=torch.tensor([0, 2, 3, 5])), ValueError, "candidates describe 2 users, the history has 3 segments"),
-    (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "candidates describe 2 candidates, the queries have 3"),
+    (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "describe 2 candidates, the queries have 3"),
     (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
     (dict(kv_offsets=torch.tensor([0, 3, 6])), ValueError, "kv_offsets must end at the number of rows, 5, got 6"),
     (dict(max_seqlen_kv=2), ValueError, "kv_offsets has a segment of 3 rows, longer than the stated max_seqlen 2"),

@@ -1,0 +1,75 @@
+# Every command works in a fresh clone: the first one makes .venv and installs what all of them need, later ones find it ready.
+#
+#   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
+#   make test [ARGS=...]                run the tests; ARGS are options of pytest
+#   make notebooks                      execute the notebooks and keep their outputs
+#   make lint                           check the style
+#   make bench [ARGS=...]               measure the kernels on a GPU
+#   make clean                          remove .venv and whatever was built
+#
+# PYTHON=python3.12   makes .venv with another Python
+# PIP_ARGS=...        goes to every pip install, for example the address of PyTorch's index of CPU builds
+# VARIANT=cpu|cuda    overrides the look for a GPU
+# PY=python           runs in an environment you prepared yourself and installs nothing
+# WORKERS=0           runs the tests in one process, without pytest-xdist
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := test
+.PHONY: train test test-interpreter test-all-others notebooks lint bench clean
+
+PYTHON ?= python3
+VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
+WORKERS ?= 2
+
+# Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.
+cpu_torch := torch==2.13.0
+cpu_built_for_it := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 triton==3.6.0
+cuda_torch := torch==2.11.0
+cuda_built_for_it := fbgemm-gpu==1.6.0 torchrec==1.6.1 triton==3.6.0
+torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
+
+ifdef PY
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+else
+PY := .venv/bin/python
+ENV := .venv/.installed-$(VARIANT)
+endif
+pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
+pytest := OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) --durations=10
+interpreter_tests := tests/jagged_kernels/interpreter
+no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
+
+train: $(ENV)
+	$(PY) examples/train_dlrm.py $(if $(DATA),--data $(DATA)) $(ARGS)
+
+test: test-interpreter test-all-others
+
+# Triton reads TRITON_INTERPRET once, when it is imported: hence a process of its own.
+test-interpreter: $(ENV)
+	TRITON_INTERPRET=1 $(pytest) $(interpreter_tests) $(ARGS) $(no_tests_is_fine)
+
+test-all-others: $(ENV)
+	$(pytest) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
+
+notebooks: $(ENV)
+	$(PY) -m jupyter execute --inplace notebooks/*.ipynb
+
+lint: $(ENV)
+	$(PY) -m ruff check .
+
+bench: $(ENV)
+	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
+	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these come last, without dependencies.
+.venv/.installed-$(VARIANT): setup.py pyproject.toml Makefile
+	rm -f .venv/.installed-*
+	$(PYTHON) -m venv .venv
+	$(pip) "setuptools>=77" wheel
+	$(pip) $($(VARIANT)_torch) $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
+	$(pip) --no-deps $($(VARIANT)_built_for_it)
+	touch $@

@@ -1,0 +1,76 @@
+"""The attention check shared by interpreter and GPU tests."""
+
+import pytest
+import torch
+
+from jagged_modules import functional as F
+
+MIXED = ([3, 0, 1, 70, 5, 130, 17, 9, 0, 257, 128], [5, 4, 0, 100, 33, 64, 16, 1, 0, 300, 129])
+LENGTHS = {  # query and key lengths of the segments
+    "mixed": MIXED,
+    "empty-ends": ([0, 0, 64, 0, 1, 0], [0, 3, 64, 0, 65, 7]),
+    "no-keys": ([4, 130], [0, 0]),
+    "no-queries": ([0, 0], [4, 130]),
+    "skewed": ([1] * 12 + [300], [2] * 12 + [500]),
+    "nothing": ([0], [0]),
+}
+
+
+@pytest.fixture
+def check_one_key(poisoned_memory, offsets):
+    """Segments of one key: out = v exactly, dv the sum of do, and dq = dk = 0, where plain torch cancels exactly and the kernels up
+    to rounding of dP and rowsum(dO o O), each at most |do| |v|."""
+
+    def check(dtype, device):
+        q_offsets, kv_offsets = offsets([1, 3, 1], device), offsets([1, 1, 1], device)
+        q, k, v = (torch.randn(n, 2, 24, device=device).to(dtype).requires_grad_() for n in (5, 3, 3))
+        out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
+        do = torch.randn_like(out)
+        dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+        user = torch.tensor([0, 1, 1, 1, 2], device=device)
+        assert torch.equal(out, v[user])
+        expected = torch.zeros_like(v, dtype=torch.float64).index_add(0, user, do.double()).to(dtype)
+        torch.testing.assert_close(dv, expected, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(torch.float32).eps)
+        bound = 8 * torch.finfo(torch.float32).eps * 24**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
+        assert dq.norm() <= bound and dk.norm() <= bound
+
+    return check
+
+
+@pytest.fixture
+def offsets(offsets_of):
+    """lengths, device -> offsets `[B + 1]`."""
+    return lambda lengths, device="cpu": offsets_of(lengths).to(device)
+
+
+@pytest.fixture
+def poisoned_memory():
+    """torch.empty gives NaN, so that an element nobody wrote shows."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def check_attention(poisoned_memory, offsets, assert_accurate):
+    """Hold implementation="triton", forward and every gradient, to the accuracy rule."""
+
+    def check(lengths, dtype, device, heads=(4, 2), dims=(24, 40), shared=None, tensors=None, grad=None, **options):
+        q_lengths, kv_lengths = LENGTHS[lengths] if isinstance(lengths, str) else lengths
+        q_offsets = "shared" if shared == "q" else offsets(q_lengths, device)
+        kv_offsets = "shared" if shared == "kv" else offsets(kv_lengths, device)
+        rows = 37 if shared == "q" else sum(q_lengths), 53 if shared == "kv" else sum(kv_lengths)
+        if tensors is None:
+            shapes = (rows[0], heads[0], dims[0]), (rows[1], heads[1], dims[0]), (rows[1], heads[1], dims[1])
+            tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        schedule = options.pop("schedule", None)
+
+        def operator(*tensors):
+            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="triton", schedule=schedule, **options)
+
+        def reference(*tensors):
+            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="reference", **options)
+
+        assert_accurate(operator, reference, *tensors, grad=None if grad is None else grad(operator(*tensors)))
+
+    return check

@@ -1,0 +1,63 @@
+"""Every attention kernel in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
+
+import pytest
+import torch
+
+from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", ["mixed", "empty-ends", "no-keys", "no-queries", "nothing"])
+def test_forward_and_gradients(check_attention, lengths, dtype):
+    check_attention(lengths, dtype, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_segments_of_one_key(check_one_key, dtype):
+    check_one_key(dtype, "cpu")
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (20, 72), (64, 64), (128, 96)], ids=str)
+def test_head_dims(check_attention, dims):
+    check_attention(([3, 70, 0], [65, 20, 4]), torch.float32, "cpu", heads=(2, 2), dims=dims)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", ["q", "kv"])
+def test_shared_operands(check_attention, shared, dtype):
+    check_attention("mixed", dtype, "cpu", shared=shared)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_scale(check_attention, scale):
+    check_attention("empty-ends", torch.float32, "cpu", scale=scale)
+
+
+def test_host_schedule(check_attention):
+    lengths = [3, 0, 130, 65], [70, 4, 0, 129]
+    schedule = host_schedule(*map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
+    check_attention(lengths, torch.float32, "cpu", schedule=schedule)
+
+
+def test_packed_views_and_expanded_gradients(check_attention):
+    packed = torch.randn(80, 3, 2, 24)
+    lengths = [50, 30], [50, 30]
+    check_attention(lengths, torch.float32, "cpu", tensors=packed.unbind(1), grad=lambda out: torch.ones(()).expand_as(out))
+
+
+def test_a_neighbours_nan_stays_where_it_is(offsets):
+    q, k, v = (torch.randn(100, 2, 16) for _ in range(3))
+    for x in (q, k, v):
+        x[40:] = float("nan")
+        x.requires_grad_()
+    segments = offsets([40, 60])
+    out = F.jagged_attention(q, k, v, segments, implementation="triton")
+    grad = torch.randn_like(out)
+    grad[40:] = float("nan")
+    gradients = torch.autograd.grad(out, (q, k, v), grad)
+    assert out[40:].isnan().all()
+    for x in (out, *gradients):
+        assert x[:40].isfinite().all()

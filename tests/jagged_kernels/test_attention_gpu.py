@@ -1,0 +1,243 @@
+"""The attention kernels on a GPU, through the public functions."""
+
+import pytest
+import torch
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+DIMS = [(8, 8), (24, 40), (64, 64), (96, 96), (128, 128), (200, 72), (256, 256)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_head_dims(check_attention, dims, dtype):
+    check_attention("mixed", dtype, "cuda", dims=dims)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", ["empty-ends", "no-keys", "no-queries", "skewed", "nothing", ([], []), ([3000], [2500])], ids=str)
+def test_lengths(check_attention, lengths, dtype):
+    check_attention(lengths, dtype, "cuda", dims=(64, 64))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_segments_of_one_key(check_one_key, dtype):
+    check_one_key(dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", ["q", "kv"])
+@pytest.mark.parametrize("dims", [(24, 40), (128, 128)], ids=str)
+def test_shared_operands(check_attention, shared, dims, dtype):
+    check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
+
+
+@pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
+def test_heads(check_attention, heads):
+    check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(40, 40))
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_scale(check_attention, scale):
+    check_attention("mixed", torch.float16, "cuda", scale=scale)
+
+
+@pytest.mark.parametrize("dim", [20, 64], ids=["unaligned", "aligned"])
+def test_packed_views_and_gradients_of_any_stride(check_attention, dim):
+    lengths = [50, 30, 200], [50, 30, 200]
+    packed = torch.randn(280, 3, 2, dim, device="cuda", dtype=torch.bfloat16)
+    for grad in (
+        lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
+        lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
+        lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
+    ):
+        check_attention(lengths, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad)
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+def test_a_neighbours_nan_stays_where_it_is(offsets, dim):
+    q, k, v = (torch.randn(300, 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    for x in (q, k, v):
+        x[:70], x[170:] = float("nan"), float("nan")
+        x.requires_grad_()
+    out = F.jagged_attention(q, k, v, offsets([70, 100, 130], "cuda"))
+    grad = torch.randn_like(out)
+    grad[:70], grad[170:] = float("nan"), float("nan")
+    for x in (out, *torch.autograd.grad(out, (q, k, v), grad)):
+        assert x[70:170].isfinite().all() and x[:70].isnan().all() and x[170:].isnan().all()
+
+
+def test_more_than_two_to_the_31_elements(offsets):
+    rows, heads, dim = 2**31 // 512 + 1000, 4, 128
+    q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+    segments = offsets([rows - 700, 700], "cuda")
+    tail = q[rows - 700 :]
+    lengths = offsets([0, 700], "cuda")
+    out = F.jagged_attention(tail, q, q, lengths, segments)
+    expected = F.jagged_attention(tail.float(), tail.float(), tail.float(), offsets([700], "cuda"), implementation="reference")
+    assert ((out.float() - expected).norm() / expected.norm()).item() < 5e-3
+
+
+def test_two_runs_agree_bit_for_bit(offsets):
+    lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    q, k, v = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    grad = torch.randn_like(q)
+    runs = []
+    for _ in range(20):
+        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"))
+        runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
+
+
+def test_host_and_device_schedules_agree_bit_for_bit(offsets):
+    lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
+    q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    segments = offsets(lengths.tolist(), "cuda")
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, itemsize=2)
+    results = []
+    for option in (schedule, None):
+        out = F.jagged_attention(q, k, v, segments, schedule=option)
+        results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+
+
+def test_a_users_own_schedule(check_attention):
+    lengths = [3, 200, 65], [70, 4, 129]
+    schedule = jm.zigzag_schedule(*lengths, num_heads=4, block_m=64, block_n=64, num_workers=132)
+    check_attention(lengths, torch.bfloat16, "cuda", schedule=schedule)
+
+
+def test_no_synchronisation(offsets):
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    segments = offsets([70, 100, 130], "cuda")
+    layer = jm.JaggedTargetAttention(32, 4, device="cuda")
+    history = jm.Jagged(torch.randn(300, 32, device="cuda"), segments)
+    candidates = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2, 1], device="cuda"), 3)
+    targets = torch.randn(4, 1, 32, device="cuda")
+    F.jagged_attention(q, k, v, segments).sum().backward()
+    layer(targets, history, candidates).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        F.jagged_attention(q, k, v, segments).sum().backward()
+        layer(targets, history, candidates).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cuda_graph_with_new_lengths(offsets):
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    segments = offsets([70, 100, 130], "cuda")
+    F.jagged_attention(q, k, v, segments)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = F.jagged_attention(q, k, v, segments)
+    for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
+        segments.copy_(offsets(lengths, "cuda"))
+        graph.replay()
+        assert torch.equal(captured, F.jagged_attention(q, k, v, segments))
+
+
+def test_compiled_without_recompiling_per_batch(offsets):
+    layer = jm.JaggedTargetAttention(32, 4, device="cuda")
+
+    def step(targets, values, history_offsets, candidate_offsets):
+        return layer(targets, (values, history_offsets), jm.CandidateIndex.from_offsets(candidate_offsets))
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for number, (history, counts) in enumerate([([3, 5, 9], [2, 1, 4]), ([40, 5], [1, 2]), ([7, 0, 2, 11], [9, 0, 1, 1])]):
+        args = (
+            torch.randn(sum(counts), 1, 32, device="cuda"), torch.randn(sum(history), 32, device="cuda"),
+            offsets(history, "cuda"), offsets(counts, "cuda"),
+        )  # fmt: skip
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            out = compiled(*args)
+        torch.testing.assert_close(out, step(*args), rtol=1e-4, atol=1e-5)
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("counts", [[0, 1, 3, 10_000], [1, 1, 1, 1], [0, 0, 0, 7]], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_target_attention_equals_replicated_histories(offsets, counts, rows):
+    history = [200, 1, 0, 77]
+    order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(3))
+    users = torch.repeat_interleave(torch.arange(4), torch.tensor(counts))[order]
+    q = torch.randn(len(users), rows, 2, 32, device="cuda", requires_grad=True)
+    k, v = (torch.randn(sum(history), 2, 32, device="cuda", requires_grad=True) for _ in range(2))
+    out = F.target_attention(q, k, v, jm.CandidateIndex.from_map(users.cuda(), 4), offsets(history, "cuda"))
+    grad = torch.randn_like(out)
+    gradients = torch.autograd.grad(out, (q, k, v), grad)
+
+    exact_q, exact_k, exact_v = (x.detach().double().requires_grad_() for x in (q, k, v))
+    bounds = offsets(history).tolist()
+    exact = torch.zeros(out.shape, dtype=torch.float64, device="cuda")
+    for user in range(4):
+        chosen, keys = (users == user).cuda(), slice(bounds[user], bounds[user + 1])
+        if history[user] and chosen.any():
+            scores = torch.einsum("cqhd,jhd->cqhj", exact_q[chosen], exact_k[keys]) * 32**-0.5
+            exact = exact.index_put((chosen.nonzero().flatten(),), torch.einsum("cqhj,jhd->cqhd", scores.softmax(-1), exact_v[keys]))
+    exact_gradients = torch.autograd.grad(exact, (exact_q, exact_k, exact_v), grad.double())
+    for actual, expected in zip((out, *gradients), (exact, *exact_gradients)):
+        torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_peak_memory_does_not_grow_with_candidates_times_history():
+    """A step's memory follows candidates + history rows: doubling the candidates of a long history adds what their own rows take."""
+    history, dim = [4096] * 4, 64
+    layer = jm.JaggedTargetAttention(dim, 4, device="cuda")
+    values = torch.randn(sum(history), dim, device="cuda")
+    peaks = []
+    for candidates in (256, 512, 1024):
+        index = jm.CandidateIndex.from_counts(torch.full((4,), candidates))
+        targets = torch.randn(4 * candidates, 1, dim, device="cuda", requires_grad=True)
+        jagged = jm.Jagged(values, torch.arange(5, device="cuda") * 4096, host_lengths=torch.tensor(history))
+        layer(targets, jagged, index).sum().backward()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        layer(targets, jagged, index).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    extra_rows = 4 * 512 * dim * 4
+    assert peaks[2] - peaks[1] < 32 * extra_rows, peaks  # a replicated K and V would add 2 · 4096 rows for each candidate
+
+
+def test_autocast(offsets):
+    q, k, v = (torch.randn(300, 4, 64, device="cuda") for _ in range(3))
+    segments = offsets([70, 100, 130], "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        out = F.jagged_attention(q, k, v, segments)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, F.jagged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), segments))
+
+
+def test_operators_pass_opcheck(offsets):
+    from jagged_kernels.attention import attention_tiles, triton_attention
+
+    segments = offsets([70, 100, 130], "cuda")
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+    torch.library.opcheck(attention_tiles, (segments, segments, 300, 4, 64, 64))
+    tiles, num_tiles = attention_tiles(segments, segments, 300, 4, 128, 64)
+    key_tiles, num_key_tiles = attention_tiles(segments, segments, 300, 4, 64, 128)
+    torch.library.opcheck(
+        triton_attention,
+        (q, k, v, segments, segments, tiles, num_tiles, 128, key_tiles, num_key_tiles, 64, 0.125, False, False),
+        test_utils=("test_schema", "test_autograd_registration", "test_faketensor"),
+    )
+
+
+def test_several_streams_at_once(offsets):
+    segments = offsets([700, 0, 1300], "cuda")
+    q, k, v = (torch.randn(2000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    expected = F.jagged_attention(q, k, v, segments)
+    torch.cuda.synchronize()
+    streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            outputs.append([F.jagged_attention(q, k, v, segments) for _ in range(5)])
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for outs in outputs for out in outs)

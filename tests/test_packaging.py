@@ -1,0 +1,133 @@
+"""What users get: the wheel, its metadata, an import that needs torch alone, and a README whose code and commands work."""
+
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from email.parser import Parser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PACKAGES = {"jagged_modules": ROOT / "jagged_modules", "jagged_kernels": ROOT / "kernels" / "jagged_kernels"}
+OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
+# Hosts that the project may name in an address. Package indexes are the user's to choose, so none belongs here.
+HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org"}
+
+
+def run(*command, cwd=ROOT):
+    """Output of a command; its error text is the failure message."""
+    done = subprocess.run([str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def python_blocks(heading):
+    """The fenced python blocks of one section of the README."""
+    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
+    assert section, f"README.md has no section {heading!r}"
+    return re.findall(r"^```python\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
+
+
+def tracked_files():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in run("git", "ls-files", "-z").split("\0") if name]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from the source distribution, as an index user gets it, without network."""
+    pytest.importorskip("setuptools", "77")
+    source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs"))
+    run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=source)
+    (sdist,) = out.glob("*.tar.gz")
+    run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+def test_wheel_holds_exactly_the_two_packages(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    expected = {
+        f"{package}/{path.relative_to(folder).as_posix()}"
+        for package, folder in PACKAGES.items()
+        for path in folder.rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    }
+    assert names == expected
+
+
+def test_wheel_metadata(wheel):
+    archive = zipfile.ZipFile(wheel)
+    (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    metadata = Parser().parsestr(archive.read(name).decode())
+    requirements = metadata.get_all("Requires-Dist")
+    assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
+    assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
+    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "dev"}
+    assert any(file.endswith("licenses/LICENSE") for file in archive.namelist())
+
+
+def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
+    target = tmp_path / "site"
+    run(sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel)
+    # -S: no site-packages, so no editable installation either; torch comes from there by an explicit path, after the target.
+    paths = [str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
+    script = f"import sys; sys.path += {paths!r}; import jagged_modules, jagged_kernels\n{python_blocks('Example')[0]}\n"
+    script += "print(jagged_modules.__file__, jagged_kernels.__file__, sep='\\n')"
+    *_, modules, kernels = run(sys.executable, "-I", "-S", "-c", script, cwd=tmp_path).splitlines()
+    assert Path(modules).is_relative_to(target) and Path(kernels).is_relative_to(target)
+
+
+def test_import_needs_torch_alone():
+    script = "import sys, torch; before = set(sys.modules); import jagged_modules; print(*(set(sys.modules) - before))"
+    imported = {name.split(".")[0] for name in run(sys.executable, "-c", f"import sys; sys.path.insert(0, '.'); {script}").split()}
+    assert "jagged_modules" in imported
+    assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
+
+
+def test_readme_example_is_short_and_runs_with_torch_alone():
+    example = python_blocks("Example")[0]
+    assert len(example.splitlines()) <= 15
+    blocked = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
+    run(sys.executable, "-c", blocked + example)
+
+
+def test_readme_torchrec_snippets_run():
+    pytest.importorskip("torchrec")
+    snippets = python_blocks("In your TorchRec model")
+    assert snippets
+    run(sys.executable, "-c", "import sys; sys.path.insert(0, '.')\n" + "\n".join(snippets))
+
+
+def test_readme_names_only_commands_of_the_makefile():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    named = set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", README, re.MULTILINE))))
+    assert {"train", "test"} <= named <= targets
+
+
+def test_readme_links_lead_to_files():
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert links and [link for link in links if not (ROOT / link).exists()] == []
+
+
+def test_no_folder_named_kernels_becomes_a_package():
+    """A top-level package of that name collides with a published one."""
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_no_machine_paths_or_foreign_hosts():
+    found = []
+    for path in tracked_files():
+        if path.suffix in {".png", ".svg"}:
+            continue
+        text = path.read_text(encoding="utf-8")
+        found += [f"{path.name}: {host}" for host in re.findall(r"https?://([\w.-]+)", text) if host not in HOSTS]
+        found += [f"{path.name}: {match}" for match in re.findall(r"(?<![\w.~])/(?:home|root|work|Users|opt)/\w+", text)]
+    assert found == []
