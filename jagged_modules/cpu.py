@@ -18,7 +18,7 @@ _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=())
+@torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=(), device_types="cpu")
 def attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool
 ) -> tuple[Tensor, Tensor]:
@@ -39,7 +39,7 @@ def _(q, k, v, q_offsets, kv_offsets, scale, q_shared):
     return _empty_outputs(q, v, q_offsets, q_shared)
 
 
-@torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=())
+@torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=(), device_types="cpu")
 def attention_cpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,

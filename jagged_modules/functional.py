@@ -48,7 +48,7 @@ def jagged_attention(
         scale: factor of q kᵀ; 1/sqrt(D) by default.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (triton on CUDA, the length-bucketed CPU path elsewhere), "reference" or "triton".
+        implementation: "auto" (triton on CUDA, torch's fused attention segment by segment on the CPU), "reference" or "triton".
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
