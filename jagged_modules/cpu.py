@@ -27,11 +27,12 @@ def attention_cpu(
     The arguments are those of `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
     """
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared))
+    queries, keys, values, results = _computable(q, k, v, out)
     for group in _groups(q_offsets, kv_offsets, q_shared):
-        block, block_lse = _fused_attention(*_take_operands(group, q, k, v), scale=scale)
-        _put(out, group.rows, block)
+        block, block_lse = _fused_attention(*group.operands(queries, keys, values), scale=scale)
+        _put(results, group.rows, block)
         _put(lse, group.rows, block_lse[..., None])
-    return out, lse
+    return _as(out, results), lse
 
 
 @attention_cpu.register_fake
@@ -45,20 +46,19 @@ def attention_cpu_backward(
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its operand's shape and dtype."""
-    dq = torch.zeros(q.shape, dtype=lse.dtype if q_shared else q.dtype)
-    dk, dv = (torch.zeros(x.shape, dtype=x.dtype) for x in (k, v))
+    queries, keys, values, results, grad = _computable(q, k, v, out, do)
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for group in _groups(q_offsets, kv_offsets, q_shared):
-        operands = _take_operands(group, q, k, v)
-        grad, block = (_take(x, group.rows, group.num_queries, operands[0].shape[-1]) for x in (do, out))
-        block_lse = _take(lse, group.rows, group.num_queries, 1)[..., 0]
-        grads = _fused_attention_backward(grad, *operands, block, block_lse, 0.0, False, scale=scale)
+        block, block_grad, block_lse = (_take(x, group.rows, group.num_queries) for x in (results, grad, lse))
+        operands = group.operands(queries, keys, values)
+        grads = _fused_attention_backward(block_grad, *operands, block, block_lse[..., 0], 0.0, False, scale=scale)
         if q_shared:
-            dq += grads[0].sum(0).transpose(0, 1)[..., : q.shape[2]]
+            dq += grads[0].sum(0).transpose(0, 1)
         else:
             _put(dq, group.q_rows, grads[0])
         _put(dk, group.kv_rows, grads[1])
         _put(dv, group.kv_rows, grads[2])
-    return dq.to(q.dtype), dk, dv
+    return _as(q, dq), _as(k, dk), _as(v, dv)
 
 
 @attention_cpu_backward.register_fake
@@ -74,6 +74,11 @@ class _Group(NamedTuple):
     rows: slice | Tensor
     q_rows: slice | Tensor
     kv_rows: slice | Tensor
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
+        keys, values = (_take(x, self.kv_rows, self.num_keys) for x in (k, v))
+        return _take(q, self.q_rows, self.num_queries).expand(len(keys), -1, -1, -1), keys, values
 
 
 def _groups(q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool) -> Iterator[_Group]:
@@ -96,29 +101,33 @@ def _rows(starts: tuple[int, ...], length: int) -> slice | Tensor:
     return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
 
 
-def _take_operands(group: _Group, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Blocks of q, k and v, padded to the larger of the two head dims: the fused kernels know one."""
-    width = max(q.shape[2], v.shape[2])
-    keys, values = (_take(x, group.kv_rows, group.num_keys, width) for x in (k, v))
-    return _take(q, group.q_rows, group.num_queries, width).expand(len(keys), -1, -1, -1), keys, values
-
-
-def _take(x: Tensor, rows: slice | Tensor, length: int, width: int) -> Tensor:
-    """`[segments, heads, length, dim]` of `[rows, heads, dim]`; a view where nothing has to be gathered, cast or padded to `width`."""
+def _take(x: Tensor, rows: slice | Tensor, length: int) -> Tensor:
+    """`[segments, heads, length, dim]` of `[rows, heads, dim]`; a view of a slice."""
     x = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-    x = x.to(_compute_dtype(x))
-    if x.shape[2] < width or x.stride(2) != 1:
-        x = pad(x, (0, width - x.shape[2])).contiguous()
     return x.unflatten(0, (-1, length)).transpose(1, 2)
 
 
 def _put(x: Tensor, rows: slice | Tensor, block: Tensor) -> None:
-    """Undo `_take`: the block's rows to `rows` of x, cast and without padding."""
-    block = block.transpose(1, 2).flatten(0, 1)[..., : x.shape[2]].to(x.dtype)
+    """Undo `_take`: write a block to its rows of x."""
+    block = block.transpose(1, 2).flatten(0, 1)
     if isinstance(rows, slice):
         x[rows] = block
     else:
         x.index_copy_(0, rows, block)
+
+
+def _computable(*tensors: Tensor) -> Iterator[Tensor]:
+    """What the fused kernels take: fp32 or fp64, one head dim (zeros change neither scores nor results), last stride 1."""
+    width = max(x.shape[-1] for x in tensors)
+    for x in tensors:
+        x = x.to(_compute_dtype(x))
+        x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        yield x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _as(like: Tensor, x: Tensor) -> Tensor:
+    """Undo `_computable`: the dtype and head dim of `like`."""
+    return x[..., : like.shape[-1]].to(like.dtype).contiguous()
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:

@@ -130,7 +130,7 @@ def test_gradients_of_any_strides(grad, assert_accurate, offsets_of):
 
 @pytest.mark.parametrize("lengths", [[9, 9, 6, 9], [1, 300, 2, 290]])
 def test_nan_in_a_segment_stays_there(lengths, offsets_of):
-    """Segments of equal length, which the CPU path computes in one call, included: what they read and what they get back is as without the NaN."""
+    """Values and gradients of the others are as without it, of segments of equal length too, computed in one call."""
     offsets, total = offsets_of(lengths), sum(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
