@@ -213,7 +213,6 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule
 def _autocast(x: Tensor) -> Tensor:
     """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does: float64 stays."""
     device = x.device.type
-    enabled = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # the meta device has none
-    if x.dtype == torch.float64 or not enabled:
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return x
     return x.to(torch.get_autocast_dtype(device))

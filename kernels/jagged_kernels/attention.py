@@ -13,6 +13,7 @@ and their dq is summed over the segments.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
+from .operators import below_autograd, differentiate, operator
 from .tile_schedule import device_tiles, tile_capacity
 from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
 
@@ -240,7 +242,12 @@ def _attention_bwd_dkdv_kernel(
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-@torch.library.custom_op("jagged_kernels::attention_tiles", mutates_args=())
+def _tiles_fake(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n):
+    capacity = tile_capacity(total_q, q_offsets.shape[0] - 1, num_heads, block_m)
+    return q_offsets.new_empty((capacity, 3), dtype=torch.int32), q_offsets.new_empty((1,), dtype=torch.int32)
+
+
+@operator("attention_tiles", fake=_tiles_fake)
 def attention_tiles(
     q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int
 ) -> tuple[Tensor, Tensor]:
@@ -248,13 +255,11 @@ def attention_tiles(
     return device_tiles(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n)
 
 
-@attention_tiles.register_fake
-def _(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n):
-    capacity = tile_capacity(total_q, q_offsets.shape[0] - 1, num_heads, block_m)
-    return q_offsets.new_empty((capacity, 3), dtype=torch.int32), q_offsets.new_empty((1,), dtype=torch.int32)
+def _attention_fake(q, k, v, q_offsets, kv_offsets, *schedule_and_scale):
+    return _empty_outputs(q, v, q_offsets, q_shared=schedule_and_scale[-2])
 
 
-@torch.library.custom_op("jagged_kernels::attention", mutates_args=())
+@operator("attention", fake=_attention_fake)
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
     tiles: Tensor, num_tiles: Tensor, block_m: int,
@@ -284,12 +289,11 @@ def triton_attention(
     return out, lse
 
 
-@triton_attention.register_fake
-def _(q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, scale, q_shared, kv_shared):
-    return _empty_outputs(q, v, q_offsets, q_shared)
+def _backward_fake(do, q, k, v, *saved_and_scale):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-@torch.library.custom_op("jagged_kernels::attention_backward", mutates_args=())
+@operator("attention_backward", fake=_backward_fake)
 def triton_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
     tiles: Tensor, num_tiles: Tensor, block_m: int,
@@ -333,11 +337,6 @@ def triton_attention_backward(
     return dq, dk, dv
 
 
-@triton_attention_backward.register_fake
-def _(do, q, k, v, *args):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
 def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
     return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((q.shape[1], rows), dtype=torch.float32)
@@ -346,7 +345,7 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> t
 def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[LaunchConfig, tuple[int, ...], dict]:
     """The kernel's table entry, its grid (empty: nothing to do) and the launch arguments that all three kernels share."""
     dims = q.shape[2], v.shape[2]
-    capability, processors = _device(q)
+    capability, processors = _device(q.device)
     config = getattr(attention_config(max(dims), q.element_size(), capability), kernel)
     common = dict(
         GROUP=q.shape[1] // k.shape[1],
@@ -370,11 +369,12 @@ def _precision(x: Tensor) -> str:
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _device(x: Tensor) -> tuple[tuple[int, int], int]:
+@functools.cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
     """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
-    if x.device.type != "cuda":
+    if device.type != "cuda":
         return (9, 0), 4
-    return torch.cuda.get_device_capability(x.device), torch.cuda.get_device_properties(x.device).multi_processor_count
+    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
@@ -392,7 +392,7 @@ def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescript
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
     tensors = [x for x, _ in blocks]
     aligned = all(align * x.element_size() >= 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 for x in tensors)
-    if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0])[0] < (9, 0):
+    if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0].device)[0] < (9, 0):
         return [None] * len(blocks)
     return [
         TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], [1, rows, padded_dim(x.shape[2])])
@@ -403,7 +403,7 @@ def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescript
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:
     """Offsets that cut the query rows into chunks, each against all keys, enough to fill the GPU: (q, kv, number of chunks)."""
     tiles = max(1, triton.cdiv(k.shape[0], key_block) * k.shape[1])
-    chunks = max(1, min(2 * _device(q)[1] // tiles, triton.cdiv(q.shape[0], 256)))
+    chunks = max(1, min(2 * _device(q.device)[1] // tiles, triton.cdiv(q.shape[0], 256)))
     boundaries = torch.arange(chunks + 1, device=q.device)
     return boundaries * q.shape[0] // chunks, boundaries * k.shape[0], chunks
 
@@ -411,23 +411,33 @@ def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, i
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *flags = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles)
-    ctx.blocks, ctx.flags = (block_m, key_block), flags
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with below_autograd():
+            out, lse = triton_attention(*inputs)
+        q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, *rest = inputs
+        ctx.save_for_backward(q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles)
+        ctx.block_m, ctx.rest = block_m, rest
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, do, _dlse):
+        *saved, key_tiles, num_key_tiles = ctx.saved_tensors
+        return *triton_attention_backward(do, *saved, ctx.block_m, key_tiles, num_key_tiles, *ctx.rest), *(None,) * 11
 
 
-def _backward(ctx, do, _dlse):
-    *saved, tiles, num_tiles, key_tiles, num_key_tiles = ctx.saved_tensors
-    block_m, key_block = ctx.blocks
-    dq, dk, dv = triton_attention_backward(do, *saved, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *ctx.flags)
-    return dq, dk, dv, *(None,) * 11
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with below_autograd():
+            return triton_attention_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
 
 
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
-
-
-triton_attention.register_autograd(_backward, setup_context=_setup_context)
-triton_attention_backward.register_autograd(_no_second_derivative)
+differentiate(triton_attention, _Attention)
+differentiate(triton_attention_backward, _AttentionBackward)

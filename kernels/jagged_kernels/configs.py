@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +46,7 @@ def attention_tile(head_dim: int, itemsize: int) -> AttentionTile:
     return AttentionTile(query=128 if dim <= 64 else 64, key=64)
 
 
+@functools.cache
 def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) -> AttentionConfig:
     """Launch configurations of the attention kernels.
 

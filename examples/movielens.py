@@ -1,0 +1,249 @@
+"""Rating logs in the forms MovieLens is published in, read into arrays sorted by user and time.
+
+| file          | columns                                                                            | published with    |
+|---------------|------------------------------------------------------------------------------------|-------------------|
+| `u.data`      | user, item, rating, timestamp; tabs, no header                                     | ml-100k           |
+| `ratings.dat` | user::item::rating::timestamp                                                      | ml-1m, ml-10m     |
+| `ratings.csv` | userId,movieId,rating,timestamp under a header                                     | ml-20m and later  |
+| `*.inter`     | a `name:type` header, tabs: user_id, item_id, rating, timestamp in any order       | recbole's exports |
+
+What lies beside the log (`u.user`, `u.item`, `users.dat`, `movies.dat`, `movies.csv`, `*.user`, `*.item`) becomes side features.
+"""
+
+import csv
+import io
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+LOG_NAMES = ("u.data", "ratings.dat", "ratings.csv", "*.inter")
+COLUMNS = ("user", "item", "rating", "timestamp")
+# The log's columns by the names that the two forms with a header give them.
+HEADER_NAMES = {
+    "csv": {"userId": "user", "movieId": "item", "rating": "rating", "timestamp": "timestamp"},
+    "inter": {"user_id": "user", "item_id": "item", "rating": "rating", "timestamp": "timestamp"},
+}
+ML100K_GENRES = (
+    "unknown Action Adventure Animation Children's Comedy Crime Documentary Drama Fantasy Film-Noir Horror Musical Mystery "
+    "Romance Sci-Fi Thriller War Western"
+).split()
+
+Tokens = dict[str, dict[int, list[str]]]  # feature name -> published id -> tokens
+
+
+@dataclass(frozen=True)
+class Categorical:
+    """A side feature: the bag of categories of each user or item, rows `values[offsets[i]:offsets[i + 1]]` (int64)."""
+
+    values: np.ndarray
+    offsets: np.ndarray
+    cardinality: int
+
+    @classmethod
+    def single(cls, categories: np.ndarray) -> "Categorical":
+        """One category for each user or item, int64 [N]."""
+        return cls(categories, np.arange(len(categories) + 1), int(categories.max()) + 1)
+
+    @classmethod
+    def from_tokens(cls, ids: np.ndarray, tokens: dict[int, list[str]]) -> "Categorical":
+        """Numbers the tokens of `ids` [N] in sorted order; an id that `tokens` lacks gets an empty bag."""
+        bags = [tokens.get(int(i), []) for i in ids]
+        vocabulary = {token: number for number, token in enumerate(sorted({token for bag in bags for token in bag}))}
+        values = np.array([vocabulary[token] for bag in bags for token in bag], dtype=np.int64)
+        return cls(values, np.cumsum([0, *map(len, bags)], dtype=np.int64), max(len(vocabulary), 1))
+
+
+@dataclass(frozen=True)
+class RatingLog:
+    """Ratings sorted by user, then time; users and items numbered from 0.
+
+    Args:
+        user, item: int64 [N]; rating: float32 [N]; timestamp: float64 [N], seconds.
+        num_users, num_items: how many of each.
+        user_features, item_features: side features by name, one bag per user or item.
+    """
+
+    user: np.ndarray
+    item: np.ndarray
+    rating: np.ndarray
+    timestamp: np.ndarray
+    num_users: int
+    num_items: int
+    user_features: dict[str, Categorical] = field(default_factory=dict)
+    item_features: dict[str, Categorical] = field(default_factory=dict)
+
+    @classmethod
+    def from_columns(
+        cls, user, item, rating, timestamp, user_tokens: Tokens | None = None, item_tokens: Tokens | None = None
+    ) -> "RatingLog":
+        """From columns [N] in any order, with users and items under any integer ids."""
+        order = np.lexsort((timestamp, user))
+        user_ids, user = np.unique(np.asarray(user)[order], return_inverse=True)
+        item_ids, item = np.unique(np.asarray(item)[order], return_inverse=True)
+        return cls(
+            user,
+            item,
+            np.asarray(rating, dtype=np.float32)[order],
+            np.asarray(timestamp, dtype=np.float64)[order],
+            len(user_ids),
+            len(item_ids),
+            {name: Categorical.from_tokens(user_ids, tokens) for name, tokens in (user_tokens or {}).items()},
+            {name: Categorical.from_tokens(item_ids, tokens) for name, tokens in (item_tokens or {}).items()},
+        )
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+def read_log(path: str | Path) -> RatingLog:
+    """Reads a rating log and the side features beside it.
+
+    Args:
+        path: a log in one of the four forms, told apart by what it holds, or a folder with exactly one file of `LOG_NAMES`.
+
+    Raises:
+        FileNotFoundError: nothing at `path`, or no log in that folder.
+        ValueError: several logs in the folder, missing columns, a row that does not parse, or no rows.
+    """
+    path = _find_log(Path(path))
+    text = path.read_text(encoding="utf-8-sig")
+    if not text.strip():
+        raise ValueError(f"{path} is empty; expected rows of user, item, rating and timestamp")
+    columns = _parse_log(path, text)
+    for name in ("user", "item"):
+        if not np.array_equal(columns[name], columns[name].astype(np.int64)):
+            raise ValueError(f"{path}: the {name} column must hold integer ids")
+        columns[name] = columns[name].astype(np.int64)
+    for name in ("rating", "timestamp"):
+        if not np.isfinite(columns[name]).all():
+            raise ValueError(
+                f"{path}: the {name} column must hold finite numbers, row {np.flatnonzero(~np.isfinite(columns[name]))[0]} does not"
+            )
+    return RatingLog.from_columns(
+        **columns, user_tokens=_side_tokens(path.parent, USER_FILES), item_tokens=_side_tokens(path.parent, ITEM_FILES)
+    )
+
+
+def _find_log(path: Path) -> Path:
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise FileNotFoundError(f"no file or folder {path}")
+    found = sorted({file for name in LOG_NAMES for file in path.glob(name)})
+    if not found:
+        raise FileNotFoundError(f"no rating log in {path}; expected one of {', '.join(LOG_NAMES)}")
+    if len(found) > 1:
+        raise ValueError(f"several rating logs in {path} ({', '.join(file.name for file in found)}); give the path of one")
+    return found[0]
+
+
+def _parse_log(path: Path, text: str) -> dict[str, np.ndarray]:
+    header = text.split("\n", 1)[0].rstrip("\r")
+    if ":" in header and "\t" in header:
+        fields = [name.split(":", 1)[0] for name in header.split("\t")]
+        return _parse_rows(path, text, "\t", _columns_by_name(path, fields, HEADER_NAMES["inter"]), header_rows=1)
+    if "::" in header:
+        return _parse_rows(path, text.replace("::", "\t"), "\t", dict(enumerate(COLUMNS)))
+    if "," in header:
+        return _parse_rows(path, text, ",", _columns_by_name(path, header.split(","), HEADER_NAMES["csv"]), header_rows=1)
+    return _parse_rows(path, text, "\t", dict(enumerate(COLUMNS)))
+
+
+def _columns_by_name(path: Path, fields: list[str], names: dict[str, str]) -> dict[int, str]:
+    if missing := [name for name in names if name not in fields]:
+        raise ValueError(f"{path}: no column {', '.join(missing)} in the header {fields}")
+    return {fields.index(name): column for name, column in names.items()}
+
+
+def _parse_rows(path: Path, text: str, delimiter: str, columns: dict[int, str], header_rows: int = 0) -> dict[str, np.ndarray]:
+    if not text.split("\n", header_rows)[-1].strip():
+        raise ValueError(f"{path} has a header but no rows")
+    try:
+        # float64 holds every integer below 2**53, so ids and timestamps are exact.
+        rows = np.loadtxt(io.StringIO(text), delimiter=delimiter, skiprows=header_rows, usecols=list(columns), ndmin=2, comments=None)
+    except (ValueError, IndexError) as error:
+        expected = "user, item, rating, timestamp"
+        raise ValueError(f"{path}: expected numbers in the columns {expected} separated by {delimiter!r}: {error}") from error
+    return dict(zip(columns.values(), rows.T, strict=True))
+
+
+# -- side features: each reader yields (id, {feature: tokens}) ---------------------------------------------------------------------------
+
+
+def _user_row(id: str, age: str, gender: str, occupation: str, *_: str) -> tuple[int, dict[str, list[str]]]:
+    return int(id), {"age": [f"{int(age) // 10 * 10}"], "gender": [gender], "occupation": [occupation]}
+
+
+def _item_row(id: str, year: str, genres: Iterable[str]) -> tuple[int, dict[str, list[str]]]:
+    return int(id), {"genre": list(genres), "released": [f"{int(year) // 5 * 5}"] if year.isdigit() else []}
+
+
+def _split_lines(path: Path, delimiter: str) -> Iterator[list[str]]:
+    # ml-100k and ml-1m are Latin-1, and so is every ASCII file; the titles of other forms are not used.
+    for line in path.read_text(encoding="latin-1").splitlines():
+        if line.strip():
+            yield line.split(delimiter)
+
+
+def _typed_rows(path: Path, names: tuple[str, ...]) -> Iterator[list[str]]:
+    """Rows under a `name:type` header, cut down to the columns of `names`; a column that is not there reads as ''."""
+    rows = _split_lines(path, "\t")
+    fields = [name.split(":", 1)[0] for name in next(rows)]
+    for row in rows:
+        record = dict(zip(fields, row, strict=True))
+        yield [record.get(name, "") for name in names]
+
+
+def _title_year(title: str) -> str:
+    title = title.strip()
+    return title[-5:-1] if title.endswith(")") else ""
+
+
+def _read_dat_items(path: Path):
+    return (_item_row(id, _title_year(title), genres.split("|")) for id, title, genres in _split_lines(path, "::"))
+
+
+def _read_csv_items(path: Path):
+    with path.open(encoding="utf-8", newline="") as lines:
+        for row in csv.DictReader(lines):
+            yield _item_row(row["movieId"], _title_year(row["title"]), row["genres"].split("|"))
+
+
+def _read_ml100k_items(path: Path):
+    for id, title, _, _, _, *flags in _split_lines(path, "|"):
+        yield _item_row(id, _title_year(title), (genre for genre, flag in zip(ML100K_GENRES, flags, strict=True) if flag == "1"))
+
+
+def _read_typed_items(path: Path):
+    return (_item_row(id, year, genres.split()) for id, year, genres in _typed_rows(path, ("item_id", "release_year", "class")))
+
+
+Reader = Callable[[Path], Iterator[tuple[int, dict[str, list[str]]]]]
+USER_FILES: dict[str, Reader] = {
+    "u.user": lambda path: (_user_row(*row) for row in _split_lines(path, "|")),
+    "users.dat": lambda path: (_user_row(id, age, gender, occupation) for id, gender, age, occupation, _ in _split_lines(path, "::")),
+    "*.user": lambda path: (_user_row(*row) for row in _typed_rows(path, ("user_id", "age", "gender", "occupation"))),
+}
+ITEM_FILES: dict[str, Reader] = {
+    "u.item": _read_ml100k_items,
+    "movies.dat": _read_dat_items,
+    "movies.csv": _read_csv_items,
+    "*.item": _read_typed_items,
+}
+
+
+def _side_tokens(folder: Path, readers: dict[str, Reader]) -> Tokens:
+    """Tokens by feature from the first of `readers`' files that the folder has; none if it has none."""
+    tokens: Tokens = {}
+    for name, reader in readers.items():
+        for path in sorted(folder.glob(name))[:1]:
+            try:
+                for id, features in reader(path):
+                    for feature, values in features.items():
+                        tokens.setdefault(feature, {})[id] = values
+            except (ValueError, TypeError, KeyError) as error:
+                raise ValueError(f"{path}: a row does not have the columns of {name}: {error}") from error
+            return tokens
+    return tokens

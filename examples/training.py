@@ -1,0 +1,150 @@
+"""What the training programs share: metrics, files written whole or not at all, curves, and fair measurements of a step."""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch.profiler import ProfilerActivity, profile
+from torchmetrics.functional.classification import binary_auroc
+from torchrec.metrics.ne import compute_ne, get_ne_states
+
+# Lines that say nothing about this program: the profiler logs two at every use, and torch 2.13 one about a function torchrec asks.
+os.environ.setdefault("KINETO_LOG_LEVEL", "99")
+logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` is the first GPU if there is one, else the CPU; any other name is torch's."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ValueError(f"device must be auto, cpu, cuda, cuda:0, ..., not {name!r}") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {name!r} but torch sees no GPU; use cpu or auto")
+    return device
+
+
+def seed_epoch(seed: int, epoch: int) -> int:
+    """Seeds torch from (seed, epoch) alone, so that a resumed run draws what an uninterrupted one draws; returns the epoch's seed."""
+    epoch_seed = seed * 100_003 + epoch
+    torch.manual_seed(epoch_seed)
+    return epoch_seed
+
+
+def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
+    """AUC, and normalised entropy: the mean log loss over that of always predicting the labels' mean (He et al. 2014, section 3.1).
+
+    Args:
+        logits, labels: [N]; labels 0 or 1, of both kinds.
+    """
+    if not 0 < labels.sum() < len(labels):
+        raise ValueError(f"AUC needs liked and disliked candidates; all {len(labels)} labels are equal")
+    probabilities = logits.double().sigmoid()
+    states = get_ne_states(labels.double()[None], probabilities[None], torch.ones_like(probabilities)[None], eta=1e-12)
+    entropy = compute_ne(states["cross_entropy_sum"], states["weighted_num_samples"], states["pos_labels"], states["neg_labels"], eta=1e-12)
+    return {"auc": binary_auroc(probabilities, labels.long()).item(), "normalized_entropy": entropy.item()}
+
+
+# -- files -------------------------------------------------------------------------------------------------------------------------------
+
+
+def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
+    """Calls `write` with a temporary name beside `path`, then renames: there is the old file or the new one, never half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
+    write(unfinished)
+    os.replace(unfinished, path)
+
+
+def save_json(path: Path, content: Any) -> None:
+    write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
+    write_atomically(path, lambda file: torch.save(state, file))
+
+
+def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """Raises ValueError where the run that wrote the checkpoint had other `settings`."""
+    state = torch.load(path, map_location=device, weights_only=True)
+    changed = [
+        f"{name} {state['settings'].get(name)!r} -> {value!r}" for name, value in settings.items() if state["settings"].get(name) != value
+    ]
+    if changed:
+        raise ValueError(f"{path} is of a run with other settings: {', '.join(changed)}")
+    return state
+
+
+def save_curves(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
+    """Draws training loss and validation AUC by epoch, one line per name in `curves`."""
+    write_atomically(path, lambda file: draw_curves(curves).savefig(file, dpi=120))
+
+
+def draw_curves(curves: dict[str, list[dict[str, float]]]) -> Figure:
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    for axis, key, title in zip(figure.subplots(1, 2), ("loss", "valid_auc"), ("training loss", "held-out AUC (validation)"), strict=True):
+        for name, epochs in curves.items():
+            axis.plot([epoch["epoch"] for epoch in epochs], [epoch[key] for epoch in epochs], marker="o", label=name)
+        axis.set(title=title, xlabel="epoch")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.grid(alpha=0.3)
+    figure.axes[1].legend()
+    return figure
+
+
+# -- measurements ------------------------------------------------------------------------------------------------------------------------
+
+
+def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], device: torch.device, rounds: int = 3) -> dict[str, float]:
+    """Median seconds of each step over `rounds` passes through `batches`, after one untimed call.
+
+    The steps take turns batch by batch, so that what else the machine does falls on all of them alike.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step(batches[0])
+    for _ in range(rounds):
+        for batch in batches:
+            for name, step in steps.items():
+                _synchronize(device)
+                begin = time.perf_counter()
+                step(batch)
+                _synchronize(device)
+                seconds[name].append(time.perf_counter() - begin)
+    return {name: torch.tensor(values).median().item() for name, values in seconds.items()}
+
+
+def peak_memory(step: Callable[[], Any], device: torch.device) -> int:
+    """Most bytes of tensors that `step` holds at once on `device`, above what was held when it began.
+
+    On a GPU this is the caching allocator's peak; on a CPU the peak of the running sum over torch's allocations and frees, as
+    its profiler records them (memory that libraries take for themselves is not in it).
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        step()
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device) - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        step()
+    changes = [event for event in recorded.profiler.kineto_results.events() if event.name() == "[memory]"]
+    held = peak = 0
+    for change in sorted(changes, key=lambda event: event.start_ns()):
+        held += change.nbytes()
+        peak = max(peak, held)
+    return peak
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,124 @@
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train_dlrm
+from ranking_model import INTERACTIONS
+
+ROOT = Path(__file__).parents[2]
+TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2"]
+
+
+def train(out, *arguments):
+    train_dlrm.main([*TINY, "--out", str(out), *arguments])
+    return json.loads((out / "metrics.json").read_text())
+
+
+def without_speed(metrics):
+    return {
+        name: {
+            "test": result["test"],
+            "epochs": [{key: epoch[key] for key in epoch if key != "examples_per_second"} for epoch in result["epochs"]],
+        }
+        for name, result in metrics["results"].items()
+    }
+
+
+def assert_equal_checkpoints(first, second):
+    first, second = (torch.load(path, weights_only=True) for path in (first, second))
+    assert first["settings"] == second["settings"]
+    for part in ("model", "average", "best_average"):
+        assert first[part].keys() == second[part].keys()
+        for name, tensor in first[part].items():
+            assert torch.equal(tensor, second[part][name]), name
+
+
+@pytest.mark.parametrize("interaction", INTERACTIONS)
+def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, capsys):
+    metrics = train(tmp_path, "--interaction", interaction)
+    result = metrics["results"][interaction]
+    first, last = result["epochs"]
+    assert last["loss"] < first["loss"]
+    assert 0 < result["test"]["auc"] < 1 and result["test"]["normalized_entropy"] > 0
+    assert last["examples_per_second"] > 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", f"{interaction}.pt"])
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert f"{result['test']['auc']:.4f}" in capsys.readouterr().out
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path):
+    whole = train(tmp_path / "whole", "--epochs", "3")
+    train(tmp_path / "parts", "--epochs", "1")
+    resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
+    assert without_speed(whole) == without_speed(resumed)
+    assert_equal_checkpoints(tmp_path / "whole" / "attention.pt", tmp_path / "parts" / "attention.pt")
+
+
+def test_a_run_with_another_seed_ends_elsewhere(tmp_path):
+    assert without_speed(train(tmp_path / "0")) != without_speed(train(tmp_path / "1", "--seed", "1"))
+
+
+def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
+    metrics = train(tmp_path, "--compare", "--epochs", "1")
+    assert list(metrics["results"]) == list(INTERACTIONS)
+    table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
+    rows = [line.split() for line in table.splitlines()[:3]]
+    for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
+        values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
+        assert row[0] == name
+        assert [float(value) for value in row[1:]] == pytest.approx(values, abs=0.051)
+        assert result["step_ms"] > 0
+    # The padded copies of the histories are the largest thing in a step.
+    assert metrics["results"]["padded"]["peak_memory_mb"] > 2 * metrics["results"]["attention"]["peak_memory_mb"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--data", "nowhere"], "train_dlrm: no file or folder nowhere"),
+        (["--resume"], "--resume: no checkpoint attention.pt in"),
+        (["--bf16"], "--bf16 needs a GPU"),
+        (["--chunk-size", "0"], "chunk_size must be at least 1, not 0"),
+    ],
+)
+def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        train(tmp_path / "out", *arguments)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_log_too_small_to_test_on_is_refused(tmp_path):
+    (tmp_path / "u.data").write_text("1\t1\t5\t1\n1\t2\t1\t2\n")
+    with pytest.raises(SystemExit, match="0 of 0 valid candidates are liked; training and AUC need both kinds"):
+        train(tmp_path / "out", "--data", str(tmp_path / "u.data"))
+
+
+def test_settings_of_the_checkpoint_must_agree(tmp_path):
+    train(tmp_path, "--epochs", "1")
+    with pytest.raises(SystemExit, match="other settings: lr 0.001 -> 0.1"):
+        train(tmp_path, "--resume", "--lr", "0.1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"), [(["--embedding-dim", "10"], "not a multiple of --num-heads 4"), (["--epochs", "0"], "at least 1")]
+)
+def test_bad_options(arguments, message, capsys):
+    with pytest.raises(SystemExit):
+        train_dlrm.parse_arguments(arguments)
+    assert message in capsys.readouterr().err
+
+
+def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
+    rows = [f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(12) for step in range(20)]
+    (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    command = [sys.executable, str(ROOT / "examples" / "train_dlrm.py"), "--data", "u.data", *TINY]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "u.data: 240 ratings (192 train, 24 valid, 24 test) of 40 items by 12 users" in done.stdout
+    assert json.loads((tmp_path / "runs" / "dlrm" / "metrics.json").read_text())["settings"]["data"] == "u.data"

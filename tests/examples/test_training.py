@@ -1,0 +1,95 @@
+import math
+
+import pytest
+import torch
+
+from training import (
+    draw_curves,
+    load_checkpoint,
+    peak_memory,
+    pick_device,
+    ranking_metrics,
+    save_checkpoint,
+    seed_epoch,
+    time_steps,
+    write_atomically,
+)
+
+CPU = torch.device("cpu")
+
+
+def test_auc_and_normalized_entropy_of_a_worked_case():
+    logits = torch.tensor([2.0, -1.0, 0.5, 0.0])
+    labels = torch.tensor([1.0, 0.0, 0.0, 1.0])
+    metrics = ranking_metrics(logits, labels)
+    # Liked at 2.0 and 0.0 against disliked at -1.0 and 0.5: three of the four pairs are in order. The base rate 1/2 costs log 2.
+    log_loss = sum(math.log1p(math.exp(-logit)) for logit in (2.0, 1.0, -0.5, 0.0)) / 4
+    assert metrics == pytest.approx({"auc": 0.75, "normalized_entropy": log_loss / math.log(2)}, rel=1e-9)
+
+
+def test_metrics_need_both_labels():
+    with pytest.raises(ValueError, match="all 3 labels are equal"):
+        ranking_metrics(torch.randn(3), torch.ones(3))
+
+
+def test_epochs_draw_the_same_whatever_came_before():
+    seeds = [seed_epoch(1, 2), seed_epoch(1, 3)]
+    after_others = torch.rand(4)
+    assert seed_epoch(1, 3) == seeds[1] != seeds[0]
+    assert torch.equal(torch.rand(4), after_others)
+
+
+def test_a_failing_write_leaves_the_old_file(tmp_path):
+    path = tmp_path / "new folder" / "metrics.json"
+    write_atomically(path, lambda file: file.write_text("old"))
+
+    def fail_half_way(file):
+        file.write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_atomically(path, fail_half_way)
+    assert path.read_text() == "old"
+
+
+def test_checkpoint_of_other_settings_is_refused(tmp_path):
+    save_checkpoint(tmp_path / "a.pt", {"settings": {"lr": 0.1, "seed": 0}, "epochs": []})
+    assert load_checkpoint(tmp_path / "a.pt", {"lr": 0.1, "seed": 0}, CPU)["epochs"] == []
+    with pytest.raises(ValueError, match=r"other settings: lr 0.1 -> 0.2"):
+        load_checkpoint(tmp_path / "a.pt", {"lr": 0.2, "seed": 0}, CPU)
+
+
+def test_peak_memory_is_the_most_held_at_once():
+    def step():
+        first = torch.ones(1_000_000)  # 4 MB
+        second = first + 1  # 8 MB held
+        del first
+        return second * 2  # 8 MB again
+
+    assert 8_000_000 <= peak_memory(step, CPU) < 8_100_000
+
+
+def test_steps_are_timed_by_their_median():
+    seconds = time_steps(
+        {"short": lambda size: torch.ones(10), "long": lambda size: torch.ones(size) @ torch.ones(size)}, [4_000_000] * 3, CPU
+    )
+    assert 0 < seconds["short"] < seconds["long"]
+
+
+def test_curves_show_what_they_are_given():
+    epochs = [{"epoch": 1, "loss": 0.7, "valid_auc": 0.5}, {"epoch": 2, "loss": 0.6, "valid_auc": 0.6}]
+    figure = draw_curves({"attention": epochs, "mean": epochs[:1]})
+    loss, auc = ([list(line.get_ydata()) for line in axis.lines] for axis in figure.axes)
+    assert (loss, auc) == ([[0.7, 0.6], [0.7]], [[0.5, 0.6], [0.5]])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU")
+def test_device_must_be_there():
+    assert pick_device("auto") == CPU
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        pick_device("cuda")
+
+
+def test_unknown_device():
+    with pytest.raises(ValueError, match="device must be auto, cpu, .* not 'gpu'"):
+        pick_device("gpu")

@@ -1,0 +1,50 @@
+"""Every notebook runs as it stands, and its committed outputs are whole and say nothing of the machine that made them."""
+
+import re
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+MACHINE_PATH = re.compile(r"(?<![\w./])/(home|root|tmp|work|usr|Users|opt|mnt|var)/")
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.name)
+def notebook(request):
+    return nbformat.read(request.param, as_version=4)
+
+
+def code_cells(notebook):
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def execute(notebook, folder):
+    NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(folder)}}).execute()
+
+
+def test_there_are_notebooks():
+    assert NOTEBOOKS
+
+
+@pytest.mark.slow
+def test_runs_in_its_folder(notebook):
+    execute(notebook, ROOT / "notebooks")
+    assert [output for cell in code_cells(notebook) for output in cell.outputs if output.get("name") == "stderr"] == []
+
+
+def test_finds_the_project_from_its_root(notebook):
+    notebook.cells = code_cells(notebook)[:1]
+    execute(notebook, ROOT)
+
+
+def test_committed_outputs_are_whole(notebook):
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [output for cell in cells for output in cell.outputs]
+    assert {output.output_type for output in outputs} <= {"stream", "display_data", "execute_result"}
+    assert any("image/png" in output.get("data", {}) for output in outputs)
+    texts = [output.get("text", "") + output.get("data", {}).get("text/plain", "") for output in outputs]
+    assert [text for text in texts if MACHINE_PATH.search(text)] == []
