@@ -48,7 +48,7 @@ def jagged_attention(
         scale: factor of q kᵀ; 1/sqrt(D) by default.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (triton on CUDA, the length-bucketed CPU path elsewhere), "reference" or "triton".
+        implementation: "auto" (triton on CUDA, torch's fused attention segment by segment on the CPU), "reference" or "triton".
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
@@ -63,7 +63,7 @@ def jagged_attention(
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation)
+    _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
     if q_shared:
@@ -76,12 +76,11 @@ def jagged_attention(
         q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
     else:
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
-        if kv_offsets is not q_offsets:
+        if kv_offsets is not q_offsets or max_seqlen_kv is not None:
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
         if q_offsets.shape != kv_offsets.shape:
-            raise ValueError(
-                f"q_offsets and kv_offsets must describe the same number of segments, got {q_offsets.shape[0] - 1} and {kv_offsets.shape[0] - 1}"
-            )
+            q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
+            raise ValueError(f"q_offsets and kv_offsets must describe the same number of segments, got {q_segments} and {kv_segments}")
 
     if implementation == "reference":
         return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared)
@@ -89,7 +88,8 @@ def jagged_attention(
         raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
     if implementation == "triton" or q.device.type == "cuda":
         return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
-    return attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    return out
 
 
 def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared) -> Tensor:
@@ -172,7 +172,7 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation) -> None:
+def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation) -> None:
     """Everything that needs no offset values."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
@@ -196,6 +196,8 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, imple
             raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {offsets.device}")
     if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
         raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
+    if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     if implementation not in IMPLEMENTATIONS:

@@ -109,10 +109,10 @@ class Jagged:
         return pinned
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
+        if not torch.compiler.is_compiling():  # take the lengths while the offsets are on the host
+            self._segmentation.host_lengths = self.host_lengths
         jagged = Jagged.__new__(Jagged)
         jagged.values, jagged.offsets, jagged.max_seqlen = values, offsets, self.max_seqlen
-        if not torch.compiler.is_compiling():
-            self.host_lengths  # read them while the offsets are on the host
         jagged._segmentation, jagged._container = self._segmentation, None
         return jagged
 

@@ -42,7 +42,8 @@ def test_opcheck(q_shared, offsets_of):
     arguments = q, k, v, q_offsets, kv_offsets, 0.3, q_shared
     torch.library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
     grad = torch.randn(8 if q_shared else 4, 4, 6)
-    arguments = (grad, *(x.detach() for x in (q, k, v)), *arguments[3:])
+    out, lse = torch.ops.jagged_modules.attention_cpu(*arguments)
+    arguments = (grad, *(x.detach() for x in (q, k, v, out, lse)), *arguments[3:])
     torch.library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, arguments)
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.reference import attention_reference
 
@@ -83,9 +84,18 @@ def test_shared_keys(q_lengths, assert_accurate, offsets_of):
     check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), "shared")
 
 
-@pytest.mark.parametrize("scale", [-0.7, 0.0, 1.0, 300.0])
+@pytest.mark.parametrize("scale", [-0.7, 0.0, 1.0, 10.0])
 def test_scale(scale, assert_accurate, offsets_of):
     check_against_reference(assert_accurate, *make_qkv(12, 12), offsets_of([5, 7]), None, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [-1e4, 1e4])
+def test_scores_far_outside_the_exponentials_range(scale, offsets_of):
+    q, k, v = (x.requires_grad_() for x in make_qkv(12, 12))
+    out = F.jagged_attention(q, k, v, offsets_of([5, 7]), scale=scale)
+    exact = F.jagged_attention(*(x.double() for x in (q, k, v)), offsets_of([5, 7]), scale=scale, implementation="reference")
+    torch.testing.assert_close(out, exact.float())
+    assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -118,9 +128,9 @@ def test_gradients_of_any_strides(grad, assert_accurate, offsets_of):
     check_against_reference(assert_accurate, *make_qkv(14, 14), offsets_of([9, 5]), None, grad=grad)
 
 
-@pytest.mark.parametrize("lengths", [[9, 5, 6, 8], [1, 300, 2, 290]])
+@pytest.mark.parametrize("lengths", [[9, 9, 6, 9], [1, 300, 2, 290]])
 def test_nan_in_a_segment_stays_there(lengths, offsets_of):
-    """Neighbours that share a bucket of the CPU path included: what they read and what they get back is as without the NaN."""
+    """Values and gradients of the others are as without it, of segments of equal length too, computed in one call."""
     offsets, total = offsets_of(lengths), sum(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
@@ -193,6 +203,22 @@ def test_two_runs_are_bitwise_equal(offsets_of):
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
+
+
+def test_work_is_that_of_the_real_rows(offsets_of):
+    """Scores computed, counted from the shapes given to torch's fused kernel: every query of a segment with its keys, nothing else."""
+    q_lengths, kv_lengths = torch.randint(0, 200, (2, 60)).tolist()
+    inputs = [x.requires_grad_() for x in make_qkv(sum(q_lengths), sum(kv_lengths), heads=3)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        F.jagged_attention(*inputs, offsets_of(q_lengths), offsets_of(kv_lengths)).sum().backward()
+
+    def scores(name, q_argument):
+        shapes = [event.input_shapes[q_argument : q_argument + 2] for event in profile.events() if event.name == name]
+        return sum(q[0] * q[1] * q[2] * k[2] for q, k in shapes)
+
+    real = 3 * sum(n * m for n, m in zip(q_lengths, kv_lengths))
+    assert scores("aten::_scaled_dot_product_flash_attention_for_cpu", 0) == real
+    assert scores("aten::_scaled_dot_product_flash_attention_for_cpu_backward", 1) == real
 
 
 @given(data=st.data())
@@ -273,3 +299,58 @@ def test_vmap_of_the_reference(offsets_of):
     x, offsets = torch.randn(2, 7, 2, 4), offsets_of([4, 3])
     batched = torch.vmap(lambda x: F.jagged_attention(x, x, x, offsets, implementation="reference"))(x)
     torch.testing.assert_close(batched, torch.stack([F.jagged_attention(x[i], x[i], x[i], offsets) for i in range(2)]))
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------------
+
+
+GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
+SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
+BAD = [
+    (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
+    (dict(v=[1.0]), TypeError, "v must be a torch.Tensor, got list"),
+    (dict(k=torch.ones(6, 2, 8, dtype=torch.int64)), TypeError, "k must be floating point, got torch.int64"),
+    (dict(q=torch.ones(6, 16)), ValueError, r"q must have shape \[Lq, H, D\], got \[6, 16\]"),
+    (dict(k=torch.ones(6, 2, 8, 1)), ValueError, r"k must have shape \[Lk, Hkv, D\], got \[6, 2, 8, 1\]"),
+    (dict(k=torch.ones(6, 2, 8, dtype=torch.float64)), ValueError, "k must have q's dtype, torch.float32, got torch.float64"),
+    (dict(v=torch.ones(6, 2, 8, device="meta")), ValueError, "v must be on q's device, cpu, got meta"),
+    (dict(v=torch.ones(5, 2, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]"),
+    (dict(v=torch.ones(6, 1, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[6, 1\]"),
+    (dict(k=torch.ones(6, 2, 4)), ValueError, "k must have q's head dim, 8, got 4"),
+    (dict(q=torch.ones(6, 3, 8)), ValueError, "q's heads must be a multiple of k's, got 3 and 2"),
+    (dict(q=torch.ones(6, 0, 8)), ValueError, "q's heads must be a multiple of k's, got 0 and 2"),
+    (dict(v=torch.ones(6, 2, 257)), ValueError, "v's head dim must be 1 to 256, got 257"),
+    (dict(v=torch.ones(6, 2, 0)), ValueError, "v's head dim must be 1 to 256, got 0"),
+    (dict(q_offsets=None), TypeError, "q_offsets must be a torch.Tensor, got NoneType"),
+    (dict(q_offsets=[0, 2, 6]), TypeError, "q_offsets must be a torch.Tensor, got list"),
+    (dict(q_offsets=torch.tensor([0.0, 6.0])), TypeError, "q_offsets must be int32 or int64, got torch.float32"),
+    (dict(q_offsets=torch.tensor([0, 2, 6], device="meta")), ValueError, "q_offsets must be on q's device, cpu, or the host, got meta"),
+    (dict(q_offsets=torch.tensor([0, 2, 5])), ValueError, "q_offsets must end at the number of rows, 6, got 5"),
+    (dict(q_offsets=torch.tensor([0, 4, 2, 6])), ValueError, "q_offsets must not decrease, got 4 then 2 at segment 1"),
+    (dict(q_offsets=torch.tensor([1, 6])), ValueError, "q_offsets must start at 0, got 1"),
+    (dict(q_offsets="all"), ValueError, 'q_offsets must be a tensor or "shared", got "all"'),
+    (dict(q_offsets="shared"), ValueError, 'q_offsets and kv_offsets cannot both be "shared"'),
+    (dict(kv_offsets=torch.tensor([0, 6])), ValueError, "must describe the same number of segments, got 2 and 1"),
+    (dict(kv_offsets=torch.tensor([0, 3, 7])), ValueError, "kv_offsets must end at the number of rows, 6, got 7"),
+    (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
+    (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
+    (dict(max_seqlen_q="4"), TypeError, "max_seqlen must be an int, got str"),
+    (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
+    (dict(scale="big"), TypeError, "scale must be a number, got str"),
+    (dict(activation="relux"), ValueError, "activation must be one of .*softmax.*, got 'relux'"),
+    (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
+    (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
+    (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        F.jagged_attention(**(GOOD | change))
+
+
+def test_triton_in_float64_is_refused():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64"):
+        F.jagged_attention(*make_qkv(6, 6, dtype=torch.float64), GOOD["q_offsets"], implementation="triton")

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.cpu import MAX_SCORES
 
 
 def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
@@ -96,8 +95,8 @@ def test_gradcheck(offsets_of):
 @pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
 def test_memory_does_not_grow_with_candidates_times_history(shuffled):
     """In a training step nothing is allocated, or saved for the backward, that is larger than what exists once: the candidates'
-    rows, the histories' rows, or a block of scores."""
-    users, candidates, history, width = 4, 8000, 1000, 16
+    rows or the histories' rows."""
+    users, candidates, history, width = 4, 40_000, 1000, 16
     layer = jm.JaggedTargetAttention(width, 2)
     candidate_to_user = torch.arange(users).repeat_interleave(candidates // users)
     if shuffled:
@@ -119,8 +118,7 @@ def test_memory_does_not_grow_with_candidates_times_history(shuffled):
     rows = max(candidates, 2 * users * history) * width * 4
     assert 0 < max(saved) <= rows, "k and v of the histories are the largest tensors saved"
     largest = max(event.self_cpu_memory_usage for event in profile.events())
-    assert 0 < largest <= max(rows, MAX_SCORES * 4)
-    assert candidates * history * 4 > 3 * MAX_SCORES * 4, "or the bound would say nothing"
+    assert 0 < largest <= rows, "far from a score or a copy of a key for every candidate and history row"
 
 
 # -- the layer -----------------------------------------------------------------------------------------------------------------
@@ -280,6 +278,7 @@ def test_training_step_changes_every_parameter(offsets_of):
 
 def test_traced_by_torchrec_as_a_leaf(offsets_of):
     tracer = pytest.importorskip("torchrec.fx").Tracer(leaf_modules=["JaggedTargetAttention"])
+
     class Model(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -305,7 +304,7 @@ BAD_CALLS = [
     (dict(candidates=torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
     (dict(q=torch.randn(4, 2, 2, 8)), ValueError, "candidates describe 3 candidates, the queries have 4"),
     (dict(kv_offsets=torch.tensor([0, 2, 3, 5])), ValueError, "candidates describe 2 users, the history has 3 segments"),
-    (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "candidates describe 2 candidates, the queries have 3"),
+    (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "describe 2 candidates, the queries have 3"),
     (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
     (dict(kv_offsets=torch.tensor([0, 3, 6])), ValueError, "kv_offsets must end at the number of rows, 5, got 6"),
     (dict(max_seqlen_kv=2), ValueError, "kv_offsets has a segment of 3 rows, longer than the stated max_seqlen 2"),
