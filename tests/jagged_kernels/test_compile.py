@@ -73,7 +73,8 @@ def test_attention_kernels_compile_in_fp32(name):
 @pytest.mark.parametrize("capability", [80, 90, 100])
 def test_tile_list_kernel_compiles(capability):
     kernel = tile_list._tile_list_kernel
-    signature = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32", num_segments="i32", num_heads="i32")
+    pointers = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    signature = pointers | dict(num_segments="i32", num_heads="i32")
     constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256)
     source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
