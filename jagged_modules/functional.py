@@ -123,6 +123,7 @@ def target_attention(
     candidates: CandidateIndex,
     kv_offsets: Tensor,
     *,
+    max_seqlen_q: int | None = None,
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
@@ -139,7 +140,7 @@ def target_attention(
         k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
         candidates: which user each candidate belongs to.
         schedule: of the grouped queries, from `Jagged.schedule(queries=candidates.queries(n_q), ...)`.
-        Others: as in `jagged_attention`.
+        Others: as in `jagged_attention`; max_seqlen_q counts the query rows of a user.
 
     Returns:
         `[num_candidates, n_q, H, Dv]`, in the order of q. A candidate whose user has no history gets 0.
@@ -163,6 +164,7 @@ def target_attention(
         v,
         candidates.query_offsets(rows),
         kv_offsets,
+        max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
         activation=activation,
         scale=scale,

@@ -54,12 +54,12 @@ def _tile_list_kernel(
         tl.store(row_ptr + 2, within % blocks, mask=mask)
 
 
-def _fake(offsets, other_offsets, total_rows, num_heads, block_m, block_n):
+def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n):
     capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
-    return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((1,), dtype=torch.int32)
+    return offsets.new_zeros((capacity, 3), dtype=torch.int32), offsets.new_zeros((1,), dtype=torch.int32)
 
 
-@operator("tile_list", fake=_fake)
+@operator("tile_list", fake=_empty_list)
 def tile_list(
     offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int
 ) -> tuple[Tensor, Tensor]:
@@ -70,9 +70,9 @@ def tile_list(
         num_heads, block_m, block_n: as in `zigzag_schedule`.
 
     Returns:
-        tiles int32 `[capacity, 3]`, capacity as in `tile_schedule.tile_capacity`, and num_tiles int32 `[1]`: rows past it are undefined.
+        tiles int32 `[capacity, 3]`, capacity as in `tile_schedule.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
     """
-    tiles, num_tiles = _fake(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
+    tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
