@@ -6,7 +6,6 @@ an average over the whole history blurs.
 """
 
 import numpy as np
-
 from movielens import RatingLog
 
 

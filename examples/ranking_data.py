@@ -11,10 +11,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from movielens import Categorical, RatingLog
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
 from torchrec import KeyedJaggedTensor
-
-from movielens import Categorical, RatingLog
 
 LIKED = 4.0
 SPLITS = ("train", "valid", "test")

@@ -1,12 +1,12 @@
 """A DLRM-style ranking model in TorchRec, with three exchangeable ways for a candidate to meet its user's history."""
 
 import torch
+from movielens import Categorical
+from ranking_data import RankingBatch, RankingDataset
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
 from jagged_modules import JaggedTargetAttention
-from movielens import Categorical
-from ranking_data import RankingBatch, RankingDataset
 
 INTERACTIONS = ("attention", "mean", "padded")
 

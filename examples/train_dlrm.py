@@ -13,15 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.nn import functional
-from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
-from tqdm import tqdm
-
 from generated_log import generate_log
 from movielens import read_log
 from ranking_data import SPLITS, RankingBatch, RankingDataset, add_popularity, make_chunks, make_loader, split_by_time
 from ranking_model import INTERACTIONS, RankingModel
+from torch.nn import functional
+from torch.optim.swa_utils import get_ema_multi_avg_fn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
 from training import (
     load_checkpoint,
     peak_memory,

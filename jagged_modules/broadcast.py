@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .checks import check_offsets, values_are_checkable
+from .checks import check_integers, check_offsets, check_size, values_are_checkable
 from .schedule import new_token
 
 
@@ -35,9 +35,11 @@ class CandidateIndex:
         """From `[num_candidates]` user indices in any order.
 
         Raises:
-            TypeError: not an integer tensor. ValueError: not 1-D, or (host tensors, or under `debug_checks`) an index out of range.
+            TypeError: not an integer tensor, or num_users not an int. ValueError: not 1-D, or (host tensors, or under `debug_checks`)
+            an index out of range.
         """
-        _check_integers("candidate_to_user", candidate_to_user)
+        check_integers("candidate_to_user", candidate_to_user)
+        check_size("num_users", num_users, at_least=0)
         if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
             low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
             if low < 0 or high >= num_users:
@@ -53,7 +55,7 @@ class CandidateIndex:
     @classmethod
     def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
         """From `[num_users]` counts; the candidates are grouped by user, in user order."""
-        _check_integers("candidates_per_user", candidates_per_user)
+        check_integers("candidates_per_user", candidates_per_user)
         if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
             raise ValueError(f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}")
         counts = candidates_per_user.long()
@@ -136,12 +138,3 @@ class CandidateIndex:
 
     def __repr__(self) -> str:
         return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"
-
-
-def _check_integers(name: str, x) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
-    if x.dim() != 1:
-        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")

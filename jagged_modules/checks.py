@@ -40,6 +40,14 @@ def values_are_checkable(x: Tensor) -> bool:
     return x.device.type == "cpu" or _check_device_values
 
 
+def check_size(name: str, value, at_least: int = 1) -> None:
+    """TypeError unless value is an int (a symbolic one included), ValueError unless it is `at_least` that much."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
 def check_tensor(name: str, x, dim: int, shape: str) -> None:
     """TypeError unless x is a floating-point tensor, ValueError unless it has `dim` dimensions, written as `shape` in the message."""
     if not isinstance(x, Tensor):
@@ -50,19 +58,28 @@ def check_tensor(name: str, x, dim: int, shape: str) -> None:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
 
 
+def check_integers(name: str, x) -> None:
+    """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
+
+
 def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int | None = None) -> None:
     """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`.
 
     Raises:
-        TypeError: not an int32 or int64 tensor.
+        TypeError: not an int32 or int64 tensor, or max_seqlen not an int.
         ValueError: not `[B + 1]`, or the values are wrong, or a segment is longer than `max_seqlen`.
     """
-    if not isinstance(offsets, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(offsets).__name__}")
-    if offsets.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {offsets.dtype}")
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
+    check_integers(name, offsets)
+    if offsets.shape[0] < 1:
         raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+    if max_seqlen is not None:
+        check_size("max_seqlen", max_seqlen, at_least=0)
     if not values_are_checkable(offsets):
         return
     if offsets[0] != 0:

@@ -1,50 +1,64 @@
-"""The CPU path: segments of similar length are attended to together, so that work follows the real rows.
+"""The CPU path: torch's fused attention on the rows of each segment, segments of equal lengths in one call.
 
-Query rows are cut into pieces, each against its segment's keys; pieces whose rounded (rows, keys) agree form a bucket, a few
-batched matrix products. Rounding wastes at most a quarter of a dimension and a bucket's scores stay within `MAX_SCORES`.
+Nothing is padded, so the work is that of the real rows. A segment, or a run of equal ones, is read where it lies; equal segments
+scattered over the batch are gathered.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
-MAX_SCORES = 1 << 21  # elements of a bucket's score matrix: 8 MB in fp32, about a last-level cache
-MAX_ROWS = 512  # query rows of a piece
+_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
-@torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=())
-def attention_cpu(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool) -> Tensor:
-    """Jagged softmax attention `[rows, H, Dv]`; the arguments are those of `reference.attention_reference`."""
-    out = _empty_output(q, v, q_offsets, q_shared).zero_()
-    for bucket in _buckets(q, k, q_offsets, kv_offsets, q_shared):
-        queries, keys, values = bucket.gather_q(q, scale), bucket.gather_kv(k), bucket.gather_kv(v)
-        bucket.scatter_out(out, bucket.softmax(queries @ keys.mT) @ values)
-    return out
+@torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=(), device_types="cpu")
+def attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool
+) -> tuple[Tensor, Tensor]:
+    """Jagged softmax attention `[rows, H, Dv]`, and the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64.
+
+    The arguments are those of `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
+    """
+    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared))
+    queries, keys, values, results = _computable(q, k, v, out)
+    for group in _groups(q_offsets, kv_offsets, q_shared):
+        block, block_lse = _fused_attention(*group.operands(queries, keys, values), scale=scale)
+        _put(results, group.rows, block)
+        _put(lse, group.rows, block_lse[..., None])
+    return _as(out, results), lse
 
 
 @attention_cpu.register_fake
 def _(q, k, v, q_offsets, kv_offsets, scale, q_shared):
-    return _empty_output(q, v, q_offsets, q_shared)
+    return _empty_outputs(q, v, q_offsets, q_shared)
 
 
-@torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=())
+@torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=(), device_types="cpu")
 def attention_cpu_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v: dV = Pᵀ dO, dS = softmax'(dO Vᵀ), dQ = scale · dS K, dK = scale · dSᵀ Q."""
-    dq, dk, dv = (torch.zeros(x.shape, dtype=_compute_dtype(x), device=x.device) for x in (q, k, v))
-    for bucket in _buckets(q, k, q_offsets, kv_offsets, q_shared):
-        queries, keys, values = bucket.gather_q(q, scale), bucket.gather_kv(k), bucket.gather_kv(v)
-        grad_out = bucket.gather_out(do)
-        p = bucket.softmax(queries @ keys.mT)
-        bucket.add_kv(dv, p.mT @ grad_out)
-        ds = torch._softmax_backward_data(grad_out @ values.mT, p, -1, p.dtype)
-        bucket.add_q(dq, ds @ keys * scale)
-        bucket.add_kv(dk, ds.mT @ queries)  # the gathered queries carry the scale
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, each in its operand's shape and dtype."""
+    queries, keys, values, results, grad = _computable(q, k, v, out, do)
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    for group in _groups(q_offsets, kv_offsets, q_shared):
+        block, block_grad, block_lse = (_take(x, group.rows, group.num_queries) for x in (results, grad, lse))
+        operands = group.operands(queries, keys, values)
+        grads = _fused_attention_backward(block_grad, *operands, block, block_lse[..., 0], 0.0, False, scale=scale)
+        if q_shared:
+            dq += grads[0].sum(0).transpose(0, 1)
+        else:
+            _put(dq, group.q_rows, grads[0])
+        _put(dk, group.kv_rows, grads[1])
+        _put(dv, group.kv_rows, grads[2])
+    return _as(q, dq), _as(k, dk), _as(v, dv)
 
 
 @attention_cpu_backward.register_fake
@@ -52,114 +66,86 @@ def _(do, q, k, v, *args):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-class _Bucket:
-    """Pieces of equal rounded size: row indices `[G, n]` into q, k and v, and the output, and which of them are real.
+class _Group(NamedTuple):
+    """Segments of equal lengths: their rows of the output, of q, and of k and v."""
 
-    Tensors are gathered to `[G, Hkv, n, D]`, the query heads of one key head stacked along n.
-    """
+    num_queries: int
+    num_keys: int
+    rows: slice | Tensor
+    q_rows: slice | Tensor
+    kv_rows: slice | Tensor
 
-    def __init__(self, q_index, out_index, q_valid, kv_index, kv_valid, kv_heads):
-        self.q_index, self.out_index, self.q_valid = q_index, out_index, q_valid
-        self.kv_index, self.kv_valid = kv_index, kv_valid
-        self.q_full, self.kv_full = bool(q_valid.all()), bool(kv_valid.all())
-        self.kv_heads = kv_heads
-
-    def gather_q(self, q: Tensor, scale: float) -> Tensor:
-        return self._gather(q, self.q_index, self.q_valid, self.q_full) * scale
-
-    def gather_out(self, x: Tensor) -> Tensor:
-        return self._gather(x, self.out_index, self.q_valid, self.q_full)
-
-    def gather_kv(self, x: Tensor) -> Tensor:
-        return self._gather(x, self.kv_index, self.kv_valid, self.kv_full)
-
-    def softmax(self, scores: Tensor) -> Tensor:
-        if not self.kv_full:
-            scores.masked_fill_(~self.kv_valid[:, None, None, :], float("-inf"))
-        return torch.softmax(scores, dim=-1)
-
-    def scatter_out(self, out: Tensor, x: Tensor) -> None:
-        rows, index = self._scatter(x, self.out_index, self.q_valid, self.q_full)
-        out.index_copy_(0, index, rows.to(out.dtype))
-
-    def add_q(self, dq: Tensor, x: Tensor) -> None:
-        rows, index = self._scatter(x, self.q_index, self.q_valid, self.q_full)
-        dq.index_add_(0, index, rows)
-
-    def add_kv(self, dx: Tensor, x: Tensor) -> None:
-        rows, index = self._scatter(x, self.kv_index, self.kv_valid, self.kv_full)
-        dx.index_add_(0, index, rows)
-
-    def _gather(self, x: Tensor, index: Tensor, valid: Tensor, full: bool) -> Tensor:
-        groups, rows = index.shape
-        x = x.index_select(0, index.flatten()).to(_compute_dtype(x)).view(groups, rows, self.kv_heads, -1, x.shape[2])
-        if not full:  # a neighbour's rows must not matter, NaN included
-            x.masked_fill_(~valid[:, :, None, None, None], 0)
-        return x.permute(0, 2, 3, 1, 4).reshape(groups, self.kv_heads, -1, x.shape[4])
-
-    def _scatter(self, x: Tensor, index: Tensor, valid: Tensor, full: bool) -> tuple[Tensor, Tensor]:
-        groups, rows = index.shape
-        x = x.view(groups, self.kv_heads, -1, rows, x.shape[3]).permute(0, 3, 1, 2, 4).flatten(2, 3)
-        return (x.flatten(0, 1), index.flatten()) if full else (x[valid], index[valid])
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
+        keys, values = (_take(x, self.kv_rows, self.num_keys) for x in (k, v))
+        return _take(q, self.q_rows, self.num_queries).expand(len(keys), -1, -1, -1), keys, values
 
 
-def _buckets(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool) -> Iterator[_Bucket]:
-    """Cut, group and index the work of one call. Segments without queries or keys give none."""
-    heads, kv_heads = q.shape[1], k.shape[1]
-    q_starts, q_lengths = q_offsets[:-1].long(), q_offsets.diff().long()
-    kv_starts, kv_lengths = kv_offsets[:-1].long(), kv_offsets.diff().long()
-    keep = torch.nonzero((q_lengths > 0) & (kv_lengths > 0)).flatten()
-    piece_rows = (MAX_SCORES // (heads * kv_lengths[keep])).clamp(16, MAX_ROWS)
-    pieces = (q_lengths[keep] + piece_rows - 1) // piece_rows
-    which = torch.repeat_interleave(torch.arange(len(keep)), pieces)
-    within = torch.arange(len(which)) - (pieces.cumsum(0) - pieces)[which]
-    segment, first = keep[which], within * piece_rows[which]
-    rows = torch.minimum(q_lengths[segment] - first, piece_rows[which])
-    keys = kv_lengths[segment]
-
-    out_start = q_starts[segment] + first
-    q_start = first if q_shared else out_start
-    kv_start = kv_starts[segment]
-    padded_rows, padded_keys = _round_up(rows), _round_up(keys)
-    order = torch.argsort(padded_rows * (int(padded_keys.max()) + 1 if len(which) else 1) + padded_keys, stable=True)
-    sizes = torch.stack([padded_rows, padded_keys], dim=1)[order]
-    (shapes, counts) = torch.unique_consecutive(sizes, dim=0, return_counts=True)
-    for (n, m), members in zip(shapes.tolist(), order.split(counts.tolist())):
-        n, m = min(n, int(rows[members].max())), min(m, int(keys[members].max()))
-        for part in members.split(max(1, MAX_SCORES // (heads * n * m))):
-            row, q_valid = _index(torch.zeros_like(part), rows[part], n)
-            kv_index, kv_valid = _index(kv_start[part], keys[part], m)
-            yield _Bucket(row + q_start[part, None], row + out_start[part, None], q_valid, kv_index, kv_valid, kv_heads)
+def _groups(q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool) -> Iterator[_Group]:
+    """Every segment that has queries and keys, in one group each."""
+    starts = defaultdict(list)
+    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
+    for q_start, q_end, kv_start, kv_end in zip(q_bounds, q_bounds[1:], kv_bounds, kv_bounds[1:]):
+        if q_end > q_start and kv_end > kv_start:
+            starts[q_end - q_start, kv_end - kv_start].append((q_start, kv_start))
+    for (num_queries, num_keys), pairs in starts.items():
+        q_starts, kv_starts = zip(*pairs)
+        rows = _rows(q_starts, num_queries)
+        yield _Group(num_queries, num_keys, rows, slice(0, num_queries) if q_shared else rows, _rows(kv_starts, num_keys))
 
 
-def _index(start: Tensor, length: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """Row indices `[G, size]` from start on, padded ones repeating the last row, and which are real."""
-    column = torch.arange(size)
-    return start[:, None] + torch.minimum(column, length[:, None] - 1), column < length[:, None]
+def _rows(starts: tuple[int, ...], length: int) -> slice | Tensor:
+    """Rows of segments of equal length: a slice where they lie one after the other."""
+    if starts[-1] - starts[0] == (len(starts) - 1) * length:
+        return slice(starts[0], starts[-1] + length)
+    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
 
 
-def _round_up(n: Tensor) -> Tensor:
-    """Up to a multiple of a quarter of the power of two below: at most 25 % more, four sizes an octave."""
-    step = 2 ** (torch.log2(n.double()).floor().long() - 2).clamp(min=0)
-    return (n + step - 1) // step * step
+def _take(x: Tensor, rows: slice | Tensor, length: int) -> Tensor:
+    """`[segments, heads, length, dim]` of `[rows, heads, dim]`; a view of a slice."""
+    x = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
+    return x.unflatten(0, (-1, length)).transpose(1, 2)
+
+
+def _put(x: Tensor, rows: slice | Tensor, block: Tensor) -> None:
+    """Undo `_take`: write a block to its rows of x."""
+    block = block.transpose(1, 2).flatten(0, 1)
+    if isinstance(rows, slice):
+        x[rows] = block
+    else:
+        x.index_copy_(0, rows, block)
+
+
+def _computable(*tensors: Tensor) -> Iterator[Tensor]:
+    """What the fused kernels take: fp32 or fp64, one head dim (zeros change neither scores nor results), last stride 1."""
+    width = max(x.shape[-1] for x in tensors)
+    for x in tensors:
+        x = x.to(_compute_dtype(x))
+        x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+        yield x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _as(like: Tensor, x: Tensor) -> Tensor:
+    """Undo `_computable`: the dtype and head dim of `like`."""
+    return x[..., : like.shape[-1]].to(like.dtype).contiguous()
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _empty_output(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> Tensor:
+def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-    return q.new_empty((rows, q.shape[1], v.shape[2]))
+    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((rows, q.shape[1], 1), dtype=_compute_dtype(q))
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, scale, q_shared = inputs
-    ctx.save_for_backward(*tensors)
-    ctx.flags = scale, q_shared
+    q, k, v, q_offsets, kv_offsets, *flags = inputs
+    ctx.save_for_backward(q, k, v, *output, q_offsets, kv_offsets)
+    ctx.flags = flags
 
 
-def _backward(ctx, do):
+def _backward(ctx, do, _dlse):
     return *attention_cpu_backward(do, *ctx.saved_tensors, *ctx.flags), None, None, None, None
 
 

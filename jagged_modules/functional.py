@@ -7,6 +7,7 @@ from torch import Tensor
 
 from .broadcast import CandidateIndex
 from .checks import check_offsets, check_tensor
+from .cpu import attention_cpu
 from .reference import attention_reference
 from .schedule import TileSchedule, device_schedule
 
@@ -15,6 +16,7 @@ IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_HEAD_DIM = 256
 
 
+@torch.fx.wrap
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -37,7 +39,7 @@ def jagged_attention(
     Args:
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
         k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
-            D and Dv: 8 to 256.
+            D and Dv: 1 to 256.
         q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`.
         kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
             Offsets may be host tensors.
@@ -46,20 +48,23 @@ def jagged_attention(
         scale: factor of q kᵀ; 1/sqrt(D) by default.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (triton on CUDA, the length-bucketed CPU path elsewhere), "reference" or "triton".
+        implementation: "auto" (triton on CUDA, torch's fused attention segment by segment on the CPU), "reference" or "triton".
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
 
     Raises:
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets, names or a schedule that do
-        not fit together.
+        not fit together. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); the reference has both.
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
-    _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation)
+    check_tensor("q", q, 3, "[Lq, H, D]")
+    check_tensor("k", k, 3, "[Lk, Hkv, D]")
+    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    q, k, v = _autocast(q, k, v)
 
     if q_shared:
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
@@ -71,20 +76,20 @@ def jagged_attention(
         q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
     else:
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
-        if kv_offsets is not q_offsets:
+        if kv_offsets is not q_offsets or max_seqlen_kv is not None:
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
         if q_offsets.shape != kv_offsets.shape:
-            raise ValueError(
-                f"q_offsets and kv_offsets must describe the same number of segments, got {q_offsets.shape[0] - 1} and {kv_offsets.shape[0] - 1}"
-            )
+            q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
+            raise ValueError(f"q_offsets and kv_offsets must describe the same number of segments, got {q_segments} and {kv_segments}")
 
     if implementation == "reference":
         return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared)
+    if torch._C._are_functorch_transforms_active():  # forward-mode derivatives would be silently zero
+        raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
     if implementation == "triton" or q.device.type == "cuda":
         return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
-    from . import cpu
-
-    return cpu.attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    return out
 
 
 def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared) -> Tensor:
@@ -110,6 +115,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared,
     return out
 
 
+@torch.fx.wrap
 def target_attention(
     q: Tensor,
     k: Tensor,
@@ -144,6 +150,8 @@ def target_attention(
     check_tensor("q", q, 4, "[num_candidates, n_q, H, D]")
     if not isinstance(candidates, CandidateIndex):
         raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
+    if kv_offsets is None:  # jagged_attention would take it for self-attention
+        raise TypeError('kv_offsets must be a torch.Tensor or "shared", got NoneType')
     candidates.check(q.shape[0], num_users=kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None)
     candidates = candidates.to(q.device)
     num_candidates, rows = q.shape[:2]
@@ -164,13 +172,10 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, implementation) -> None:
+def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation) -> None:
     """Everything that needs no offset values."""
-    check_tensor("q", q, 3, "[Lq, H, D]")
-    check_tensor("k", k, 3, "[Lk, Hkv, D]")
-    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype and not torch.is_autocast_enabled(q.device.type):
+        if x.dtype != q.dtype:
             raise ValueError(f"{name} must have q's dtype, {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
@@ -191,6 +196,8 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, imple
             raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {offsets.device}")
     if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
         raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
+    if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
+        raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     if implementation not in IMPLEMENTATIONS:
@@ -203,10 +210,9 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, activation, schedule, imple
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) for x in tensors)
+def _autocast(x: Tensor) -> Tensor:
+    """Cast to autocast's dtype where it is on, as scaled_dot_product_attention does: float64 stays."""
+    device = x.device.type
+    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
+        return x
+    return x.to(torch.get_autocast_dtype(device))

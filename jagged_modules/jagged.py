@@ -9,8 +9,10 @@ import torch
 from torch import Tensor
 
 from .broadcast import CandidateIndex
-from .checks import check_offsets
+from .checks import check_integers, check_offsets, check_size, values_are_checkable
 from .schedule import TileSchedule, device_schedule, host_schedule, new_token
+
+MAX_SCHEDULES = 16  # kept with a segmentation
 
 
 class Jagged:
@@ -24,7 +26,7 @@ class Jagged:
             device; host offsets tell them by themselves.
 
     Raises:
-        TypeError, ValueError: offsets that are no offsets of L rows.
+        TypeError, ValueError: offsets that are no offsets of L rows, or host_lengths that are not their lengths.
 
     Example::
 
@@ -34,17 +36,14 @@ class Jagged:
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
         if not isinstance(values, Tensor):
             raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+        if values.dim() < 1:
+            raise ValueError(f"values must have shape [L, ...], got {list(values.shape)}")
         check_offsets("offsets", offsets, values.shape[0], max_seqlen)
         if host_lengths is not None:
             host_lengths = torch.as_tensor(host_lengths)
-            if host_lengths.device.type != "cpu" or host_lengths.shape != (offsets.shape[0] - 1,):
-                raise ValueError(
-                    f"host_lengths must be [B] = [{offsets.shape[0] - 1}] on the host, got {list(host_lengths.shape)} on {host_lengths.device}"
-                )
-            if int(host_lengths.sum()) != values.shape[0]:
-                raise ValueError(f"host_lengths must add up to the number of rows, {values.shape[0]}, got {int(host_lengths.sum())}")
+            _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
-        self._segmentation = _Segmentation(host_lengths)
+        self._segmentation = _segmentation(offsets, host_lengths)
         self._container: Any = None  # what wrap was given
 
     # -- containers in and out ---------------------------------------------------------------------------------------------
@@ -55,17 +54,16 @@ class Jagged:
         pair, a torch nested tensor of jagged layout, or a Jagged, which is returned as it is.
 
         Raises:
-            TypeError: another kind of input. ValueError: a nested tensor of another layout or with holes.
+            TypeError: another kind of input. ValueError: a nested tensor of another layout, or with holes.
         """
         if isinstance(x, Jagged):
             return x
         if _is_torchrec(x):
             jagged = cls(x.values(), x.offsets(), max_seqlen)
-            if not torch.compiler.is_compiling():  # layers that pass a TorchRec container on share its schedules
-                jagged._segmentation = x.__dict__.setdefault("_jagged_segmentation", jagged._segmentation)
         elif isinstance(x, Tensor) and x.is_nested:
-            if x.layout != torch.jagged or x._lengths is not None:
-                raise ValueError(f"a nested tensor must have layout torch.jagged and no holes, got {x.layout}")
+            if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
+                what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
+                raise ValueError(f"a nested tensor must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
             jagged = cls(x.values(), x.offsets(), max_seqlen)
         elif isinstance(x, (tuple, list)) and len(x) == 2 and isinstance(x[0], Tensor):
             jagged = cls(*x, max_seqlen)
@@ -79,8 +77,7 @@ class Jagged:
 
     def unwrap(self, values: Tensor):
         """The kind of container that `wrap` was given, of the same segments, with new values `[L, ...]`."""
-        if values.shape[0] != self.values.shape[0]:
-            raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
+        self._check_rows(values)
         x = self._container
         if x is None:
             return self.with_values(values)
@@ -88,17 +85,15 @@ class Jagged:
             return type(x)((values, x[1]))
         if isinstance(x, Tensor):
             return torch.nested.nested_tensor_from_jagged(values, x.offsets())
+        same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
         if hasattr(x, "keys"):
-            same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none(), stride=x.stride())
-            unwrapped = type(x)(x.keys(), values, **same)
-        else:
-            unwrapped = type(x)(values, lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
-        if not torch.compiler.is_compiling():
-            unwrapped.__dict__["_jagged_segmentation"] = self._segmentation
-        return unwrapped
+            strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
+            return type(x)(x.keys(), values, **same, **strides, inverse_indices=x.inverse_indices_or_none())
+        return type(x)(values, **same)
 
     def with_values(self, values: Tensor) -> Jagged:
         """A Jagged of the same segments with other values `[L, ...]`, offsets on their device; it shares the schedules."""
+        self._check_rows(values)
         offsets = self.offsets if self.offsets.device == values.device else self.offsets.to(values.device, non_blocking=True)
         return self._copy(values, offsets)
 
@@ -114,12 +109,16 @@ class Jagged:
         return pinned
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
+        if not torch.compiler.is_compiling():  # take the lengths while the offsets are on the host
+            self._segmentation.host_lengths = self.host_lengths
         jagged = Jagged.__new__(Jagged)
         jagged.values, jagged.offsets, jagged.max_seqlen = values, offsets, self.max_seqlen
-        if not torch.compiler.is_compiling():
-            self.host_lengths  # read them while the offsets are on the host
         jagged._segmentation, jagged._container = self._segmentation, None
         return jagged
+
+    def _check_rows(self, values: Tensor) -> None:
+        if values.shape[0] != self.values.shape[0]:
+            raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
 
     # -- sizes ---------------------------------------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class Jagged:
             rows_per_candidate: query rows of each candidate, where queries is a CandidateIndex.
 
         Raises:
-            ValueError: the lengths are on a device only.
+            TypeError: a wrong kind of argument. ValueError: sizes below 1, or lengths that only a device knows.
         """
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
@@ -189,32 +188,44 @@ class Jagged:
         return self._schedule(queries, rows_per_candidate, **sizes)
 
     def _schedule(self, queries, rows_per_candidate, num_heads, head_dim, dtype, num_kv_heads) -> TileSchedule | None:
-        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads or num_heads, head_dim=head_dim, itemsize=dtype.itemsize)
-        token = queries if isinstance(queries, int) else None if queries is None else queries.token
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
+        for name, size in dict(**sizes, rows_per_candidate=rows_per_candidate).items():
+            check_size(name, size)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
+        sizes["itemsize"] = dtype.itemsize
+        queries = self if queries is None else queries
+        token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         key = (token, rows_per_candidate, *sizes.values())
         schedules = self._segmentation.schedules
         if key not in schedules:
             offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
             if lengths is not None and self.host_lengths is not None:
-                schedules[key] = host_schedule(lengths, self.host_lengths, **sizes)
+                schedule = host_schedule(lengths, self.host_lengths, **sizes)
             elif total is not None:
-                schedules[key] = device_schedule(offsets, self.offsets, total, self.values.shape[0], **sizes)
+                offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
+                schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **sizes)
             else:
                 return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
+            if len(schedules) == MAX_SCHEDULES:  # segments that outlive their batch, such as cached histories, meet ever new queries
+                del schedules[next(iter(schedules))]
+            schedules[key] = schedule
         schedules[key] = schedules[key].to(self.values.device, non_blocking=True)
         return schedules[key]
 
     def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
         """Query offsets, host lengths if known, and number of rows if known."""
-        if queries is None:
-            return self.offsets, self.host_lengths, self.values.shape[0]
-        if isinstance(queries, int):
-            lengths = torch.full((self.num_segments,), queries)
-            return torch.arange(self.num_segments + 1) * queries, lengths, self.num_segments * queries
         if isinstance(queries, Jagged):
             return queries.offsets, queries.host_lengths, queries.values.shape[0]
-        candidates = None if queries.order is None else queries.order.shape[0] * rows_per_candidate
-        return queries.query_offsets(rows_per_candidate), queries.query_lengths(rows_per_candidate), candidates
+        if isinstance(queries, CandidateIndex):
+            candidates = None if queries.order is None else queries.order.shape[0] * rows_per_candidate
+            return queries.query_offsets(rows_per_candidate), queries.query_lengths(rows_per_candidate), candidates
+        if not isinstance(queries, int):
+            raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
+        check_size("queries", queries, at_least=0)
+        offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * queries
+        return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries
 
     @property
     def token(self) -> tuple[int, int]:
@@ -236,6 +247,35 @@ class _Segmentation:
         if self._token is None:
             self._token = new_token()
         return self._token
+
+
+def _segmentation(offsets: Tensor, host_lengths: Tensor | None) -> _Segmentation:
+    """The segmentation that goes with this very offsets tensor, so that all layers which are passed it, in whatever container, share
+    the schedules. Writing to the tensor makes another segmentation of it."""
+    if torch.compiler.is_compiling() or offsets.is_inference():  # inference tensors do not count what is written to them
+        return _Segmentation(host_lengths)
+    version, segmentation = getattr(offsets, "_jagged_segmentation", (None, None))
+    if version != offsets._version:
+        segmentation = _Segmentation(host_lengths)
+        offsets._jagged_segmentation = offsets._version, segmentation
+    if segmentation.host_lengths is None:
+        segmentation.host_lengths = host_lengths
+    return segmentation
+
+
+def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:
+    segments = offsets.shape[0] - 1
+    if host_lengths.device.type != "cpu" or host_lengths.shape != (segments,):
+        raise ValueError(f"host_lengths must be [B] = [{segments}] on the host, got {list(host_lengths.shape)} on {host_lengths.device}")
+    check_integers("host_lengths", host_lengths)
+    if not values_are_checkable(host_lengths):
+        return
+    if segments and int(host_lengths.min()) < 0:
+        raise ValueError(f"host_lengths must not be negative, got {int(host_lengths.min())}")
+    if int(host_lengths.sum()) != total:
+        raise ValueError(f"host_lengths must add up to the number of rows, {total}, got {int(host_lengths.sum())}")
+    if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
+        raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
 
 
 def _is_torchrec(x) -> bool:

@@ -43,12 +43,12 @@ def device_schedule(
     q_offsets: Tensor, kv_offsets: Tensor, total_q: int, total_kv: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
 ) -> TileSchedule:
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record."""
-    from jagged_kernels.attention import attention_tiles
+    from jagged_kernels.tile_list import tile_list
 
     tile = attention_tile(head_dim, itemsize)
 
     def build(offsets, other_offsets, total, heads, block_m, block_n, backward):
-        tiles, num_tiles = attention_tiles(offsets, other_offsets, total, heads, block_m, block_n)
+        tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n)
         return TileSchedule(tiles, None, None, num_tiles, block_m, block_n, heads, NUM_WORKERS, backward)
 
     backward = build(kv_offsets, q_offsets, total_kv, num_kv_heads, tile.key, tile.query, None)

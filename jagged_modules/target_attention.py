@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .functional import jagged_attention, target_attention
+from .checks import check_size
+from .functional import MAX_HEAD_DIM, jagged_attention, target_attention
 from .jagged import Jagged
 
 
@@ -22,6 +23,9 @@ class JaggedTargetAttention(nn.Module):
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
 
+    Raises:
+        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256.
+
     Example::
 
         attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
@@ -32,13 +36,22 @@ class JaggedTargetAttention(nn.Module):
 
     def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device=None) -> None:
         super().__init__()
-        if num_heads < 1 or embedding_dim % num_heads:
+        self.target_dim = embedding_dim if target_dim is None else target_dim
+        for name, size in dict(embedding_dim=embedding_dim, num_heads=num_heads, target_dim=self.target_dim).items():
+            check_size(name, size)
+        if embedding_dim % num_heads:
             raise ValueError(f"embedding_dim must be a multiple of num_heads, got {embedding_dim} and {num_heads}")
         self.embedding_dim, self.num_heads, self.head_dim = embedding_dim, num_heads, embedding_dim // num_heads
-        self.target_dim = embedding_dim if target_dim is None else target_dim
+        if self.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"embedding_dim / num_heads must be at most {MAX_HEAD_DIM}, got {embedding_dim} and {num_heads}")
         self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device)
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device)
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        for projection in (self.q_proj, self.kv_proj, self.out_proj):
+            projection.reset_parameters()
 
     def forward(self, targets, history, candidates: CandidateIndex | None = None):
         """Attend.

@@ -1,7 +1,76 @@
-"""Skips the tests marked `gpu` where there is no CUDA device."""
+"""What the tests of all packages share: the accuracy rule, offsets from lengths, a fixed budget for hypothesis, the gpu mark."""
 
 import pytest
 import torch
+from hypothesis import settings
+
+settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
+settings.load_profile("repeatable")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
+
+
+@pytest.fixture(scope="session")
+def offsets_of():
+    """lengths, dtype → offsets `[B + 1]`."""
+    return _offsets
+
+
+def _leaves(tensors, dtype=None):
+    """Leaves that keep the strides of `tensors`."""
+    return [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
+
+
+def _maximum(x):
+    return x.abs().amax()
+
+
+def _assert_accurate(operator, reference, *tensors, grad=None, fp32_roundings=32) -> None:
+    """`operator(*tensors)` and its gradients are as accurate as the reference in the same dtype.
+
+    The truth is the reference in float64. Allowed error: 2 (gradients: 3) times that of the reference in the dtype of the tensors,
+    plus a band for where the reference happens to be exact: the last rounding in the dtype itself and `fp32_roundings` eps of
+    fp32 (torch's fused CPU attention takes exponentials of up to 20 ulp; our kernels are held to 4). In float64 the truth has errors
+    of its own, those of sums of up to 1000 terms in another order: sqrt(1000) eps each. Both the 2-norm and the maximum
+    of the error are held to it.
+
+    `grad`: gradient of the output; random if None.
+    """
+    inputs = _leaves(tensors)
+    out = operator(*inputs)
+    grad = torch.randn_like(out) if grad is None else grad
+    actual = [out, *torch.autograd.grad(out, inputs, grad)]
+
+    def run_reference(dtype):
+        inputs = _leaves(tensors, dtype)
+        out = reference(*inputs)
+        return [out, *torch.autograd.grad(out, inputs, grad.to(dtype), materialize_grads=True)]
+
+    truth = run_reference(torch.float64)
+    same_dtype = run_reference(out.dtype)
+    names = ["output", *(f"gradient {i}" for i in range(len(inputs)))]
+    for name, ours, theirs, exact in zip(names, actual, same_dtype, truth, strict=True):
+        assert ours.shape == exact.shape and ours.dtype == theirs.dtype, name
+        if not exact.numel():
+            continue
+        factor = 2 if name == "output" else 3
+        eps, eps32 = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
+        roundings = 64 * eps if out.dtype == torch.float64 else fp32_roundings * eps32 + eps / 2
+        for norm in (torch.linalg.vector_norm, _maximum):
+            error, allowed = norm(ours.double() - exact), factor * norm(theirs.double() - exact) + roundings * norm(exact)
+            assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+@pytest.fixture(scope="session")
+def assert_accurate():
+    return _assert_accurate
 
 
 def pytest_collection_modifyitems(items):

@@ -4,7 +4,7 @@
     dV = Pᵀ dO,  dP = dO Vᵀ,  dS = P ∘ (dP − rowsum(dO ∘ O)),  dQ = scale · dS K,  dK = scale · dSᵀ Q
 
 Every kernel is persistent over a zigzag schedule (tile_schedule.py); each output tile has one owner, so results are
-deterministic. Scores are kept in base 2 (exp2 is the hardware's exponential); the stored log-sum-exp is natural, fp32, [H, rows].
+deterministic. Scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has.
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
@@ -13,6 +13,7 @@ and their dq is summed over the segments.
 
 from __future__ import annotations
 
+import functools
 import math
 
 import torch
@@ -22,11 +23,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import LaunchConfig, attention_config, padded_dim
-from .tile_schedule import device_tiles, tile_capacity
+from .operators import below_autograd, differentiate, operator
+from .tile_list import tile_list
 from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
-LN_2 = tl.constexpr(0.6931471805599453)
 
 
 # -- device code -----------------------------------------------------------------------------------------------------------
@@ -95,20 +96,19 @@ def _attention_fwd_kernel(
         acc = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
         store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
         rows = tl.arange(0, BLOCK_M)
-        lse = (row_max + tl.log2(row_sum)) * LN_2
-        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, lse, mask=rows < num_rows)
+        tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + rows, row_max + tl.log2(row_sum), mask=rows < num_rows)
 
 
 @triton.jit
 def _dq_block(
-    q, do, k_operand, v_operand, row, head, num_keys, lse2, delta, acc, qk_scale,
+    q, do, k_operand, v_operand, row, head, num_keys, lse, delta, acc, qk_scale,
     HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     PRECISION: tl.constexpr, RAGGED: tl.constexpr,
 ):  # fmt: skip
     """One key block: P again from the log-sum-exp, dS = P ∘ (dP − delta), acc += dS k."""
     k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, RAGGED)
     v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, RAGGED)
-    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse2[:, None])
+    p = tl.exp2(tl.dot(q, tl.trans(k), input_precision=PRECISION) * qk_scale - lse[:, None])
     ds = p * (tl.dot(do, tl.trans(v), input_precision=PRECISION) - delta[:, None])
     if RAGGED:
         ds = tl.where((tl.arange(0, BLOCK_N) < num_keys)[None, :], ds, 0.0)
@@ -146,7 +146,7 @@ def _attention_bwd_dq_kernel(
         out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, out_desc is None)
         rows = tl.arange(0, BLOCK_M)
         stat = head.to(tl.int64) * stride_lse + row + rows
-        lse2 = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0) * LOG2_E
+        lse = tl.load(lse_ptr + stat, mask=rows < num_rows, other=0.0)
         delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
         tl.store(delta_ptr + stat, delta, mask=rows < num_rows)
 
@@ -154,12 +154,12 @@ def _attention_bwd_dq_kernel(
         full = kv_len // BLOCK_N * BLOCK_N
         for n in range(0, full, BLOCK_N):
             acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse2, delta, acc, qk_scale,
+                q, do, k_operand, v_operand, kv_start + n, head // GROUP, BLOCK_N, lse, delta, acc, qk_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, False,
             )  # fmt: skip
         if full < kv_len:
             acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse2, delta, acc, qk_scale,
+                q, do, k_operand, v_operand, kv_start + full, head // GROUP, kv_len - full, lse, delta, acc, qk_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, True,
             )  # fmt: skip
         store_rows(dq_operand, row, head, acc * scale, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
@@ -175,12 +175,12 @@ def _dkdv_block(
     q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, RAGGED)
     rows = tl.arange(0, BLOCK_M)
     if RAGGED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
-        lse2 = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf")) * LOG2_E
+        lse = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf"))
         delta = tl.load(delta_ptr + row + rows, mask=rows < num_rows, other=0.0)
     else:
-        lse2 = tl.load(lse_ptr + row + rows) * LOG2_E
+        lse = tl.load(lse_ptr + row + rows)
         delta = tl.load(delta_ptr + row + rows)
-    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse2[None, :])
+    p = tl.exp2(tl.dot(k, tl.trans(q), input_precision=PRECISION) * qk_scale - lse[None, :])
     do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, RAGGED)
     dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (tl.dot(v, tl.trans(do), input_precision=PRECISION) - delta[None, :])
@@ -242,21 +242,11 @@ def _attention_bwd_dkdv_kernel(
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-@torch.library.custom_op("jagged_kernels::attention_tiles", mutates_args=())
-def attention_tiles(
-    q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int
-) -> tuple[Tensor, Tensor]:
-    """The tile list from device offsets, without a sync: (tiles `[capacity, 3]`, num_tiles `[1]`), both int32."""
-    return device_tiles(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n)
+def _attention_fake(q, k, v, q_offsets, kv_offsets, *schedule_and_scale):
+    return _empty_outputs(q, v, q_offsets, q_shared=schedule_and_scale[-2])
 
 
-@attention_tiles.register_fake
-def _(q_offsets, kv_offsets, total_q, num_heads, block_m, block_n):
-    capacity = tile_capacity(total_q, q_offsets.shape[0] - 1, num_heads, block_m)
-    return q_offsets.new_empty((capacity, 3), dtype=torch.int32), q_offsets.new_empty((1,), dtype=torch.int32)
-
-
-@torch.library.custom_op("jagged_kernels::attention", mutates_args=())
+@operator("attention", fake=_attention_fake)
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
     tiles: Tensor, num_tiles: Tensor, block_m: int,
@@ -272,7 +262,7 @@ def triton_attention(
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
 
     Returns:
-        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32 (natural log).
+        out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32, log2 of the sum of exp(scores).
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared)
     config, grid, common = _launch("fwd", q, k, v, tiles)
@@ -286,12 +276,11 @@ def triton_attention(
     return out, lse
 
 
-@triton_attention.register_fake
-def _(q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, scale, q_shared, kv_shared):
-    return _empty_outputs(q, v, q_offsets, q_shared)
+def _backward_fake(do, q, k, v, *saved_and_scale):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-@torch.library.custom_op("jagged_kernels::attention_backward", mutates_args=())
+@operator("attention_backward", fake=_backward_fake)
 def triton_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
     tiles: Tensor, num_tiles: Tensor, block_m: int,
@@ -319,7 +308,7 @@ def triton_attention_backward(
     if kv_shared:
         q_offsets, kv_offsets, chunks = _chunk_rows(q, k, key_block)
     if kv_shared or key_tiles is None:
-        key_tiles, num_key_tiles = device_tiles(kv_offsets, q_offsets, chunks * k.shape[0], k.shape[1], key_block, block_m)
+        key_tiles, num_key_tiles = tile_list(kv_offsets, q_offsets, chunks * k.shape[0], k.shape[1], key_block, block_m)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     config, grid, common = _launch("dkdv", q, k, v, key_tiles)
     if grid:
@@ -335,11 +324,6 @@ def triton_attention_backward(
     return dq, dk, dv
 
 
-@triton_attention_backward.register_fake
-def _(do, q, k, v, *args):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
 def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
     return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((q.shape[1], rows), dtype=torch.float32)
@@ -347,21 +331,24 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> t
 
 def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[LaunchConfig, tuple[int, ...], dict]:
     """The kernel's table entry, its grid (empty: nothing to do) and the launch arguments that all three kernels share."""
-    dims = q.shape[2], v.shape[2]
-    capability, processors = _device(q)
-    config = getattr(attention_config(max(dims), q.element_size(), capability), kernel)
-    common = dict(
-        GROUP=q.shape[1] // k.shape[1],
-        HEAD_DIM=dims[0],
-        V_DIM=dims[1],
-        BLOCK_D=padded_dim(dims[0]),
-        BLOCK_DV=padded_dim(dims[1]),
-        PRECISION=_precision(q),
+    config, common = _constants(kernel, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], q.element_size(), q.device, _precision(q))
+    workers = min(_device(q.device)[1] * config.ctas_per_sm, tiles.shape[0])
+    return config, (workers,) if workers else (), common
+
+
+@functools.cache
+def _constants(kernel, group, head_dim, v_dim, itemsize, device, precision) -> tuple[LaunchConfig, dict]:
+    config = getattr(attention_config(max(head_dim, v_dim), itemsize, _device(device)[0]), kernel)
+    return config, dict(
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        V_DIM=v_dim,
+        BLOCK_D=padded_dim(head_dim),
+        BLOCK_DV=padded_dim(v_dim),
+        PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
-    workers = min(processors * config.ctas_per_sm, tiles.shape[0])
-    return config, (workers,) if workers else (), common
 
 
 def _precision(x: Tensor) -> str:
@@ -372,11 +359,12 @@ def _precision(x: Tensor) -> str:
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
-def _device(x: Tensor) -> tuple[tuple[int, int], int]:
+@functools.cache
+def _device(device: torch.device) -> tuple[tuple[int, int], int]:
     """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
-    if x.device.type != "cuda":
+    if device.type != "cuda":
         return (9, 0), 4
-    return torch.cuda.get_device_capability(x.device), torch.cuda.get_device_properties(x.device).multi_processor_count
+    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
@@ -394,7 +382,7 @@ def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescript
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
     tensors = [x for x, _ in blocks]
     aligned = all(align * x.element_size() >= 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 for x in tensors)
-    if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0])[0] < (9, 0):
+    if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0].device)[0] < (9, 0):
         return [None] * len(blocks)
     return [
         TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], [1, rows, padded_dim(x.shape[2])])
@@ -405,7 +393,7 @@ def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescript
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:
     """Offsets that cut the query rows into chunks, each against all keys, enough to fill the GPU: (q, kv, number of chunks)."""
     tiles = max(1, triton.cdiv(k.shape[0], key_block) * k.shape[1])
-    chunks = max(1, min(2 * _device(q)[1] // tiles, triton.cdiv(q.shape[0], 256)))
+    chunks = max(1, min(2 * _device(q.device)[1] // tiles, triton.cdiv(q.shape[0], 256)))
     boundaries = torch.arange(chunks + 1, device=q.device)
     return boundaries * q.shape[0] // chunks, boundaries * k.shape[0], chunks
 
@@ -413,23 +401,33 @@ def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, i
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *flags = inputs
-    out, lse = output
-    ctx.save_for_backward(q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles)
-    ctx.blocks, ctx.flags = (block_m, key_block), flags
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with below_autograd():
+            out, lse = triton_attention(*inputs)
+        q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, *rest = inputs
+        ctx.save_for_backward(q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles)
+        ctx.block_m, ctx.rest = block_m, rest
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, do, _dlse):
+        *saved, key_tiles, num_key_tiles = ctx.saved_tensors
+        return *triton_attention_backward(do, *saved, ctx.block_m, key_tiles, num_key_tiles, *ctx.rest), *(None,) * 11
 
 
-def _backward(ctx, do, _dlse):
-    *saved, tiles, num_tiles, key_tiles, num_key_tiles = ctx.saved_tensors
-    block_m, key_block = ctx.blocks
-    dq, dk, dv = triton_attention_backward(do, *saved, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, *ctx.flags)
-    return dq, dk, dv, *(None,) * 11
+class _AttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with below_autograd():
+            return triton_attention_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
 
 
-def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
-
-
-triton_attention.register_autograd(_backward, setup_context=_setup_context)
-triton_attention_backward.register_autograd(_no_second_derivative)
+differentiate(triton_attention, _Attention)
+differentiate(triton_attention_backward, _AttentionBackward)

@@ -21,8 +21,8 @@ class TileSchedule:
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
-        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits.
-        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`.
+        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits; None in a schedule built on the device.
+        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`; None likewise.
         num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
@@ -31,8 +31,8 @@ class TileSchedule:
     """
 
     tiles: Tensor
-    work: Tensor
-    worker: Tensor
+    work: Tensor | None
+    worker: Tensor | None
     num_tiles: Tensor
     block_m: int
     block_n: int
@@ -41,7 +41,9 @@ class TileSchedule:
     backward: TileSchedule | None = None
 
     def loads(self) -> Tensor:
-        """int64 `[num_workers]`: total work of each worker, in key blocks."""
+        """int64 `[num_workers]`: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
+        if self.work is None:
+            raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
         return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(0, self.worker.long(), self.work.long())
 
     def to(self, device, non_blocking: bool = False) -> TileSchedule:
@@ -55,7 +57,8 @@ class TileSchedule:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move) -> TileSchedule:
-        moved = {name: move(getattr(self, name)) for name in ("tiles", "work", "worker", "num_tiles")}
+        tensors = {name: getattr(self, name) for name in ("tiles", "work", "worker", "num_tiles")}
+        moved = {name: None if x is None else move(x) for name, x in tensors.items()}
         backward = None if self.backward is None else self.backward._map(move)
         return dataclasses.replace(self, **moved, backward=backward)
 
@@ -74,12 +77,15 @@ def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, bloc
         TileSchedule with host tensors.
 
     Raises:
-        TypeError: lengths that are not integers. ValueError: lengths of different count, negative or on a device, sizes below 1.
+        TypeError: lengths or sizes that are not integers. ValueError: lengths of different count, negative or on a device, sizes
+        below 1.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
     if len(q_lengths) != len(kv_lengths):
         raise ValueError(f"q_lengths and kv_lengths must have the same number of segments, got {len(q_lengths)} and {len(kv_lengths)}")
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
@@ -108,25 +114,6 @@ def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, bloc
     )
 
 
-def device_tiles(q_offsets: Tensor, kv_offsets: Tensor, total_q: int, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
-    """The same tile list from offsets whose values the host does not know, without a sync.
-
-    Returns:
-        tiles: int32 `[capacity, 3]`; capacity = num_heads · (ceil(total_q / block_m) + B) bounds Σ num_heads · ceil(N_b / block_m).
-        num_tiles: int32 `[1]`, how many rows count; the others are undefined.
-    """
-    work, order = torch.sort(_cdiv(kv_offsets.diff(), block_n), descending=True, stable=True)
-    blocks = _cdiv(q_offsets.diff(), block_m)[order]
-    end = (blocks * num_heads).cumsum(0)
-    position = torch.arange(tile_capacity(total_q, len(order), num_heads, block_m), device=q_offsets.device)
-    rank = torch.searchsorted(end, position, right=True).clamp_(max=max(len(order) - 1, 0))
-    blocks = blocks[rank]
-    within = position - (end[rank] - blocks * num_heads)
-    blocks = blocks.clamp(min=1)
-    tiles = torch.stack([order[rank], within // blocks, within % blocks], dim=1).to(torch.int32)
-    return tiles, (end[-1:] if len(order) else q_offsets.new_zeros(1)).to(torch.int32)
-
-
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
     """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
     return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
@@ -143,10 +130,12 @@ def _cdiv(lengths: Tensor, block: int) -> Tensor:
 
 
 def _host_lengths(name: str, lengths) -> Tensor:
-    lengths = torch.as_tensor(lengths)
-    if lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool:
-        if lengths.numel():
-            raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    try:
+        lengths = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must hold integers, got {lengths!r}") from error
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
     if lengths.dim() != 1:
         raise ValueError(f"{name} must have shape [B], got {list(lengths.shape)}")
     if lengths.device.type != "cpu":

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from generated_log import generate_log
 
 

@@ -1,6 +1,5 @@
 import numpy as np
 import pytest
-
 from movielens import read_log
 
 ROWS = [(7, 10, 3.0, 500), (2, 30, 4.5, 200), (7, 20, 5.0, 400), (2, 10, 1.0, 200), (7, 30, 2.0, 450)]

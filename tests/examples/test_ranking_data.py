@@ -3,10 +3,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from generated_log import generate_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from generated_log import generate_log
 from movielens import RatingLog
 from ranking_data import SPLITS, RankingDataset, add_popularity, make_chunks, make_loader, split_by_time
 

@@ -1,10 +1,9 @@
 import pytest
 import torch
-from torchrec import JaggedTensor
-
 from generated_log import generate_log
 from ranking_data import RankingDataset, add_popularity, make_chunks, split_by_time
 from ranking_model import INTERACTIONS, RankingModel, make_interaction
+from torchrec import JaggedTensor
 
 EMBEDDING_DIM, NUM_HEADS = 16, 2
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-
 import train_dlrm
 from ranking_model import INTERACTIONS
 

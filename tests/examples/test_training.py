@@ -2,7 +2,6 @@ import math
 
 import pytest
 import torch
-
 from training import (
     draw_curves,
     load_checkpoint,

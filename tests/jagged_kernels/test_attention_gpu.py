@@ -50,13 +50,12 @@ def test_scale(check_attention, scale):
 def test_packed_views_and_gradients_of_any_stride(check_attention, dim):
     lengths = [50, 30, 200], [50, 30, 200]
     packed = torch.randn(280, 3, 2, dim, device="cuda", dtype=torch.bfloat16)
-    tensors = [x.requires_grad_() for x in packed.unbind(1)]
     for grad in (
         lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
         lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
         lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
     ):
-        check_attention(lengths, torch.bfloat16, "cuda", tensors=tensors, grad=grad)
+        check_attention(lengths, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad)
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128])
@@ -217,13 +216,14 @@ def test_autocast(offsets):
 
 
 def test_operators_pass_opcheck(offsets):
-    from jagged_kernels.attention import attention_tiles, triton_attention
+    from jagged_kernels.attention import triton_attention
+    from jagged_kernels.tile_list import tile_list
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(attention_tiles, (segments, segments, 300, 4, 64, 64))
-    tiles, num_tiles = attention_tiles(segments, segments, 300, 4, 128, 64)
-    key_tiles, num_key_tiles = attention_tiles(segments, segments, 300, 4, 64, 128)
+    torch.library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64))
+    tiles, num_tiles = tile_list(segments, segments, 300, 4, 128, 64)
+    key_tiles, num_key_tiles = tile_list(segments, segments, 300, 4, 64, 128)
     torch.library.opcheck(
         triton_attention,
         (q, k, v, segments, segments, tiles, num_tiles, 128, key_tiles, num_key_tiles, 64, 0.125, False, False),

@@ -4,7 +4,7 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels import attention  # noqa: E402
+from jagged_kernels import attention, tile_list  # noqa: E402
 from jagged_kernels.configs import attention_config, attention_tile, padded_dim  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -68,3 +68,13 @@ def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
 def test_attention_kernels_compile_in_fp32(name):
     for dim in (64, 128):
         compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_tile_list_kernel_compiles(capability):
+    kernel = tile_list._tile_list_kernel
+    pointers = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    signature = pointers | dict(num_segments="i32", num_heads="i32")
+    constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256)
+    source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

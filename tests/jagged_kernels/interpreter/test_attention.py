@@ -36,20 +36,16 @@ def test_scale(check_attention, scale):
     check_attention("empty-ends", torch.float32, "cpu", scale=scale)
 
 
-def test_host_schedule_gives_the_device_schedules_results(check_attention):
+def test_host_schedule(check_attention):
     lengths = [3, 0, 130, 65], [70, 4, 0, 129]
     schedule = host_schedule(*map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
-    for scheduled, built in zip(
-        check_attention(lengths, torch.float32, "cpu", schedule=schedule), check_attention(lengths, torch.float32, "cpu")
-    ):
-        assert scheduled.shape == built.shape
+    check_attention(lengths, torch.float32, "cpu", schedule=schedule)
 
 
-def test_packed_views_and_expanded_gradients(check_attention, offsets):
-    packed = torch.randn(80, 3 * 2 * 24)
-    q, k, v = (x.requires_grad_() for x in packed.view(80, 3, 2, 24).unbind(1))
+def test_packed_views_and_expanded_gradients(check_attention):
+    packed = torch.randn(80, 3, 2, 24)
     lengths = [50, 30], [50, 30]
-    check_attention(lengths, torch.float32, "cpu", tensors=[q, k, v], grad=lambda out: torch.ones((), dtype=out.dtype).expand_as(out))
+    check_attention(lengths, torch.float32, "cpu", tensors=packed.unbind(1), grad=lambda out: torch.ones(()).expand_as(out))
 
 
 def test_a_neighbours_nan_stays_where_it_is(offsets):

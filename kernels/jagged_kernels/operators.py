@@ -1,0 +1,42 @@
+"""Registration of launchers as torch operators.
+
+`torch.library.custom_op` does the same with less code, but its autograd wrapper costs more host time than a short kernel runs;
+an autograd function at the Autograd dispatch key costs a third of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+_library = torch.library.Library("jagged_kernels", "DEF")
+
+
+def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
+    """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on the host for Triton's interpreter.
+
+    Args:
+        name: the operator's name. Its schema comes from the function's annotations.
+        fake: same arguments, makes outputs of the right shape and dtype without looking at data.
+
+    Returns:
+        The operator, called with positional arguments.
+    """
+
+    def register(launcher: Callable) -> Callable:
+        _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
+        for device in ("CUDA", "CPU"):
+            _library.impl(name, launcher, device)
+        torch.library.register_fake(f"jagged_kernels::{name}", fake, lib=_library)
+        return getattr(torch.ops.jagged_kernels, name).default
+
+    return register
+
+
+def differentiate(op: Callable, function: type[torch.autograd.Function]) -> None:
+    """Route the operator's calls under autograd through `function`, whose forward calls `op` inside `below_autograd()`."""
+    _library.impl(op, lambda *args: function.apply(*args), "Autograd")
+
+
+below_autograd = torch._C._AutoDispatchBelowAutograd

@@ -1,0 +1,82 @@
+"""The zigzag schedule's tile list built on the device, where only the device knows the offsets: one launch, no sync."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .operators import operator
+from .tile_schedule import tile_capacity
+
+
+@triton.jit
+def _segment_tiles(offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
+    real = segments < num_segments
+    rows = tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
+    columns = tl.load(other_offsets_ptr + segments + 1, mask=real, other=0) - tl.load(other_offsets_ptr + segments, mask=real, other=0)
+    blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
+    return blocks, blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
+
+
+@triton.jit
+def _tile_list_kernel(
+    offsets_ptr, other_offsets_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program places the tiles of SEGMENTS segments. A segment's first position is the number of tiles of all segments that a
+    stable sort by work, longest first, puts before it: counted by comparison, cheaper here than sorting."""
+    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    blocks, tiles, work = _segment_tiles(offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N)
+    first = tl.zeros([SEGMENTS], tl.int32)
+    total = 0
+    for start in range(0, num_segments, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        _, other_tiles, other_work = _segment_tiles(
+            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N
+        )
+        longer = other_work[None, :] > work[:, None]
+        earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
+        first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
+        total += tl.sum(other_tiles, 0)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles_ptr, total)
+
+    blocks = tl.maximum(blocks, 1)[:, None]
+    for start in range(0, tl.max(tiles, 0), SEGMENTS):
+        within = start + tl.arange(0, SEGMENTS)[None, :]
+        row_ptr = tiles_ptr + (first[:, None] + within).to(tl.int64) * 3
+        mask = within < tiles[:, None]
+        tl.store(row_ptr, segments[:, None], mask=mask)
+        tl.store(row_ptr + 1, within // blocks, mask=mask)
+        tl.store(row_ptr + 2, within % blocks, mask=mask)
+
+
+def _fake(offsets, other_offsets, total_rows, num_heads, block_m, block_n):
+    capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
+    return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((1,), dtype=torch.int32)
+
+
+@operator("tile_list", fake=_fake)
+def tile_list(
+    offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int
+) -> tuple[Tensor, Tensor]:
+    """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
+
+    Args:
+        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over.
+        num_heads, block_m, block_n: as in `zigzag_schedule`.
+
+    Returns:
+        tiles int32 `[capacity, 3]`, capacity as in `tile_schedule.tile_capacity`, and num_tiles int32 `[1]`: rows past it are undefined.
+    """
+    tiles, num_tiles = _fake(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
+    num_segments = offsets.shape[0] - 1
+    segments = 32
+    _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
+        offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
+        BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
+    )  # fmt: skip
+    return tiles, num_tiles

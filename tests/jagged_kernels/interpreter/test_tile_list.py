@@ -1,0 +1,10 @@
+"""The device-built tile list in Triton's interpreter."""
+
+import pytest
+import torch
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (7, 100), (40, 20), (300, 9)])
+def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
+    check_tile_list(num_segments, longest, dtype, "cpu", dict(num_heads=3, block_m=16, block_n=8))

@@ -1,0 +1,152 @@
+"""The zigzag schedule: which tiles, in which order, dealt to whom, how evenly, how fast."""
+
+import dataclasses
+import pickle
+import time
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
+
+SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
+
+
+def expected_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n):
+    """(segment, head, block) and work of every tile, by the definition: enumerate, then sort stably by work, longest first."""
+    tiles = [
+        ((segment, head, block), -(-kv_lengths[segment] // block_n))
+        for segment, rows in enumerate(q_lengths)
+        for head in range(num_heads)
+        for block in range(-(-rows // block_m))
+    ]
+    return sorted(tiles, key=lambda tile: -tile[1])
+
+
+@st.composite
+def problems(draw):
+    """Lengths (empty segments, no segments included) and sizes."""
+    segments = draw(st.integers(0, 12))
+    lengths = st.lists(st.integers(0, 100), min_size=segments, max_size=segments)
+    sizes = dict(num_heads=draw(st.integers(1, 4)), block_m=draw(st.sampled_from([1, 16, 64])), block_n=draw(st.sampled_from([1, 8, 32])))
+    return draw(lengths), draw(lengths), sizes
+
+
+@given(problem=problems(), num_workers=st.integers(1, 40))
+def test_every_tile_once_longest_first_and_stable(problem, num_workers):
+    q_lengths, kv_lengths, sizes = problem
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
+    expected = expected_tiles(q_lengths, kv_lengths, **sizes)
+    assert [tuple(tile) for tile in schedule.tiles.tolist()] == [tile for tile, _ in expected]
+    assert schedule.work.tolist() == [work for _, work in expected]
+    assert schedule.num_tiles.tolist() == [len(expected)]
+    assert len(set(map(tuple, schedule.tiles.tolist()))) == len(expected)
+    for tensor in (schedule.tiles, schedule.work, schedule.worker, schedule.num_tiles):
+        assert tensor.dtype == torch.int32 and tensor.device.type == "cpu"
+    assert schedule.tiles.shape == (len(expected), 3)
+
+
+@given(problem=problems(), num_workers=st.integers(1, 40))
+def test_dealing_alternates_direction(problem, num_workers):
+    q_lengths, kv_lengths, sizes = problem
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
+    there_and_back = [*range(num_workers), *reversed(range(num_workers))]
+    assert schedule.worker.tolist() == [there_and_back[position % len(there_and_back)] for position in range(len(schedule.worker))]
+    counts = torch.bincount(schedule.worker, minlength=num_workers)
+    assert counts.max() - counts.min() <= 1
+
+
+@given(problem=problems(), num_workers=st.integers(1, 40))
+def test_loads_differ_by_at_most_the_longest_tile(problem, num_workers):
+    """Two workers' tiles of one wave differ by at most the wave's spread, with alternating sign from wave to wave; the waves' spreads
+    lie one after the other in the sorted list, so they add up to at most its longest tile."""
+    q_lengths, kv_lengths, sizes = problem
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
+    loads = schedule.loads()
+    assert loads.shape == (num_workers,) and loads.sum() == schedule.work.sum()
+    longest = schedule.work.max() if len(schedule.work) else 0
+    assert loads.max() - loads.min() <= longest
+    assert loads.max() - loads.double().mean() <= longest
+
+
+@pytest.mark.parametrize("segments, longest, allowed", [(1152, 512, 1.01), (64, 1024, 1.07)])
+def test_makespan_over_mean(segments, longest, allowed):
+    """Lengths as in the GDPA post: mean over longest length 0.3, 4 heads, 132 workers, 128 query rows against blocks of 64 keys."""
+    ratios = []
+    for seed in range(10):
+        lengths = torch.randint(1, int(2 * 0.3 * longest) + 1, (segments,), generator=torch.Generator().manual_seed(seed))
+        loads = zigzag_schedule(lengths, lengths, num_heads=4, block_m=128, block_n=64, num_workers=132).loads().double()
+        ratios.append((loads.max() / loads.mean()).item())
+    assert sum(ratios) / len(ratios) <= allowed
+
+
+def test_forty_thousand_tiles_within_two_milliseconds():
+    lengths = torch.randint(1, 1000, (2400,))
+    arguments = dict(num_heads=4, block_m=128, block_n=64, num_workers=132)
+    assert len(zigzag_schedule(lengths, lengths, **arguments).tiles) >= 40_000
+    seconds = []
+    for _ in range(30):
+        start = time.perf_counter()
+        zigzag_schedule(lengths, lengths, **arguments)
+        seconds.append(time.perf_counter() - start)
+    assert min(seconds) < 2e-3
+
+
+def test_capacity_is_reached():
+    """One row more than whole blocks in every segment but the last: the bound is tight up to the rounding of the total."""
+    lengths, sizes = [17] * 8, dict(num_heads=3, block_m=16, block_n=8)
+    assert int(zigzag_schedule(lengths, lengths, **sizes, num_workers=1).num_tiles) == 3 * 16
+    assert tile_capacity(sum(lengths), 8, 3, 16) == 3 * (9 + 8)
+
+
+def test_queries_without_keys_keep_their_tiles():
+    schedule = zigzag_schedule([20, 0, 3], [0, 9, 8], **SIZES)
+    assert schedule.tiles.tolist() == [[2, 0, 0], [2, 1, 0], [0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
+    assert schedule.work.tolist() == [1, 1, 0, 0, 0, 0]
+
+
+def test_no_segments():
+    schedule = zigzag_schedule([], [], **SIZES)
+    assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0] and schedule.loads().tolist() == [0] * 5
+
+
+def test_moves_take_the_backward_along():
+    schedule = zigzag_schedule([20, 3], [9, 8], **SIZES)
+    schedule = dataclasses.replace(schedule, backward=zigzag_schedule([9, 8], [20, 3], **SIZES))
+    moved = schedule.to("meta")
+    assert moved.tiles.is_meta and moved.backward.tiles.is_meta and moved.backward.backward is None
+    assert schedule.to("cpu") is schedule
+    restored = pickle.loads(pickle.dumps(schedule))
+    assert torch.equal(restored.tiles, schedule.tiles) and torch.equal(restored.backward.worker, schedule.backward.worker)
+
+
+def test_a_schedule_without_work_moves_and_says_so():
+    schedule = dataclasses.replace(zigzag_schedule([20, 3], [9, 8], **SIZES), work=None, worker=None)
+    assert schedule.to("meta").work is None
+    with pytest.raises(ValueError, match="built on the device"):
+        schedule.loads()
+
+
+BAD = [
+    (dict(q_lengths=[1, 2]), ValueError, "q_lengths and kv_lengths must have the same number of segments, got 2 and 1"),
+    (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
+    (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),
+    (dict(q_lengths=[1.5]), TypeError, "q_lengths must hold integers, got torch.float32"),
+    (dict(q_lengths=torch.tensor([True])), TypeError, "q_lengths must hold integers, got torch.bool"),
+    (dict(q_lengths=None), TypeError, "q_lengths must hold integers, got None"),
+    (dict(q_lengths="abc"), TypeError, "q_lengths must hold integers, got 'abc'"),
+    (dict(q_lengths=torch.tensor([[1]])), ValueError, r"q_lengths must have shape \[B\], got \[1, 1\]"),
+    (dict(q_lengths=torch.tensor([1], device="meta")), ValueError, "q_lengths must be on the host, got device meta"),
+    (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
+    (dict(block_m=-16), ValueError, "block_m must be at least 1, got -16"),
+    (dict(block_n=0), ValueError, "block_n must be at least 1, got 0"),
+    (dict(num_workers=0), ValueError, "num_workers must be at least 1, got 0"),
+    (dict(num_workers=2.0), TypeError, "num_workers must be an int, got float"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_input(change, error, message):
+    with pytest.raises(error, match=message):
+        zigzag_schedule(**(dict(q_lengths=[1], kv_lengths=[1]) | SIZES | change))

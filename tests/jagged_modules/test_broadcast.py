@@ -1,0 +1,97 @@
+"""CandidateIndex: every way to say which user a candidate belongs to says the same."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jagged_modules as jm
+
+
+def assert_same_index(a: jm.CandidateIndex, b: jm.CandidateIndex) -> None:
+    assert torch.equal(a.offsets, b.offsets)
+    assert torch.equal(a.candidate_to_user, b.candidate_to_user)
+
+
+@given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())
+def test_a_map_in_any_order(counts, data):
+    users = [user for user, count in enumerate(counts) for _ in range(count)]
+    candidate_to_user = torch.tensor(data.draw(st.permutations(users)), dtype=data.draw(st.sampled_from([torch.int32, torch.int64])))
+    index = jm.CandidateIndex.from_map(candidate_to_user, len(counts))
+    assert index.num_users == len(counts)
+    assert index.offsets.diff().tolist() == counts
+    assert index.host_counts.tolist() == counts
+    assert torch.equal(index.candidate_to_user, candidate_to_user.long())
+    assert index.is_sorted == (candidate_to_user.tolist() == users)
+    if not index.is_sorted:
+        assert candidate_to_user[index.order].tolist() == users
+        assert torch.equal(index.order[index.inverse], torch.arange(len(users)))
+        grouped = [index.order[start:end] for start, end in zip(index.offsets, index.offsets[1:])]
+        assert all((candidates.diff() > 0).all() for candidates in grouped), "a user's candidates keep their order"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_counts_offsets_map_and_container_agree(dtype):
+    expected = jm.CandidateIndex.from_map(torch.tensor([0, 0, 0, 2, 2], dtype=dtype), 3)
+    counts, offsets = torch.tensor([3, 0, 2], dtype=dtype), torch.tensor([0, 3, 3, 5], dtype=dtype)
+    assert expected.is_sorted
+    assert_same_index(jm.CandidateIndex.from_counts(counts), expected)
+    assert_same_index(jm.CandidateIndex.from_offsets(offsets), expected)
+    assert_same_index(jm.CandidateIndex.from_jagged((torch.randn(5, 4), offsets)), expected)
+    assert_same_index(jm.CandidateIndex.from_jagged(jm.Jagged(torch.randn(5, 4), offsets)), expected)
+
+
+def test_from_torchrec_containers_with_lengths_only():
+    torchrec = pytest.importorskip("torchrec")
+    expected = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2, 1]))
+    jagged = torchrec.JaggedTensor(torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
+    assert_same_index(jm.CandidateIndex.from_jagged(jagged), expected)
+    keyed = torchrec.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
+    assert_same_index(jm.CandidateIndex.from_jagged(keyed), expected)
+
+
+def test_no_candidates_and_no_users():
+    for index in (jm.CandidateIndex.from_map(torch.zeros(0, dtype=torch.int64), 3), jm.CandidateIndex.from_counts(torch.tensor([0, 0, 0]))):
+        assert index.offsets.tolist() == [0, 0, 0, 0] and index.candidate_to_user.numel() == 0
+    assert jm.CandidateIndex.from_counts(torch.zeros(0, dtype=torch.int64)).num_users == 0
+
+
+def test_query_rows_of_a_user():
+    index = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2]))
+    assert index.query_offsets(4).tolist() == [0, 12, 12, 20]
+    assert index.query_offsets(4) is index.query_offsets(4), "computed once for all layers"
+    assert index.query_lengths(4).tolist() == [12, 0, 8]
+
+
+def test_copies_keep_the_name_of_the_segmentation():
+    index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
+    assert pickle.loads(pickle.dumps(index)).token != index.token, "nobody had asked for the name when it was pickled"
+    assert pickle.loads(pickle.dumps(index)).token == index.token
+    assert index.to("meta").token == index.token
+    assert index.to("meta").host_counts.tolist() == [1, 2]
+    assert jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2).token != index.token
+
+
+BAD = [
+    (lambda: jm.CandidateIndex.from_map([0, 1], 2), TypeError, "candidate_to_user must be a torch.Tensor, got list"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([0.0]), 2), TypeError, "candidate_to_user must be int32 or int64, got torch.float32"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([[0]]), 2), ValueError, r"candidate_to_user must be 1-D, got shape \[1, 1\]"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([0, 2]), 2), ValueError, "candidate_to_user must be 0 to .*= 1, got.* 2"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([-1, 0]), 2), ValueError, "candidate_to_user must be 0 to .*= 1, got.*-1"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([0]), -1), ValueError, "num_users must be at least 0, got -1"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([0]), 2.0), TypeError, "num_users must be an int, got float"),
+    (lambda: jm.CandidateIndex.from_counts(torch.tensor([1, -2])), ValueError, "candidates_per_user must not be negative, got -2"),
+    (lambda: jm.CandidateIndex.from_counts(torch.tensor([True])), TypeError, "candidates_per_user must be int32 or int64, got torch.bool"),
+    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])), ValueError, "candidate_offsets must start at 0, got 1"),
+    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])), ValueError, "candidate_offsets must not decrease, got 2 then 1"),
+    (lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)), ValueError, r"candidate_offsets must be 1-D, got shape \[\]"),
+    (lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])), TypeError, "expected a JaggedTensor.*got Tensor"),
+]
+
+
+@pytest.mark.parametrize("build, error, message", BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_input(build, error, message):
+    with pytest.raises(error, match=message):
+        build()

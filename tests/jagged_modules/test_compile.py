@@ -1,0 +1,193 @@
+"""Under torch's graph tools: torch.library's opcheck, torch.compile without a recompilation from batch to batch, torch.export, torch.fx."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+HEADS, DIM, WIDTH = 2, 16, 32
+SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]  # users, history rows, candidates; no two sizes of a batch equal
+
+
+def random_offsets(segments: int, total: int) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
+
+
+def compiled(function):
+    """The function compiled as one graph, and the counter of compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+
+
+def assert_compiles_once(function, batches) -> None:
+    """One graph for all batches; values and gradients of every floating-point input as without compilation."""
+    graph, counter = compiled(function)
+    for inputs in batches:
+        results = []
+        for call in (function, graph):
+            leaves = [x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
+            out = call(*leaves)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [x for x in leaves if x.requires_grad])])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("q_shared", [False, True])
+def test_opcheck(q_shared, offsets_of):
+    q, k, v = (torch.randn(n, h, d, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6)))
+    q_offsets, kv_offsets = offsets_of([4, 4] if q_shared else [3, 1]), offsets_of([2, 5])
+    arguments = q, k, v, q_offsets, kv_offsets, 0.3, q_shared
+    torch.library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
+    grad = torch.randn(8 if q_shared else 4, 4, 6)
+    out, lse = torch.ops.jagged_modules.attention_cpu(*arguments)
+    arguments = (grad, *(x.detach() for x in (q, k, v, out, lse)), *arguments[3:])
+    torch.library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, arguments)
+
+
+def test_opcheck_of_strided_low_precision_inputs(offsets_of):
+    packed = torch.randn(7, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    offsets = offsets_of([2, 0, 5], torch.int32)
+    torch.library.opcheck(torch.ops.jagged_modules.attention_cpu.default, (*packed.unbind(1), offsets, offsets.clone(), 0.3, False))
+
+
+def qkv(q_rows, kv_rows):
+    return torch.randn(q_rows, HEADS, DIM), torch.randn(kv_rows, HEADS, DIM), torch.randn(kv_rows, HEADS, DIM)
+
+
+def test_self_attention():
+    batches = [(*qkv(rows, rows), random_offsets(users, rows)) for users, rows, _ in SIZES]
+    assert_compiles_once(lambda q, k, v, offsets: F.jagged_attention(q, k, v, offsets), batches)
+
+
+def test_cross_attention():
+    batches = [(*qkv(c, rows), random_offsets(users, c), random_offsets(users, rows)) for users, rows, c in SIZES]
+    assert_compiles_once(lambda *x: F.jagged_attention(*x, scale=0.2), batches)
+
+
+@pytest.mark.parametrize("shared", ["q", "kv"])
+def test_shared_operands(shared):
+    if shared == "q":
+        batches = [(*qkv(3, rows), random_offsets(users, rows)) for users, rows, _ in SIZES]
+        assert_compiles_once(lambda q, k, v, offsets: F.jagged_attention(q, k, v, "shared", offsets), batches)
+    else:
+        batches = [(*qkv(rows, 3), random_offsets(users, rows)) for users, rows, _ in SIZES]
+        assert_compiles_once(lambda q, k, v, offsets: F.jagged_attention(q, k, v, offsets, "shared"), batches)
+
+
+@pytest.mark.parametrize("form", ["map", "offsets"])
+def test_target_attention(form):
+    def attend(q, k, v, offsets, candidates):
+        if form == "map":
+            index = jm.CandidateIndex.from_map(candidates, offsets.shape[0] - 1)
+        else:
+            index = jm.CandidateIndex.from_offsets(candidates)
+        return F.target_attention(q, k, v, index, offsets)
+
+    batches = []
+    for users, rows, count in SIZES:
+        _, k, v = qkv(1, rows)
+        candidates = torch.randint(users, (count,)) if form == "map" else random_offsets(users, count)
+        batches.append((torch.randn(count, 4, HEADS, DIM), k, v, random_offsets(users, rows), candidates))
+    assert_compiles_once(attend, batches)
+
+
+@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor", "nested"])
+def test_layer_with_every_container(kind):
+    """The container is made outside of the graph, as a data loader or an embedding does."""
+    torchrec = pytest.importorskip("torchrec")
+    wrap = {
+        "pair": lambda values, offsets: (values, offsets),
+        "Jagged": jm.Jagged,
+        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "nested": torch.nested.nested_tensor_from_jagged,
+    }[kind]
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    graph, counter = compiled(layer)
+    for users, rows, _ in SIZES:
+        targets, values, offsets = torch.randn(users, 3, WIDTH), torch.randn(rows, WIDTH), random_offsets(users, rows)
+        out = graph(targets, wrap(values, offsets))
+        torch.testing.assert_close(out, layer(targets, (values, offsets)))
+        out.sum().backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["Jagged", "JaggedTensor"])
+def test_layer_gives_the_same_container(kind):
+    torchrec = pytest.importorskip("torchrec")
+    wrap = jm.Jagged if kind == "Jagged" else lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff())
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    graph, counter = compiled(layer)
+    for users, rows, count in SIZES:
+        history = wrap(torch.randn(rows, WIDTH), random_offsets(users, rows))
+        targets = wrap(torch.randn(count, WIDTH), random_offsets(users, count))
+        out, expected = graph(targets, history), layer(targets, history)
+        assert type(out) is type(targets)
+        torch.testing.assert_close(jm.Jagged.wrap(out).values, jm.Jagged.wrap(expected).values)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("form", ["map", "counts"])
+def test_layer_with_candidates(form):
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    graph, counter = compiled(layer)
+    for users, rows, count in SIZES:
+        users_of = torch.randint(users, (count,))
+        if form == "map":
+            index = jm.CandidateIndex.from_map(users_of, users)
+        else:
+            index = jm.CandidateIndex.from_counts(torch.bincount(users_of, minlength=users))
+        inputs = torch.randn(count, 3, WIDTH), (torch.randn(rows, WIDTH), random_offsets(users, rows)), index
+        out = graph(*inputs)
+        torch.testing.assert_close(out, layer(*inputs))
+        out.sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_inductor():
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    torch._dynamo.reset()
+    graph = torch.compile(layer, fullgraph=True, dynamic=True)
+    for users, rows, _ in SIZES[:2]:
+        inputs = torch.randn(users, 3, WIDTH), (torch.randn(rows, WIDTH), random_offsets(users, rows))
+        expected = torch.autograd.grad(layer(*inputs).square().sum(), list(layer.parameters()))
+        torch.testing.assert_close(torch.autograd.grad(graph(*inputs).square().sum(), list(layer.parameters())), expected)
+
+
+class Ranker(torch.nn.Module):
+    """Tensors in, tensors out: what is exported for serving."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = jm.JaggedTargetAttention(WIDTH, HEADS)
+
+    def forward(self, targets, history, offsets, candidate_to_user):
+        index = jm.CandidateIndex.from_map(candidate_to_user, offsets.shape[0] - 1)
+        return self.attention(targets, (history, offsets), index)
+
+
+def ranker_inputs(users, rows, count):
+    return torch.randn(count, 1, WIDTH), torch.randn(rows, WIDTH), random_offsets(users, rows), torch.randint(users, (count,))
+
+
+def test_export_with_users_candidates_and_rows_dynamic():
+    model = Ranker()
+    candidates, rows, boundaries = (torch.export.Dim(name) for name in ("candidates", "rows", "boundaries"))
+    shapes = dict(targets={0: candidates}, history={0: rows}, offsets={0: boundaries}, candidate_to_user={0: candidates})
+    exported = torch.export.export(model, ranker_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
+    for sizes in [*SIZES, (2, 3, 400)]:
+        inputs = ranker_inputs(*sizes)
+        torch.testing.assert_close(exported(*inputs), model(*inputs))
+
+
+def test_symbolic_trace_keeps_the_functions_whole(offsets_of):
+    class Attention(torch.nn.Module):
+        def forward(self, x, offsets):
+            return F.jagged_attention(x, x, x, offsets).relu()
+
+    traced = torch.fx.symbolic_trace(Attention())
+    assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == ["jagged_attention"]
+    x, offsets = torch.randn(9, 2, 4), offsets_of([4, 5])
+    assert torch.equal(traced(x, offsets), Attention()(x, offsets))

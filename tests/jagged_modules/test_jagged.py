@@ -1,0 +1,308 @@
+"""Jagged: every container in and out, schedules built once and shared, also out of a DataLoader worker."""
+
+import pickle
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import jagged_modules as jm
+from jagged_modules import jagged as jagged_module
+from jagged_modules import schedule as schedule_module
+from jagged_modules.checks import debug_checks
+
+LENGTHS = [2, 0, 3, 1]
+SIZES = dict(num_heads=2, head_dim=16)
+
+
+@pytest.fixture
+def values():
+    return torch.randn(sum(LENGTHS), 8)
+
+
+@pytest.fixture
+def offsets(offsets_of):
+    return offsets_of(LENGTHS)
+
+
+# -- containers ----------------------------------------------------------------------------------------------------------------
+
+
+def test_a_jagged_is_returned_as_it_is(values, offsets):
+    jagged = jm.Jagged(values, offsets, max_seqlen=3)
+    assert jm.Jagged.wrap(jagged) is jagged
+    assert (jagged.num_segments, jagged.max_seqlen, jagged.host_lengths.tolist()) == (4, 3, LENGTHS)
+
+
+@pytest.mark.parametrize("kind", [tuple, list])
+def test_pair(kind, values, offsets):
+    pair = kind((values, offsets))
+    jagged = jm.Jagged.wrap(pair, max_seqlen=3)
+    assert jagged.values is values and jagged.offsets is offsets and jagged.max_seqlen == 3
+    out = jagged.unwrap(values * 2)
+    assert type(out) is kind and torch.equal(out[0], values * 2) and out[1] is offsets
+
+
+def test_nested(values, offsets):
+    values.requires_grad_()
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    out = jm.Jagged.wrap(nested).unwrap(jm.Jagged.wrap(nested).values * 3)
+    assert out.is_nested and out.layout == torch.jagged
+    total = out + nested  # possible for nested tensors of the same segments alone
+    total.values().sum().backward()
+    assert torch.equal(values.grad, torch.full_like(values, 4))
+
+
+@pytest.mark.parametrize("give", ["lengths", "offsets"])
+def test_jagged_tensor(give, values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    weights = torch.randn(len(values))
+    segments = dict(lengths=offsets.diff().int()) if give == "lengths" else dict(offsets=offsets)
+    x = torchrec.JaggedTensor(values, weights=weights, **segments)
+    out = jm.Jagged.wrap(x).unwrap(values * 2)
+    assert isinstance(out, torchrec.JaggedTensor)
+    assert torch.equal(out.values(), values * 2) and torch.equal(out.weights(), weights)
+    assert out.lengths().tolist() == LENGTHS and out.offsets().tolist() == offsets.tolist()
+
+
+def test_keyed_jagged_tensor(values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    x = torchrec.KeyedJaggedTensor(["a", "b"], values, lengths=offsets.diff().int())
+    jagged = jm.Jagged.wrap(x)
+    assert jagged.num_segments == 4, "each feature and sample is a segment"
+    out = jagged.unwrap(values * 2)
+    assert isinstance(out, torchrec.KeyedJaggedTensor) and out.keys() == ["a", "b"] and out.stride() == 2
+    assert torch.equal(out["b"].values(), values[2:] * 2)
+
+
+def test_keyed_jagged_tensor_with_a_batch_size_per_key(values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    x = torchrec.KeyedJaggedTensor(["a", "b"], values, lengths=offsets.diff().int(), stride_per_key_per_rank=[[3], [1]])
+    out = jm.Jagged.wrap(x).unwrap(values * 2)
+    assert out.stride_per_key() == [3, 1] and torch.equal(out["b"].values(), values[5:] * 2)
+
+
+def test_no_rows_and_no_segments():
+    jagged = jm.Jagged(torch.zeros(0, 8), torch.zeros(1, dtype=torch.int64))
+    assert jagged.num_segments == 0 and jagged.host_lengths.tolist() == []
+    assert jm.Jagged.wrap((torch.zeros(0, 8), torch.zeros(3, dtype=torch.int32))).num_segments == 2
+
+
+def test_copies_share_the_segmentation(values, offsets):
+    jagged = jm.Jagged(values, offsets)
+    token = jagged.token
+    for copy in (jagged.with_values(values.double()), jagged.to("meta"), pickle.loads(pickle.dumps(jagged))):
+        assert copy.token == token
+        assert copy.host_lengths.tolist() == LENGTHS, "known on the host though the copy may be on a device"
+    assert jm.Jagged(values, offsets.clone()).token != token
+
+
+# -- schedules -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    """Names of the schedule builders called so far; they still build."""
+    calls = []
+
+    def counted(name):
+        builder = getattr(jagged_module, name)
+
+        def build(*args, **kwargs):
+            calls.append(name)
+            return builder(*args, **kwargs)
+
+        return build
+
+    for name in ("host_schedule", "device_schedule"):
+        monkeypatch.setattr(jagged_module, name, counted(name))
+    return calls
+
+
+class ThreeLayers(torch.nn.Module):
+    """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(jm.JaggedTargetAttention(8, 2, device="meta") for _ in range(3))
+
+    def forward(self, targets, history, candidates=None):
+        for layer in self.layers:
+            targets = layer(targets, history, *([] if candidates is None else [candidates]))
+        return targets
+
+
+def step(targets, history, candidates=None):
+    out = ThreeLayers()(targets, history, candidates)
+    (out if isinstance(out, torch.Tensor) and not out.is_nested else jm.Jagged.wrap(out).values).sum().backward()
+
+
+def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
+    history, targets = jm.Jagged(values, offsets).to("meta"), jm.Jagged(torch.randn(6, 8), offsets_of([1, 2, 0, 3])).to("meta")
+    step(targets, history)
+    assert builds == ["host_schedule"], "from the lengths that the host knew before the Jagged moved"
+    step(targets, history.with_values(history.values))
+    step(targets.with_values(targets.values), history)
+    assert len(builds) == 1
+    step(history, history)
+    assert len(builds) == 2
+
+
+@pytest.mark.parametrize("kind", ["pair", "JaggedTensor", "KeyedJaggedTensor"])
+def test_layers_share_one_schedule_of_other_containers(kind, builds, values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    values, offsets = values.to("meta"), offsets.to("meta")
+    wrap = {
+        "pair": lambda: (values, offsets),
+        "JaggedTensor": lambda: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "KeyedJaggedTensor": lambda: torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff(), stride=4),
+    }[kind]
+    x = wrap()
+    step(x, x)
+    assert builds == ["device_schedule"]
+    step(torch.empty(4, 3, 8, device="meta"), x)
+    assert len(builds) == 2
+
+
+def test_nested_tensors_share_the_schedules_of_their_offsets(values, offsets):
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    jagged = jm.Jagged.wrap(nested).prepare(**SIZES)
+    assert jm.Jagged.wrap(jagged.unwrap(values * 2)).token == jagged.token
+    assert jm.Jagged.wrap(nested + 1).token == jagged.token
+
+
+def test_candidates_share_one_schedule(builds, values, offsets):
+    history, index = jm.Jagged(values, offsets).to("meta"), jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4)
+    targets = torch.empty(4, 1, 8, device="meta")
+    step(targets, history, index)
+    step(targets, history, index.to("meta"))
+    assert builds == ["host_schedule"]
+    step(targets, history, jm.CandidateIndex.from_map(torch.tensor([3, 0, 0, 2]), 4))
+    assert len(builds) == 2
+
+
+def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets_of):
+    offsets = offsets_of(LENGTHS)
+    before = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, 2, 16, torch.float32, None)
+    offsets.copy_(offsets_of([6, 0, 0, 0]))
+    after = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, 2, 16, torch.float32, None)
+    assert len(builds) == 2
+    assert before.tiles[:, 0].unique().tolist() == [0, 2, 3] and after.tiles[:, 0].unique().tolist() == [0]
+
+
+def test_the_schedule_is_that_of_the_lengths(values, offsets, offsets_of):
+    history = jm.Jagged(values, offsets)
+    sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16, itemsize=4)
+    for queries, q_lengths in (
+        (None, LENGTHS),
+        (5, [5] * 4),
+        (jm.Jagged(torch.randn(9, 8), offsets_of([0, 4, 4, 1])), [0, 4, 4, 1]),
+        (jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])), [3, 0, 6, 3]),
+    ):
+        actual = history.prepare(num_heads=2, num_kv_heads=1, head_dim=16, queries=queries, rows_per_candidate=3)._schedule(
+            queries, 3, 2, 16, torch.float32, 1
+        )
+        expected = schedule_module.host_schedule(torch.tensor(q_lengths), torch.tensor(LENGTHS), **sizes)
+        for schedule, other in ((actual, expected), (actual.backward, expected.backward)):
+            assert torch.equal(schedule.tiles, other.tiles) and torch.equal(schedule.num_tiles, other.num_tiles)
+
+
+def test_a_long_lived_history_keeps_few_schedules(values, offsets):
+    history = jm.Jagged(values, offsets)
+    for _ in range(100):
+        history.prepare(**SIZES, queries=jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])))
+    assert len(history._segmentation.schedules) == jagged_module.MAX_SCHEDULES
+
+
+class Batches(torch.utils.data.Dataset):
+    """Batches that a DataLoader worker prepares: a history, its candidates, their targets."""
+
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, i):
+        generator = torch.Generator().manual_seed(i)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(0, 9, (5,), generator=generator).cumsum(0)])
+        history = jm.Jagged(torch.randn(int(offsets[-1]), 8), offsets)
+        candidates = jm.CandidateIndex.from_map(torch.randint(0, 5, (7,), generator=generator), 5)
+        history.prepare(num_heads=2, head_dim=4, queries=candidates)
+        history.prepare(num_heads=2, head_dim=4)
+        return history, candidates
+
+
+def test_schedules_prepared_in_a_data_loader_are_used(builds):
+    for history, candidates in DataLoader(Batches(), batch_size=None, num_workers=1):
+        history, candidates = history.to("meta"), candidates.to("meta")
+        step(torch.empty(7, 1, 8, device="meta"), history, candidates)
+        step(history, history)
+        step(history.with_values(history.values * 2), history)
+    assert builds == [], "the worker built them"
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------
+
+
+def bad_calls():
+    values, offsets = torch.randn(6, 8), torch.tensor([0, 2, 2, 5, 6])
+    nested = torch.nested.nested_tensor_from_jagged(values, offsets)
+    holes = torch.nested.nested_tensor_from_jagged(values, offsets, lengths=torch.tensor([1, 0, 3, 1]))
+    strided = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.strided)
+    jagged = jm.Jagged(values, offsets)
+    on_device = jm.Jagged(values.to("meta"), offsets.to("meta"))
+    return [
+        (lambda: jm.Jagged([1.0], offsets), TypeError, "values must be a torch.Tensor, got list"),
+        (lambda: jm.Jagged(torch.tensor(1.0), offsets), ValueError, r"values must have shape \[L, ...\], got \[\]"),
+        (lambda: jm.Jagged(values, [0, 6]), TypeError, "offsets must be a torch.Tensor, got list"),
+        (lambda: jm.Jagged(values, offsets.float()), TypeError, "offsets must be int32 or int64, got torch.float32"),
+        (lambda: jm.Jagged(values, offsets[:0]), ValueError, r"offsets must have shape \[B \+ 1\], got \[0\]"),
+        (lambda: jm.Jagged(values, offsets[None]), ValueError, r"offsets must be 1-D, got shape \[1, 5\]"),
+        (lambda: jm.Jagged(values, offsets + 1), ValueError, "offsets must start at 0, got 1"),
+        (lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])), ValueError, "offsets must not decrease, got 4 then 3 at segment 1"),
+        (lambda: jm.Jagged(values[:5], offsets), ValueError, "offsets must end at the number of rows, 5, got 6"),
+        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "segment of 3 rows, longer than the stated max_seqlen 2"),
+        (lambda: jm.Jagged(values, offsets, max_seqlen=2.5), TypeError, "max_seqlen must be an int, got float"),
+        (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 4]), ValueError, r"host_lengths must be \[B\] = \[4\].*got \[3\]"),
+        (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 3, 2]), ValueError, "host_lengths must add up to .* 6, got 7"),
+        (lambda: jm.Jagged(values, offsets, host_lengths=[7, -1, 0, 0]), ValueError, "host_lengths must not be negative, got -1"),
+        (lambda: jm.Jagged(values, offsets, host_lengths=[2, 1, 2, 1]), ValueError, "host_lengths must be the differences of offsets"),
+        (lambda: jm.Jagged(values, offsets, host_lengths=[2.0, 0, 3, 1]), TypeError, "host_lengths must be int32 or int64"),
+        (lambda: jm.Jagged.wrap(values), TypeError, "expected a JaggedTensor.*got Tensor"),
+        (lambda: jm.Jagged.wrap((values, offsets, 3)), TypeError, "expected a JaggedTensor.*got tuple"),
+        (lambda: jm.Jagged.wrap(None), TypeError, "expected a JaggedTensor.*got NoneType"),
+        (lambda: jm.Jagged.wrap(strided), ValueError, "a nested tensor must have layout torch.jagged"),
+        (lambda: jm.Jagged.wrap(holes), ValueError, "a nested tensor must have .*no holes"),
+        (lambda: jm.Jagged.wrap(nested.transpose(1, 2)), ValueError, "a nested tensor must have .*second dimension ragged"),
+        (lambda: jagged.unwrap(values[:3]), ValueError, "values must keep the number of rows, 6, got 3"),
+        (lambda: jagged.with_values(values[:3]), ValueError, "values must keep the number of rows, 6, got 3"),
+        (lambda: on_device.prepare(**SIZES), ValueError, "lengths are on a device only; pass host_lengths"),
+        (lambda: jagged.prepare(num_heads=0, head_dim=8), ValueError, "num_heads must be at least 1, got 0"),
+        (lambda: jagged.prepare(num_heads=2, head_dim=0), ValueError, "head_dim must be at least 1, got 0"),
+        (lambda: jagged.prepare(**SIZES, num_kv_heads=1.0), TypeError, "num_kv_heads must be an int, got float"),
+        (lambda: jagged.prepare(**SIZES, dtype="bf16"), TypeError, "dtype must be a torch.dtype, got str"),
+        (lambda: jagged.prepare(**SIZES, queries="all"), TypeError, "queries must be a Jagged, a CandidateIndex, an int or None, got str"),
+        (lambda: jagged.prepare(**SIZES, queries=-1), ValueError, "queries must be at least 0, got -1"),
+        (lambda: jagged.prepare(**SIZES, queries=jm.CandidateIndex.from_counts(torch.tensor([3]))), ValueError, "got 1 and 4"),
+        (lambda: jagged.prepare(**SIZES, rows_per_candidate=-1), ValueError, "rows_per_candidate must be at least 1, got -1"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(bad_calls())), ids=[message[:40] for _, _, message in bad_calls()])
+def test_bad_input(case):
+    call, error, message = bad_calls()[case]
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_debug_checks_leave_what_was_set_before():
+    from jagged_modules import checks
+
+    with debug_checks(True):
+        assert checks._check_device_values
+        with debug_checks(False):
+            assert not checks._check_device_values
+        assert checks._check_device_values
+    assert not checks._check_device_values
+    debug_checks(True)
+    assert checks._check_device_values
+    debug_checks(False)
+    assert not checks._check_device_values

@@ -1,0 +1,357 @@
+"""F.target_attention and JaggedTargetAttention: equal to the replicated computation, without replicating anything."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+
+def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
+    """The user's keys and values copied for every candidate, then dense softmax: q [C, n_q, H, D] -> [C, n_q, H, Dv]."""
+    outputs = []
+    for query, user in zip(q, candidate_to_user.tolist(), strict=True):
+        rows = slice(int(kv_offsets[user]), int(kv_offsets[user + 1]))
+        group = q.shape[2] // k.shape[1]
+        keys, values = k[rows].repeat_interleave(group, 1), v[rows].repeat_interleave(group, 1)
+        scores = torch.einsum("ihd,jhd->hij", query, keys) * q.shape[3] ** -0.5
+        outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values))
+    return torch.stack(outputs) if outputs else q.new_zeros(0, *q.shape[1:3], v.shape[2])
+
+
+@pytest.fixture(scope="module")
+def attention():
+    """JaggedTargetAttention in float64: width 12, targets of width 10, 3 heads."""
+    torch.manual_seed(0)
+    return jm.JaggedTargetAttention(12, 3, target_dim=10).double()
+
+
+def replicated_layer(layer, targets, history_values, candidate_to_user, kv_offsets):
+    """The layer on [C, n_q, E_t] targets, by `replicated_attention`."""
+    q = layer.q_proj(targets).unflatten(-1, (layer.num_heads, layer.head_dim))
+    k, v = layer.kv_proj(history_values).unflatten(1, (2, layer.num_heads, layer.head_dim)).unbind(1)
+    return layer.out_proj(replicated_attention(q, k, v, candidate_to_user, kv_offsets).flatten(2))
+
+
+def outputs_and_gradients(run, layer, *inputs):
+    """Values, and gradients of inputs and of every parameter, for a fixed random gradient of the output."""
+    inputs = [x.detach().requires_grad_() for x in inputs]
+    out = run(*inputs)
+    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=out.dtype)
+    return [out, *torch.autograd.grad(out, [*inputs, *layer.parameters()], grad, allow_unused=True, materialize_grads=True)]
+
+
+# -- the function --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("n_q", [1, 2, 5])
+@pytest.mark.parametrize("counts", [[1, 1, 1], [3, 0, 5], [0, 0, 7], [0, 0, 0]])
+@pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
+def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of, assert_accurate):
+    users = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    if shuffled:
+        users = users[torch.randperm(len(users))]
+    index, offsets = jm.CandidateIndex.from_map(users, 3), offsets_of([4, 6, 0])
+    tensors = torch.randn(len(users), n_q, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 6)
+
+    def reference(q, k, v):
+        out = replicated_attention(q, k, v, users, offsets)
+        return out if out.requires_grad else out + 0 * q.sum()
+
+    assert_accurate(lambda q, k, v: F.target_attention(q, k, v, index, offsets), reference, *tensors)
+
+
+def test_ten_thousand_candidates_of_one_user(offsets_of, assert_accurate):
+    index, offsets = jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0])), offsets_of([3, 20, 5])
+    tensors = torch.randn(10_002, 1, 2, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
+
+    def reference(q, k, v):  # a candidate's row is one query row of its user's segment
+        return F.jagged_attention(q.flatten(0, 1), k, v, index.offsets, offsets, implementation="reference").unflatten(0, (-1, 1))
+
+    assert_accurate(lambda q, k, v: F.target_attention(q, k, v, index, offsets), reference, *tensors)
+
+
+def test_a_history_shared_by_all_users(offsets_of, assert_accurate):
+    users = torch.tensor([1, 0, 1])
+    index, tensors = jm.CandidateIndex.from_map(users, 2), (torch.randn(3, 2, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8))
+    assert_accurate(
+        lambda q, k, v: F.target_attention(q, k, v, index, "shared"),
+        lambda q, k, v: replicated_attention(q, k, v, torch.zeros(3, dtype=torch.int64), offsets_of([5])),
+        *tensors,
+    )
+
+
+def test_gradcheck(offsets_of):
+    index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3)
+    inputs = [torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((3, 2, 2, 2), (5, 1, 2), (5, 1, 3))]
+    assert torch.autograd.gradcheck(lambda q, k, v: F.target_attention(q, k, v, index, offsets_of([3, 1, 1])), inputs)
+
+
+@pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
+def test_memory_does_not_grow_with_candidates_times_history(shuffled):
+    """In a training step nothing is allocated, or saved for the backward, that is larger than what exists once: the candidates'
+    rows or the histories' rows."""
+    users, candidates, history, width = 4, 40_000, 1000, 16
+    layer = jm.JaggedTargetAttention(width, 2)
+    candidate_to_user = torch.arange(users).repeat_interleave(candidates // users)
+    if shuffled:
+        candidate_to_user = candidate_to_user[torch.randperm(candidates)]
+    index = jm.CandidateIndex.from_map(candidate_to_user, users)
+    targets = torch.randn(candidates, 1, width, requires_grad=True)
+    values = torch.randn(users * history, width, requires_grad=True)
+    saved = []
+
+    def save(x):
+        saved.append(x.untyped_storage().nbytes())
+        return x
+
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.autograd.graph.saved_tensors_hooks(save, lambda x: x),
+    ):
+        layer(targets, (values, torch.arange(users + 1) * history), index).sum().backward()
+    rows = max(candidates, 2 * users * history) * width * 4
+    assert 0 < max(saved) <= rows, "k and v of the histories are the largest tensors saved"
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 0 < largest <= rows, "far from a score or a copy of a key for every candidate and history row"
+
+
+# -- the layer -----------------------------------------------------------------------------------------------------------------
+
+
+@given(data=st.data())
+def test_candidates_equal_replicated_histories(data, attention, offsets_of):
+    lengths = data.draw(st.lists(st.integers(0, 12), min_size=1, max_size=5))
+    users = torch.tensor(data.draw(st.lists(st.integers(0, len(lengths) - 1), max_size=12)), dtype=torch.int64)
+    n_q = data.draw(st.integers(1, 5))
+    offsets, index = offsets_of(lengths), jm.CandidateIndex.from_map(users, len(lengths))
+    inputs = torch.randn(len(users), n_q, 10, dtype=torch.float64), torch.randn(sum(lengths), 12, dtype=torch.float64)
+    actual = outputs_and_gradients(lambda t, h: attention(t, (h, offsets), index), attention, *inputs)
+    expected = outputs_and_gradients(lambda t, h: replicated_layer(attention, t, h, users, offsets), attention, *inputs)
+    torch.testing.assert_close(actual, expected)
+
+
+@pytest.mark.parametrize("targets_per_row", [0, 1, 3])
+def test_dense_targets(targets_per_row, attention, offsets_of):
+    offsets = offsets_of([4, 0, 7])
+    inputs = torch.randn(3, targets_per_row, 10, dtype=torch.float64), torch.randn(11, 12, dtype=torch.float64)
+    actual = outputs_and_gradients(lambda t, h: attention(t, (h, offsets)), attention, *inputs)
+    expected = outputs_and_gradients(lambda t, h: replicated_layer(attention, t, h, torch.arange(3), offsets), attention, *inputs)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_jagged_targets(attention, offsets_of):
+    offsets, counts = offsets_of([4, 0, 7]), [2, 1, 3]
+    users = torch.arange(3).repeat_interleave(torch.tensor(counts))
+    inputs = torch.randn(6, 10, dtype=torch.float64), torch.randn(11, 12, dtype=torch.float64)
+    actual = outputs_and_gradients(lambda t, h: attention((t, offsets_of(counts)), (h, offsets))[0], attention, *inputs)
+    expected = outputs_and_gradients(
+        lambda t, h: replicated_layer(attention, t[:, None], h, users, offsets).flatten(0, 1), attention, *inputs
+    )
+    torch.testing.assert_close(actual, expected)
+
+
+def test_an_empty_history_gives_the_output_bias(attention, offsets_of):
+    out = attention(torch.randn(2, 3, 10, dtype=torch.float64), (torch.zeros(0, 12, dtype=torch.float64), offsets_of([0, 0])))
+    assert torch.equal(out, attention.out_proj.bias.expand(2, 3, 12))
+
+
+def containers(values, offsets):
+    """The same segments in every kind of container."""
+    torchrec = pytest.importorskip("torchrec")
+    return {
+        "pair": (values, offsets),
+        "list": [values, offsets],
+        "Jagged": jm.Jagged(values, offsets),
+        "nested": torch.nested.nested_tensor_from_jagged(values, offsets),
+        "JaggedTensor": torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "JaggedTensor-offsets": torchrec.JaggedTensor(values, offsets=offsets),
+        "KeyedJaggedTensor": torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff()),
+        "KeyedJaggedTensor-keys": torchrec.KeyedJaggedTensor(["a", "b", "c"], values, lengths=offsets.diff()),
+    }
+
+
+CONTAINERS = [
+    "pair", "list", "Jagged", "nested", "JaggedTensor", "JaggedTensor-offsets", "KeyedJaggedTensor", "KeyedJaggedTensor-keys"
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", CONTAINERS)
+def test_containers(kind, attention, offsets_of):
+    history_values, target_values = torch.randn(11, 12, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
+    dense = torch.randn(3, 2, 10, dtype=torch.float64)
+    history, targets = containers(history_values, offsets_of([4, 0, 7]))[kind], containers(target_values, offsets_of([2, 1, 3]))[kind]
+    expected, _ = attention((target_values, offsets_of([2, 1, 3])), (history_values, offsets_of([4, 0, 7])))
+    out = attention(targets, history)
+    assert type(out) is type(targets)
+    assert torch.equal(jm.Jagged.wrap(out).values, expected)
+    assert torch.equal(jm.Jagged.wrap(out).offsets, offsets_of([2, 1, 3]))
+    assert torch.equal(attention(dense, history), attention(dense, (history_values, offsets_of([4, 0, 7]))))
+
+
+def test_embedding_collection_outputs():
+    torchrec = pytest.importorskip("torchrec")
+    tables = [torchrec.EmbeddingConfig(name="table", embedding_dim=12, num_embeddings=50, feature_names=["history", "target"])]
+    collection = torchrec.EmbeddingCollection(tables=tables)
+    ids = torchrec.KeyedJaggedTensor(
+        ["history", "target"], torch.randint(50, (12,)), lengths=torch.tensor([3, 0, 4, 1, 1, 3], dtype=torch.int32)
+    )
+    embeddings = collection(ids)
+    assert embeddings["history"].offsets_or_none() is None
+    layer = jm.JaggedTargetAttention(12, 2)
+    out = layer(embeddings["target"], embeddings["history"])
+    assert isinstance(out, torchrec.JaggedTensor) and out.lengths().tolist() == [1, 1, 3]
+    out.values().sum().backward()
+    (weight,) = collection.parameters()
+    assert weight.grad.abs().sum() > 0
+
+
+def test_state_dict_round_trip(offsets_of):
+    layer, other = jm.JaggedTargetAttention(8, 2), jm.JaggedTargetAttention(8, 2)
+    targets, history = torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))
+    assert not torch.equal(layer(targets, history), other(targets, history))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(layer(targets, history), other(targets, history))
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+def test_copies(clone, offsets_of):
+    layer = jm.JaggedTargetAttention(8, 2)
+    targets, history = torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))
+    twin = clone(layer)
+    assert torch.equal(twin(targets, history), layer(targets, history))
+    twin(targets, history).sum().backward()
+    assert layer.q_proj.weight.grad is None and twin.q_proj.weight.grad is not None
+
+
+def test_meta_parameters_are_materialised_by_reset_parameters(offsets_of):
+    layer = jm.JaggedTargetAttention(8, 2, device="meta")
+    assert all(x.is_meta for x in layer.parameters())
+    layer.to_empty(device="cpu")
+    for parameter in layer.parameters():
+        torch.nn.init.constant_(parameter, float("nan"))
+    torch.manual_seed(5)
+    layer.reset_parameters()
+    torch.manual_seed(5)
+    expected = jm.JaggedTargetAttention(8, 2).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in layer.state_dict().items())
+
+
+def test_shapes_on_the_meta_device():
+    layer = jm.JaggedTargetAttention(8, 2, device="meta")
+    history = torch.empty(11, 8, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    assert layer(torch.empty(3, 2, 8, device="meta"), history).shape == (3, 2, 8)
+
+
+def test_autocast(offsets_of):
+    layer = jm.JaggedTargetAttention(8, 2)
+    targets, history = torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = layer(targets, history)
+    assert out.dtype == torch.bfloat16
+    out.sum().backward()
+    assert all(x.grad.dtype == torch.float32 for x in layer.parameters())
+    expected = layer(targets, history)
+    assert (out.float() - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype, offsets_of):
+    layer = jm.JaggedTargetAttention(8, 2).to(dtype)
+    assert layer(torch.randn(2, 3, 8, dtype=dtype), (torch.randn(5, 8, dtype=dtype), offsets_of([2, 3]))).dtype == dtype
+
+
+def test_training_step_changes_every_parameter(offsets_of):
+    layer = jm.JaggedTargetAttention(8, 2)
+    before = copy.deepcopy(layer.state_dict())
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    layer(torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))).square().sum().backward()
+    optimizer.step()
+    unchanged = [name for name, x in layer.state_dict().items() if torch.equal(x, before[name])]
+    assert not unchanged
+
+
+def test_traced_by_torchrec_as_a_leaf(offsets_of):
+    tracer = pytest.importorskip("torchrec.fx").Tracer(leaf_modules=["JaggedTargetAttention"])
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = jm.JaggedTargetAttention(8, 2)
+
+        def forward(self, targets, history):
+            return self.attention(targets, history).relu()
+
+    model = Model()
+    traced = torch.fx.GraphModule(model, tracer.trace(model))
+    targets, history = torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))
+    assert torch.equal(traced(targets, history), model(targets, history))
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------
+
+
+GOOD = dict(q=torch.randn(3, 2, 2, 8), k=torch.randn(5, 2, 8), v=torch.randn(5, 2, 8), kv_offsets=torch.tensor([0, 3, 5]))
+INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
+BAD_CALLS = [
+    (dict(q=torch.randn(3, 2, 8)), ValueError, r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]"),
+    (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
+    (dict(candidates=torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
+    (dict(q=torch.randn(4, 2, 2, 8)), ValueError, "candidates describe 3 candidates, the queries have 4"),
+    (dict(kv_offsets=torch.tensor([0, 2, 3, 5])), ValueError, "candidates describe 2 users, the history has 3 segments"),
+    (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "describe 2 candidates, the queries have 3"),
+    (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
+    (dict(kv_offsets=torch.tensor([0, 3, 6])), ValueError, "kv_offsets must end at the number of rows, 5, got 6"),
+    (dict(max_seqlen_kv=2), ValueError, "kv_offsets has a segment of 3 rows, longer than the stated max_seqlen 2"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD_CALLS, ids=[message[:40] for _, _, message in BAD_CALLS])
+def test_bad_input_of_the_function(change, error, message):
+    with pytest.raises(error, match=message):
+        F.target_attention(**(GOOD | dict(candidates=INDEX) | change))
+
+
+BAD_LAYERS = [
+    (dict(embedding_dim=10, num_heads=4), ValueError, "embedding_dim must be a multiple of num_heads, got 10 and 4"),
+    (dict(embedding_dim=8, num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
+    (dict(embedding_dim=0, num_heads=1), ValueError, "embedding_dim must be at least 1, got 0"),
+    (dict(embedding_dim=8.0, num_heads=1), TypeError, "embedding_dim must be an int, got float"),
+    (dict(embedding_dim=8, num_heads="2"), TypeError, "num_heads must be an int, got str"),
+    (dict(embedding_dim=8, num_heads=2, target_dim=0), ValueError, "target_dim must be at least 1, got 0"),
+    (dict(embedding_dim=1024, num_heads=2), ValueError, "embedding_dim / num_heads must be at most 256, got 1024 and 2"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", BAD_LAYERS, ids=[message[:40] for _, _, message in BAD_LAYERS])
+def test_bad_constructor(arguments, error, message):
+    with pytest.raises(error, match=message):
+        jm.JaggedTargetAttention(**arguments)
+
+
+HISTORY = torch.randn(5, 8), torch.tensor([0, 2, 5])
+BAD_FORWARDS = [
+    ((torch.randn(2, 3, 7), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]"),
+    ((torch.randn(2, 8), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]"),
+    ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets must have one row per history segment, 2, got 3"),
+    ((torch.randn(2, 1, 8), torch.randn(5, 8)), TypeError, "expected a JaggedTensor.*got Tensor"),
+    ((torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])), ValueError, r"history values must have shape \[L, 8\], got \[5, 9\]"),
+    ((torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))), ValueError, "offsets must end at the number of rows, 5, got 4"),
+    (((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY), ValueError, r"targets must have shape \[N, E_t\] with E_t = 8, got \[4, 7\]"),
+    (((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY), ValueError, "the same number of segments, got 1 and 2"),
+    (("targets", HISTORY), TypeError, "expected a JaggedTensor.*got str"),
+    ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
+    ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
+    ((torch.randn(4, 1, 8), HISTORY, INDEX), ValueError, "candidates describe 3 candidates, the queries have 4"),
+]
+
+
+@pytest.mark.parametrize("arguments, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS])
+def test_bad_forward(arguments, error, message):
+    with pytest.raises(error, match=message):
+        jm.JaggedTargetAttention(8, 2)(*arguments)
