@@ -66,7 +66,7 @@ class Chunks:
         return len(self.start)
 
 
-def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 16, max_history: int = 200) -> Chunks:
+def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_history: int = 200) -> Chunks:
     """Cuts the ratings where `selected` (bool [N]) holds into chunks.
 
     Args:
