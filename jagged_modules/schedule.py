@@ -31,7 +31,7 @@ def host_schedule(
         q_lengths, kv_lengths: rows of each segment, host integers.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
     """
-    tile = attention_tile(head_dim, itemsize)
+    tile = attention_tile(head_dim, itemsize, mean_queries=int(q_lengths.sum()) / max(1, len(q_lengths)))
     workers = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_initialized() else NUM_WORKERS
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, num_workers=workers)
     backward = zigzag_schedule(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, num_workers=workers)
@@ -45,7 +45,9 @@ def device_schedule(
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record."""
     from jagged_kernels.tile_list import tile_list
 
-    tile = attention_tile(head_dim, itemsize)
+    # Under torch.compile the sizes are symbols, and choosing by them would compile anew.
+    mean_queries = None if torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)
+    tile = attention_tile(head_dim, itemsize, mean_queries)
 
     def build(offsets, other_offsets, total, heads, block_m, block_n, backward):
         tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n)

@@ -265,7 +265,7 @@ def triton_attention(
         out `[rows, H, Dv]` in q's dtype and lse `[H, rows]` fp32, log2 of the sum of exp(scores).
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared)
-    config, grid, common = _launch("fwd", q, k, v, tiles)
+    config, grid, common = _launch("fwd", q, k, v, tiles, block_m)
     if grid:
         align, strides = _strides(q, k, v, out)
         _attention_fwd_kernel[grid](
@@ -292,7 +292,7 @@ def triton_attention_backward(
     delta = torch.empty_like(lse)
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
     dq = q.new_empty((lse.shape[1], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
-    config, grid, common = _launch("dq", q, k, v, tiles)
+    config, grid, common = _launch("dq", q, k, v, tiles, block_m)
     if grid:
         align, strides = _strides(q, k, v, out, do, dq)
         _attention_bwd_dq_kernel[grid](
@@ -310,7 +310,7 @@ def triton_attention_backward(
     if kv_shared or key_tiles is None:
         key_tiles, num_key_tiles = tile_list(kv_offsets, q_offsets, chunks * k.shape[0], k.shape[1], key_block, block_m)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
-    config, grid, common = _launch("dkdv", q, k, v, key_tiles)
+    config, grid, common = _launch("dkdv", q, k, v, key_tiles, block_m)
     if grid:
         align, strides = _strides(q, k, v, do, dk, dv)
         _attention_bwd_dkdv_kernel[grid](
@@ -329,16 +329,17 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> t
     return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((q.shape[1], rows), dtype=torch.float32)
 
 
-def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor) -> tuple[LaunchConfig, tuple[int, ...], dict]:
+def _launch(kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, block_m: int) -> tuple[LaunchConfig, tuple[int, ...], dict]:
     """The kernel's table entry, its grid (empty: nothing to do) and the launch arguments that all three kernels share."""
-    config, common = _constants(kernel, q.shape[1] // k.shape[1], q.shape[2], v.shape[2], q.element_size(), q.device, _precision(q))
+    group = q.shape[1] // k.shape[1]
+    config, common = _constants(kernel, group, q.shape[2], v.shape[2], q.element_size(), block_m, q.device, _precision(q))
     workers = min(_device(q.device)[1] * config.ctas_per_sm, tiles.shape[0])
     return config, (workers,) if workers else (), common
 
 
 @functools.cache
-def _constants(kernel, group, head_dim, v_dim, itemsize, device, precision) -> tuple[LaunchConfig, dict]:
-    config = getattr(attention_config(max(head_dim, v_dim), itemsize, _device(device)[0]), kernel)
+def _constants(kernel, group, head_dim, v_dim, itemsize, query_tile, device, precision) -> tuple[LaunchConfig, dict]:
+    config = getattr(attention_config(max(head_dim, v_dim), itemsize, _device(device)[0], query_tile), kernel)
     return config, dict(
         GROUP=group,
         HEAD_DIM=head_dim,

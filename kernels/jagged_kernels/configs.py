@@ -37,21 +37,25 @@ def padded_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def attention_tile(head_dim: int, itemsize: int) -> AttentionTile:
-    """Block sizes of attention tile schedules. Free of the GPU's generation, so that a data loader can build them."""
+def attention_tile(head_dim: int, itemsize: int, mean_queries: float | None = None) -> AttentionTile:
+    """Block sizes of attention tile schedules. Free of the GPU's generation, so that a data loader can build them.
+
+    `mean_queries`: query rows of an average segment, where known; where they are few, a tile of 128 rows is mostly empty.
+    """
     dim = padded_dim(head_dim)
     if itemsize == 4:
         return AttentionTile(query=64, key=64) if dim <= 128 else AttentionTile(query=32, key=32)
-    return AttentionTile(query=128 if dim <= 64 else 64, key=64)
+    return AttentionTile(query=64 if dim > 64 or mean_queries is not None and mean_queries <= 64 else 128, key=64)
 
 
-def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) -> AttentionConfig:
+def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], query_tile: int) -> AttentionConfig:
     """Launch configurations of the attention kernels.
 
     Args:
         head_dim: the larger of the query and the value head dim.
         itemsize: bytes of an input element, 2 or 4.
         capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) parts have 99 KB of shared memory a block, others 163 KB or more.
+        query_tile: rows of a query tile, as the schedule has them.
     """
     dim = padded_dim(head_dim)
     small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
@@ -74,7 +78,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int]) 
             dkdv=LaunchConfig(block=32, num_warps=4, num_stages=stages, ctas_per_sm=2),
         )
     return AttentionConfig(
-        fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
+        fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=3 if query_tile <= 64 else 2),
         dq=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
         dkdv=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
     )
