@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .broadcast import CandidateIndex
-from .checks import check_offsets, check_tensor
+from .checks import check_offsets, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .reference import attention_reference
 from .schedule import TileSchedule, device_schedule
@@ -106,6 +106,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared,
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=max(q.shape[2], v.shape[2]), itemsize=q.element_size())
         schedule = device_schedule(q_offsets, kv_offsets, total_q, k.shape[0], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
+    _check_schedule(schedule, q_offsets)
     keys = schedule.backward
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m,
@@ -210,6 +211,15 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule
         raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
     if schedule.num_heads != q.shape[1]:
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
+
+
+def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
+    """ValueError unless the schedule has as many tiles as these segments need, where its values are checkable."""
+    if not values_are_checkable(schedule.num_tiles):
+        return
+    expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
+    if int(schedule.num_tiles) != expected:
+        raise ValueError(f"schedule was built for other lengths: it has {int(schedule.num_tiles)} tiles, q_offsets need {expected}")
 
 
 def _autocast(x: Tensor) -> Tensor:

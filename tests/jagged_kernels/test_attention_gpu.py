@@ -112,6 +112,20 @@ def test_a_users_own_schedule(check_attention):
     check_attention(lengths, torch.bfloat16, "cuda", schedule=schedule)
 
 
+def test_debug_checks_look_at_device_values(offsets):
+    q = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
+    lengths, segments = torch.tensor([70, 100, 130]), offsets([70, 100, 130], "cuda")
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, itemsize=2)
+    with jm.debug_checks(True):
+        F.jagged_attention(q, q, q, segments, schedule=schedule)
+        with pytest.raises(ValueError, match="schedule was built for other lengths"):
+            F.jagged_attention(q, q, q, offsets([1, 1, 298], "cuda"), schedule=schedule)
+        with pytest.raises(ValueError, match="q_offsets must end at the number of rows, 300, got 200"):
+            F.jagged_attention(q, q, q, offsets([70, 130], "cuda"))
+        with pytest.raises(ValueError, match="must not decrease"):
+            F.jagged_attention(q, q, q, torch.tensor([0, 200, 100, 300], device="cuda"))
+
+
 def test_no_synchronisation(offsets):
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     segments = offsets([70, 100, 130], "cuda")

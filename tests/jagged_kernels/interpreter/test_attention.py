@@ -42,6 +42,13 @@ def test_host_schedule(check_attention):
     check_attention(lengths, torch.float32, "cpu", schedule=schedule)
 
 
+def test_a_schedule_of_other_lengths_is_refused(check_attention):
+    lengths = torch.tensor([3, 0, 130])
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
+    with pytest.raises(ValueError, match="schedule was built for other lengths: it has 16 tiles, q_offsets need 8"):
+        check_attention(([3, 4], [3, 4]), torch.float32, "cpu", schedule=schedule)
+
+
 def test_packed_views_and_expanded_gradients(check_attention):
     packed = torch.randn(80, 3, 2, 24)
     lengths = [50, 30], [50, 30]
