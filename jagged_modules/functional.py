@@ -9,11 +9,12 @@ from .broadcast import CandidateIndex
 from .checks import check_offsets, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .reference import attention_reference
-from .schedule import TileSchedule, device_schedule
+from .schedule import TileSchedule, attention_tile, device_schedule
 
 ACTIVATIONS = ("softmax",)
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_HEAD_DIM = 256
+BLOCKS = (16, 32, 64, 128)
 
 
 @torch.fx.wrap
@@ -101,18 +102,18 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared,
     if scale <= 0:  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0
     q_offsets, kv_offsets = (x.to(q.device, non_blocking=True) for x in (q_offsets, kv_offsets))
+    head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=max(q.shape[2], v.shape[2]), itemsize=q.element_size())
+        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize)
         schedule = device_schedule(q_offsets, kv_offsets, total_q, k.shape[0], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
     keys = schedule.backward
+    key_schedule = (None, None, attention_tile(head_dim, itemsize).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
     out, _ = triton_attention(
-        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m,
-        None if keys is None else keys.tiles, None if keys is None else keys.num_tiles, (keys or schedule).block_m,
-        scale, q_shared, kv_shared,
-    )  # fmt: skip
+        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared
+    )
     return out
 
 
@@ -211,6 +212,9 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule
         raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
     if schedule.num_heads != q.shape[1]:
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
+    for half in (schedule, schedule.backward or schedule):
+        if half.block_m not in BLOCKS:
+            raise ValueError(f"schedule must have a block_m of {BLOCKS}, the kernels' tiles, got {half.block_m}")
 
 
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:

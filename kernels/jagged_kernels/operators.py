@@ -26,12 +26,22 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 
     def register(launcher: Callable) -> Callable:
         _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
-        for device in ("CUDA", "CPU"):
-            _library.impl(name, launcher, device)
+        _library.impl(name, launcher, "CPU")
+        _library.impl(name, _on_the_tensors_device(launcher), "CUDA")
         torch.library.register_fake(f"jagged_kernels::{name}", fake, lib=_library)
         return getattr(torch.ops.jagged_kernels, name).default
 
     return register
+
+
+def _on_the_tensors_device(launcher: Callable) -> Callable:
+    """Triton launches on the current device, which need not be the tensors'."""
+
+    def launch(first: torch.Tensor, *args):
+        with torch.cuda.device(first.device):
+            return launcher(first, *args)
+
+    return launch
 
 
 def differentiate(op: Callable, function: type[torch.autograd.Function]) -> None:

@@ -305,6 +305,7 @@ def test_vmap_of_the_reference(offsets_of):
 
 
 GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
+SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n=16, num_workers=1)
 SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
 BAD = [
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
@@ -341,6 +342,7 @@ BAD = [
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
+    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128\), the kernels' tiles, got 8"),
 ]
 
 

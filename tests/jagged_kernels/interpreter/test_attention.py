@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from jagged_modules import functional as F
+from jagged_modules import zigzag_schedule
 from jagged_modules.schedule import host_schedule
 
 DTYPES = [torch.float32, torch.float16]
@@ -40,6 +41,20 @@ def test_host_schedule(check_attention):
     lengths = [3, 0, 130, 65], [70, 4, 0, 129]
     schedule = host_schedule(*map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
     check_attention(lengths, torch.float32, "cpu", schedule=schedule)
+
+
+def test_a_users_own_schedule(check_attention):
+    lengths = [3, 0, 130, 65], [70, 4, 0, 129]
+    schedule = zigzag_schedule(*lengths, num_heads=4, block_m=32, block_n=16, num_workers=7)
+    check_attention(lengths, torch.float32, "cpu", schedule=schedule)
+
+
+def test_a_second_derivative_is_refused(offsets):
+    q = torch.randn(5, 2, 16, requires_grad=True)
+    out = F.jagged_attention(q, q, q, offsets([2, 3]), implementation="triton")
+    (gradient,) = torch.autograd.grad(out.sum(), q, create_graph=True)
+    with pytest.raises(RuntimeError, match="jagged_attention is not differentiable twice"):
+        gradient.sum().backward()
 
 
 def test_a_schedule_of_other_lengths_is_refused(check_attention):
