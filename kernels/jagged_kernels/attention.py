@@ -381,14 +381,24 @@ def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
-    tensors = [x for x, _ in blocks]
-    aligned = all(align * x.element_size() >= 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 for x in tensors)
-    if not aligned or tensors[0].device.type != "cuda" or _device(tensors[0].device)[0] < (9, 0):
+    device = blocks[0][0].device
+    if device.type != "cuda" or _device(device)[0] < (9, 0) or not all(_has_descriptor(x, align) for x, _ in blocks):
         return [None] * len(blocks)
     return [
-        TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], [1, rows, padded_dim(x.shape[2])])
+        # A dimension of size 1 may have any stride: one that TMA takes stands in for it.
+        TensorDescriptor(
+            x,
+            [x.shape[1], x.shape[0], x.shape[2]],
+            [*(x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (1, 0)), 1],
+            [1, rows, padded_dim(x.shape[2])],
+        )
         for x, rows in blocks
     ]
+
+
+def _has_descriptor(x: Tensor, align: int) -> bool:
+    expanded = any(x.stride(dim) == 0 and x.shape[dim] > 1 for dim in (0, 1))
+    return align * x.element_size() >= 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 and not expanded
 
 
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:

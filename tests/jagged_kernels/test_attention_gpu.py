@@ -52,10 +52,17 @@ def test_packed_views_and_gradients_of_any_stride(check_attention, dim):
     packed = torch.randn(280, 3, 2, dim, device="cuda", dtype=torch.bfloat16)
     for grad in (
         lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
+        lambda out: torch.randn(1, *out.shape[1:], dtype=out.dtype, device="cuda").expand_as(out),
         lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
         lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
     ):
         check_attention(lengths, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad)
+
+
+def test_one_row_and_one_head_of_odd_stride(check_attention):
+    """A dimension of size 1 may have any stride."""
+    packed = torch.randn(1, 3 * 64 + 1, device="cuda", dtype=torch.bfloat16)
+    check_attention(([1], [1]), torch.bfloat16, "cuda", tensors=[packed[:, None, i * 64 : i * 64 + 64] for i in range(3)])
 
 
 @pytest.mark.parametrize("dim", [16, 64, 128])

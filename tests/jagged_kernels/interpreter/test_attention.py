@@ -67,7 +67,8 @@ def test_a_schedule_of_other_lengths_is_refused(check_attention):
 def test_packed_views_and_expanded_gradients(check_attention):
     packed = torch.randn(80, 3, 2, 24)
     lengths = [50, 30], [50, 30]
-    check_attention(lengths, torch.float32, "cpu", tensors=packed.unbind(1), grad=lambda out: torch.ones(()).expand_as(out))
+    for grad in (lambda out: torch.ones(()).expand_as(out), lambda out: torch.randn(1, *out.shape[1:]).expand_as(out)):
+        check_attention(lengths, torch.float32, "cpu", tensors=packed.unbind(1), grad=grad)
 
 
 def test_a_neighbours_nan_stays_where_it_is(offsets):
