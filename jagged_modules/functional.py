@@ -106,7 +106,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared,
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize)
-        schedule = device_schedule(q_offsets, kv_offsets, total_q, k.shape[0], **sizes)
+        schedule = device_schedule(q_offsets, kv_offsets, total_q, None, **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
     keys = schedule.backward

@@ -12,8 +12,6 @@ from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from torch import Tensor
 
 NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels deal anew to the workers there are
-
-
 _tokens = itertools.count()
 
 
@@ -40,9 +38,20 @@ def host_schedule(
 
 
 def device_schedule(
-    q_offsets: Tensor, kv_offsets: Tensor, total_q: int, total_kv: int, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    total_q: int,
+    total_kv: int | None,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
 ) -> TileSchedule:
-    """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record."""
+    """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record.
+
+    total_q, total_kv: rows of all segments. Without total_kv the backward's tiles are left to the backward, which may never come.
+    """
     from jagged_kernels.tile_list import tile_list
 
     # Under torch.compile the sizes are symbols, and choosing by them would compile anew.
@@ -53,5 +62,5 @@ def device_schedule(
         tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n)
         return TileSchedule(tiles, None, None, num_tiles, block_m, block_n, heads, NUM_WORKERS, backward)
 
-    backward = build(kv_offsets, q_offsets, total_kv, num_kv_heads, tile.key, tile.query, None)
+    backward = None if total_kv is None else build(kv_offsets, q_offsets, total_kv, num_kv_heads, tile.key, tile.query, None)
     return build(q_offsets, kv_offsets, total_q, num_heads, tile.query, tile.key, backward)

@@ -302,7 +302,7 @@ def triton_attention_backward(
             **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     if q_shared:
-        dq = dq.view(-1, *q.shape).sum(0).to(q.dtype)
+        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
 
     chunks = 1
     if kv_shared:
@@ -320,7 +320,7 @@ def triton_attention_backward(
             **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
         )  # fmt: skip
     if kv_shared:
-        dk, dv = (dx.view(-1, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
+        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
     return dq, dk, dv
 
 

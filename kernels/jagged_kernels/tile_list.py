@@ -34,9 +34,7 @@ def _tile_list_kernel(
     total = 0
     for start in range(0, num_segments, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        _, other_tiles, other_work = _segment_tiles(
-            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N
-        )
+        _, other_tiles, other_work = _segment_tiles(offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N)
         longer = other_work[None, :] > work[:, None]
         earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
         first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
@@ -60,9 +58,7 @@ def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
 
 
 @operator("tile_list", fake=_empty_list)
-def tile_list(
-    offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int
-) -> tuple[Tensor, Tensor]:
+def tile_list(offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
     """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
 
     Args:

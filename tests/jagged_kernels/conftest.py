@@ -5,9 +5,8 @@ import torch
 
 from jagged_modules import functional as F
 
-MIXED = ([3, 0, 1, 70, 5, 130, 17, 9, 0, 257, 128], [5, 4, 0, 100, 33, 64, 16, 1, 0, 300, 129])
 LENGTHS = {  # query and key lengths of the segments
-    "mixed": MIXED,
+    "mixed": ([3, 0, 1, 70, 5, 130, 17, 9, 0, 257, 128], [5, 4, 0, 100, 33, 64, 16, 1, 0, 300, 129]),
     "empty-ends": ([0, 0, 64, 0, 1, 0], [0, 3, 64, 0, 65, 7]),
     "no-keys": ([4, 130], [0, 0]),
     "no-queries": ([0, 0], [4, 130]),
@@ -51,6 +50,23 @@ def check_one_key(poisoned_memory, offsets):
         torch.testing.assert_close(dv, expected, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(torch.float32).eps)
         bound = 8 * torch.finfo(torch.float32).eps * 24**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
         assert dq.norm() <= bound and dk.norm() <= bound
+
+    return check
+
+
+@pytest.fixture
+def check_empty_shared_operands(poisoned_memory, offsets):
+    """No shared rows, or no segment to share them: results without rows or of zeros, gradients of the operands' shapes."""
+
+    def check(device):
+        some = offsets([3, 2], device)
+        cases = ("shared", some, 0, 5, 0), (some, "shared", 5, 0, 5), ("shared", some[:1], 4, 0, 0)
+        for q_offsets, kv_offsets, q_rows, kv_rows, out_rows in cases:
+            q, k, v = (torch.randn(n, 2, 8, device=device, requires_grad=True) for n in (q_rows, kv_rows, kv_rows))
+            out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
+            assert out.shape == (out_rows, 2, 8) and not out.any()
+            for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
+                assert gradient.shape == x.shape and not gradient.any()
 
     return check
 

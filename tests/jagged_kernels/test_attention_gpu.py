@@ -41,6 +41,10 @@ def test_heads(check_attention, heads):
     check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(40, 40))
 
 
+def test_empty_shared_operands(check_empty_shared_operands):
+    check_empty_shared_operands("cuda")
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_scale(check_attention, scale):
     check_attention("mixed", torch.float16, "cuda", scale=scale)

@@ -32,6 +32,10 @@ def test_shared_operands(check_attention, shared, dtype):
     check_attention("mixed", dtype, "cpu", shared=shared)
 
 
+def test_empty_shared_operands(check_empty_shared_operands):
+    check_empty_shared_operands("cpu")
+
+
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_scale(check_attention, scale):
     check_attention("empty-ends", torch.float32, "cpu", scale=scale)
