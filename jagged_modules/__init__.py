@@ -5,6 +5,15 @@ from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from .broadcast import CandidateIndex
 from .checks import debug_checks
 from .jagged import Jagged
+from .masks import AttentionMask
 from .target_attention import JaggedTargetAttention
 
-__all__ = ["CandidateIndex", "Jagged", "JaggedTargetAttention", "TileSchedule", "debug_checks", "zigzag_schedule"]
+__all__ = [
+    "AttentionMask",
+    "CandidateIndex",
+    "Jagged",
+    "JaggedTargetAttention",
+    "TileSchedule",
+    "debug_checks",
+    "zigzag_schedule",
+]

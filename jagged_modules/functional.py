@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .activations import ACTIVATIONS
 from .broadcast import CandidateIndex
 from .checks import check_offsets, check_tensor, values_are_checkable
 from .cpu import attention_cpu
+from .masks import AttentionMask
 from .reference import attention_reference
 from .schedule import TileSchedule, attention_tile, device_schedule
 
-ACTIVATIONS = ("softmax",)
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)
@@ -29,13 +30,15 @@ def jagged_attention(
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
+    output_scale: float | Tensor = 1.0,
+    mask: AttentionMask | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Attention within the segments of jagged tensors: softmax(scale · q kᵀ) v for every segment and head.
+    """Attention within the segments of jagged tensors: activation(scale · q kᵀ) · output_scale · v for every segment and head.
 
-    Gradients flow to q, k and v. A query row whose segment has no keys gives 0. Nothing is padded; an operand "shared" by all
-    segments is not replicated.
+    Gradients flow to q, k, v and a tensor output_scale. A query row that sees no key gives 0. Nothing is padded; an operand "shared" by
+    all segments is not replicated; key blocks that the mask hides from a whole tile of queries are not visited.
 
     Args:
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
@@ -45,8 +48,11 @@ def jagged_attention(
         kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
             Offsets may be host tensors.
         max_seqlen_q, max_seqlen_kv: the longest segments. Host offsets are checked against them; they never truncate.
-        activation: "softmax".
-        scale: factor of q kᵀ; 1/sqrt(D) by default.
+        activation: "softmax", or a function of each score by itself: "identity", "relu", "relu_squared", "leaky_relu" (0.01), "silu",
+            "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
+        scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
+        output_scale: factor after the activation, a number or `[B]`; 1 with softmax. HSTU's 1/N is one.
+        mask: what each query row sees; everything if None. Not with shared keys.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
         implementation: "auto" (triton on CUDA, torch's fused attention segment by segment on the CPU), "reference" or "triton".
@@ -64,56 +70,84 @@ def jagged_attention(
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation)
+    _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
     if q_shared:
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
         q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
-    elif kv_shared:
-        # No query row meets another, so keys shared by all segments make one segment of all query rows.
-        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
-        ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
-        q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
     else:
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
-        if kv_offsets is not q_offsets or max_seqlen_kv is not None:
+        if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
-        if q_offsets.shape != kv_offsets.shape:
+        if not kv_shared and q_offsets.shape != kv_offsets.shape:
             q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
             raise ValueError(f"q_offsets and kv_offsets must describe the same number of segments, got {q_segments} and {kv_segments}")
+    _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask)
+    if mask is not None and mask.hides_nothing():
+        mask = None
+
+    row_scale = None
+    if isinstance(output_scale, Tensor) and (kv_shared or output_scale.requires_grad and implementation != "reference"):
+        # The kernels scale the rows of a segment alike, and give no gradient for the factor.
+        rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+        lengths = q_offsets.diff().to(q.device, non_blocking=True)
+        row_scale, output_scale = torch.repeat_interleave(output_scale.to(q.device), lengths, output_size=rows), 1.0
+    if kv_shared:
+        # No query row meets another, so keys shared by all segments make one segment of all query rows.
+        ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
+        q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
 
     if implementation == "reference":
-        return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared)
-    if torch._C._are_functorch_transforms_active():  # forward-mode derivatives would be silently zero
+        flags = dict(scale=scale, q_shared=q_shared, activation=activation, mask=mask, output_scale=output_scale)
+        out = attention_reference(q, k, v, q_offsets, kv_offsets, **flags)
+    elif torch._C._are_functorch_transforms_active():  # forward-mode derivatives would be silently zero
         raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
-    if implementation == "triton" or q.device.type == "cuda":
-        return _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared)
+    else:
+        flags = dict(scale=scale, q_shared=q_shared, kv_shared=kv_shared, activation=activation)
+        flags |= dict(mask=None if mask is None else mask.spec, num_targets=None if mask is None else mask.num_targets)
+        flags |= dict(segment_scale=output_scale if isinstance(output_scale, Tensor) else None)
+        flags |= dict(output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale))
+        run = _triton_attention if implementation == "triton" or q.device.type == "cuda" else _cpu_attention
+        out = run(q, k, v, q_offsets, kv_offsets, schedule, **flags)
+    return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
+
+
+def _cpu_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
+    if flags["activation"] != "softmax" or flags["mask"] is not None:  # until the CPU path has them
+        mask = None if flags["mask"] is None else AttentionMask.from_spec(flags["mask"], flags["num_targets"])
+        output_scale = flags["output_scale"] if flags["segment_scale"] is None else flags["segment_scale"]
+        flags = dict(activation=flags["activation"], mask=mask, output_scale=output_scale)
+        return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared, **flags)
     out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
     return out
 
 
-def _triton_attention(q, k, v, q_offsets, kv_offsets, scale, schedule, q_shared, kv_shared) -> Tensor:
+def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
     from jagged_kernels.attention import triton_attention
 
     if q.dtype == torch.float64:
         raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if scale <= 0:  # the kernels take the row maximum before scaling
+    if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0
     q_offsets, kv_offsets = (x.to(q.device, non_blocking=True) for x in (q_offsets, kv_offsets))
+    for name in ("num_targets", "segment_scale"):
+        if flags[name] is not None:
+            flags[name] = flags[name].to(q.device, non_blocking=True)
     head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize)
-        schedule = device_schedule(q_offsets, kv_offsets, total_q, None, **sizes)
+        schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
     keys = schedule.backward
     key_schedule = (None, None, attention_tile(head_dim, itemsize).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
     out, _ = triton_attention(
-        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared
-    )
+        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
+        *flags.values(),
+    )  # fmt: skip
     return out
 
 
@@ -129,6 +163,8 @@ def target_attention(
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
+    output_scale: float | Tensor = 1.0,
+    mask: AttentionMask | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
 ) -> Tensor:
@@ -170,13 +206,15 @@ def target_attention(
         max_seqlen_kv=max_seqlen_kv,
         activation=activation,
         scale=scale,
+        output_scale=output_scale,
+        mask=mask,
         schedule=schedule,
         implementation=implementation,
     ).unflatten(0, (num_candidates, rows))
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule, implementation) -> None:
+def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:
     """Everything that needs no offset values."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
@@ -204,6 +242,17 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+    if not isinstance(output_scale, Tensor):
+        if not isinstance(output_scale, (int, float)):
+            raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
+    elif not output_scale.is_floating_point():
+        raise TypeError(f"output_scale must be floating point, got {output_scale.dtype}")
+    if activation == "softmax" and (isinstance(output_scale, Tensor) or output_scale != 1):
+        raise ValueError(f"output_scale must be 1 with softmax, got {output_scale}")
+    if mask is not None and not isinstance(mask, AttentionMask):
+        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    if mask is not None and isinstance(kv_offsets, str):
+        raise ValueError("mask must be None where keys are shared by all segments: their rows have no position")
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
     if schedule is None:
@@ -215,6 +264,27 @@ def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, schedule
     for half in (schedule, schedule.backward or schedule):
         if half.block_m not in BLOCKS:
             raise ValueError(f"schedule must have a block_m of {BLOCKS}, the kernels' tiles, got {half.block_m}")
+
+
+def _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask) -> None:
+    """Tensors `[B]` that come with the offsets."""
+    num_segments = q_offsets.shape[0] - 1
+    num_targets = None if mask is None else mask.num_targets
+    for name, x in (("output_scale", output_scale), ("mask.num_targets", num_targets)):
+        if not isinstance(x, Tensor):
+            continue
+        if x.shape != (num_segments,):
+            raise ValueError(f"{name} must have shape [B] = [{num_segments}], got {list(x.shape)}")
+        if x.device not in (q.device, torch.device("cpu")):
+            raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {x.device}")
+    if num_targets is not None and values_are_checkable(num_targets) and values_are_checkable(kv_offsets):
+        lengths = kv_offsets.diff().to(num_targets)
+        if num_targets.numel() and bool((num_targets > lengths).any()):
+            segment = int((num_targets > lengths).int().argmax())
+            raise ValueError(
+                f"mask.num_targets must be at most the segment's length, got {int(num_targets[segment])} of {int(lengths[segment])} "
+                f"at segment {segment}"
+            )
 
 
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:

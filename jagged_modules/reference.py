@@ -5,20 +5,43 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .activations import POINTWISE
+from .masks import AttentionMask
+
 
 def attention_reference(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *, scale: float, q_shared: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    *,
+    scale: float,
+    q_shared: bool = False,
+    activation: str = "softmax",
+    mask: AttentionMask | None = None,
+    output_scale: float | Tensor = 1.0,
 ) -> Tensor:
-    """softmax(scale · q kᵀ) v per segment and head; see `functional.jagged_attention` for shapes. A row without keys gives 0.
+    """activation(scale · q kᵀ) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
 
-    `q_shared`: every segment takes all rows of q, and q_offsets count output rows.
+    A row that sees no key gives 0. `q_shared`: every segment takes all rows of q, and q_offsets count output rows.
     """
     group = q.shape[1] // k.shape[1]
+    num_targets = mask.num_targets.tolist() if mask is not None and mask.num_targets is not None else None
     outputs = []
-    for q_rows, kv_rows in zip(segments(q_offsets, q_shared), segments(kv_offsets), strict=True):
+    for b, (q_rows, kv_rows) in enumerate(zip(segments(q_offsets, q_shared), segments(kv_offsets), strict=True)):
         keys, values = (x[kv_rows].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
-        p = torch.softmax(scores, dim=-1)
+        hidden = torch.zeros((), dtype=torch.bool, device=q.device)
+        if mask is not None:
+            hidden = ~mask.keep(*scores.shape[1:], num_targets[b] if num_targets and b < len(num_targets) else 0, q.device)
+        if activation == "softmax":
+            nothing_seen = hidden.all(-1, keepdim=True) if hidden.dim() else hidden
+            scores = scores.masked_fill(hidden & ~nothing_seen, float("-inf"))
+            p = torch.softmax(scores, dim=-1).masked_fill(nothing_seen, 0.0)
+        else:
+            p = POINTWISE[activation].function(scores).masked_fill(hidden, 0.0)
+            p = p * (output_scale[b] if isinstance(output_scale, Tensor) and output_scale.numel() else output_scale)
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
     return torch.cat(outputs)
 

@@ -1,0 +1,134 @@
+"""AttentionMask: which columns a query row sees."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .checks import check_integers, check_size, values_are_checkable
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class AttentionMask:
+    """What each query row of a segment sees of the segment's columns (keys). The fields combine: a column must pass all of them.
+
+    Row i of Nq sits at column i + Nk - Nq: queries are aligned with the end of the keys. All positions below are columns. The last
+    `num_targets` columns are targets, candidates to be scored; the first `contextual_seqlen` are context, features that are no events;
+    what lies before the targets is history. A row always sees its own column.
+
+    HSTU's rule (Zhai et al. 2024 and Meta's generative-recommenders), n columns, t targets, c = contextual_seqlen, causal:
+
+        M = n - t - c + 1 if c else n - t;    id(i) = min(max(i - c + 1, 0) if c else i, M)
+        keep = i == j or id(i) > id(j)
+        if max_attn_len:  keep = keep and (id(i) - id(j) <= max_attn_len  or  id(i) >= M - min_full_attn_seqlen, if that is > 0)
+        if c:             keep = keep or (id(i) == 0 and id(j) < M)
+
+    Args:
+        causal: a row sees no later column. Without it, history sees all history: |id(i) - id(j)| <= max_attn_len takes the place of
+            the one-sided distance, and targets stay hidden from every row but those of their own group.
+        window: (left, right), keeps -right <= i - j <= left; None for either side leaves it open.
+        num_targets: `[B]` int32 or int64, targets at the end of each segment; at most its length.
+        target_group_size: targets form groups of so many from the first one on; a target also sees the earlier ones of its group.
+        contextual_seqlen: columns of context at the start. They see all context and history, and every history row sees them.
+        max_attn_len: how far back a row sees, 0 for no limit.
+        min_full_attn_seqlen: so many last history rows, and the targets, see without that limit.
+
+    Raises:
+        TypeError, ValueError: fields of another kind, or negative.
+
+    Example::
+
+        print(jm.AttentionMask(causal=True, num_targets=torch.tensor([2])).picture(6))
+    """
+
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    num_targets: Tensor | None = None
+    target_group_size: int = 1
+    contextual_seqlen: int = 0
+    max_attn_len: int = 0
+    min_full_attn_seqlen: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.causal, bool):
+            raise TypeError(f"causal must be a bool, got {type(self.causal).__name__}")
+        if self.window is not None:
+            if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+                raise TypeError(f"window must be a pair (left, right) or None, got {self.window!r}")
+            for name, side in zip(("window's left", "window's right"), self.window):
+                if side is not None:
+                    check_size(name, side, at_least=0)
+            object.__setattr__(self, "window", tuple(self.window))
+        if self.num_targets is not None:
+            check_integers("num_targets", self.num_targets)
+            if values_are_checkable(self.num_targets) and self.num_targets.numel() and int(self.num_targets.min()) < 0:
+                raise ValueError(f"num_targets must not be negative, got {int(self.num_targets.min())}")
+        check_size("target_group_size", self.target_group_size)
+        for name in ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"):
+            check_size(name, getattr(self, name), at_least=0)
+        if self.min_full_attn_seqlen and not self.max_attn_len:
+            raise ValueError(f"min_full_attn_seqlen needs a max_attn_len to be exempt from, got {self.min_full_attn_seqlen} and 0")
+
+    @property
+    def spec(self) -> list[int]:
+        """The fields as the kernels take them: [causal, left, right, has targets, group size, context, max_attn_len, full]; -1: open."""
+        left, right = (-1 if side is None else side for side in self.window or (None, None))
+        has_targets = self.num_targets is not None
+        fields = self.target_group_size, self.contextual_seqlen, self.max_attn_len, self.min_full_attn_seqlen
+        return [int(self.causal), left, right, int(has_targets), *fields]
+
+    @classmethod
+    def from_spec(cls, spec: list[int], num_targets: Tensor | None) -> AttentionMask:
+        """The mask of `spec`."""
+        causal, left, right, _, *sizes = spec
+        return cls(bool(causal), tuple(None if side < 0 else side for side in (left, right)), num_targets, *sizes)
+
+    def hides_nothing(self) -> bool:
+        """Whether every row sees every column."""
+        return self.spec[:4] == [0, -1, -1, 0] and not self.max_attn_len
+
+    def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device=None) -> Tensor:
+        """Boolean `[num_queries, num_keys]` of a segment with `num_targets` targets: what each row sees. The written rule, literally."""
+        return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
+
+    def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
+        """Boolean `[rows, num_keys]`: what the rows at columns i see."""
+        i, j = i[:, None], torch.arange(num_keys, device=i.device)
+        c, first_target = self.contextual_seqlen, num_keys - num_targets
+        last_id = first_target - c + 1 if c else first_target
+
+        def identity(position: Tensor) -> Tensor:
+            return ((position - c + 1).clamp(min=0) if c else position).clamp(max=last_id)
+
+        distance = identity(i) - identity(j)
+        keep = (i == j) | (distance > 0)
+        if not self.causal:
+            keep, distance = (i == j) | (j < first_target), distance.abs()
+        if self.max_attn_len:
+            near = distance <= self.max_attn_len
+            if self.min_full_attn_seqlen:
+                near |= identity(i) >= last_id - self.min_full_attn_seqlen
+            keep &= near
+        if c:
+            keep |= (identity(i) == 0) & (identity(j) < last_id)
+        group = (i - first_target) // self.target_group_size
+        keep |= (j >= first_target) & (j <= i) & (group == (j - first_target) // self.target_group_size)
+        if self.window is not None:
+            left, right = self.window
+            if left is not None:
+                keep &= i - j <= left
+            if right is not None:
+                keep &= i - j >= -right
+        return keep
+
+    def picture(self, length: int, segment: int = 0, num_queries: int | None = None) -> str:
+        """The mask of a segment of `length` columns as a grid, `#` where row i (line) sees column j, `.` where it does not.
+
+        segment: whose number of targets counts. num_queries: rows of the segment, `length` if None.
+        """
+        check_size("length", length, at_least=0)
+        num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
+        seen = self.keep(length if num_queries is None else num_queries, length, num_targets)
+        return "\n".join(" ".join("#" if x else "." for x in row) for row in seen.tolist())
