@@ -86,12 +86,13 @@ def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr,
     else:
         low, high, own_low = visible_columns(first_row, first_target, MASK)
         extremes = _extend(last_row, (low, low, high, high), first_row, last_row, first_target, MASK)
-        # Between the two ends, low and high rise but for the steps at the end of the context and before the rows exempt from max_attn_len.
+        # Between the two ends, low and high rise but for the steps after the context and before the rows exempt from max_attn_len.
         if MASK[5] > 0:
             extremes = _extend(MASK[5] - 1, extremes, first_row, last_row, first_target, MASK)
             extremes = _extend(MASK[5] + 0, extremes, first_row, last_row, first_target, MASK)
         if MASK[7] > 0:
             extremes = _extend(first_target - MASK[7] - 1, extremes, first_row, last_row, first_target, MASK)
+            extremes = _extend(first_target - MASK[7], extremes, first_row, last_row, first_target, MASK)
         lowest, low, high, highest = extremes
         first = tl.maximum(lowest, 0) // BLOCK_N
         count = tl.maximum(tl.cdiv(tl.maximum(highest, 0), BLOCK_N) - first, 0)

@@ -14,13 +14,13 @@ def query_tile_work(
 ) -> Tensor:
     """Key blocks that the block-th tile of `block_m` query rows visits.
 
-    What a tile's rows see begins and ends furthest at its first or its last row or at the end of the context.
+    What a tile's rows see begins and ends furthest at its first or last row, the last one of the context or the first exempt one.
     """
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
     ends = torch.stack([first, torch.minimum(first + block_m, q_len) - 1]) + kv_len - q_len
-    context_end = torch.full_like(first, mask[5] - 1).clamp(*ends)
-    low, high, own_low = _visible_columns(torch.stack([*ends, context_end]), first_target, mask)
+    steps = torch.stack([torch.full_like(first, mask[5] - 1), first_target - mask[7]]).clamp(*ends)
+    low, high, own_low = _visible_columns(torch.cat([ends, steps]), first_target, mask)
     start = low.amin(0).clamp(min=0) // block_n
     count = (cdiv(high.amax(0).clamp(min=0), block_n) - start).clamp(min=0)
     own_start = torch.maximum(start + count, own_low.amin(0).clamp(min=0) // block_n)
