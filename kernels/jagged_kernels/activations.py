@@ -1,6 +1,7 @@
-"""The kernels' activations: one device function per name, fp32 score → (value, derivative).
+"""The kernels' activations: one device function per name, (fp32 score, scale) → (value, derivative) at x = score · scale.
 
-A kernel takes its function as a constant argument; where it uses the value alone, the compiler drops the derivative's arithmetic.
+A kernel takes its function as a constant argument; where it uses the value alone, the compiler drops the derivative's arithmetic. The
+functions of bfloat16, whose kernels these instructions slow down, absorb the scale in their constants.
 """
 
 import triton
@@ -15,61 +16,70 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @triton.jit
-def _identity(x):
+def _identity(score, scale):
+    x = score * scale
     return x, tl.full(x.shape, 1.0, tl.float32)
 
 
 @triton.jit
-def _relu(x):
+def _relu(score, scale):
+    x = score * scale
     return tl.maximum(x, 0.0, propagate_nan=NAN), tl.where(x > 0, 1.0, 0.0)
 
 
 @triton.jit
-def _relu_squared(x):
+def _relu_squared(score, scale):
+    x = score * scale
     positive = tl.maximum(x, 0.0, propagate_nan=NAN)
     return positive * positive, 2.0 * positive
 
 
 @triton.jit
-def _leaky_relu(x):
+def _leaky_relu(score, scale):
+    x = score * scale
     slope = tl.where(x > 0, 1.0, 0.01)
     return x * slope, slope
 
 
 @triton.jit
-def _hardswish(x):
+def _hardswish(score, scale):
+    x = score * scale
     gate = tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0, propagate_nan=NAN), 1.0, propagate_nan=NAN)
     return x * gate, tl.where(tl.abs(x) < 3.0, x * (1.0 / 3.0) + 0.5, gate)
 
 
 @triton.jit
-def _sigmoid(x):
-    y = 1.0 / (1.0 + tl.exp(-x))
+def _sigmoid(score, scale):
+    y = 1.0 / (1.0 + tl.exp(-score * scale))
     return y, y * (1.0 - y)
 
 
 @triton.jit
-def _silu(x):
-    gate, slope = _sigmoid(x)
+def _silu(score, scale):
+    x = score * scale
+    gate, slope = _sigmoid(score, scale)
     return x * gate, gate + x * slope
 
 
 @triton.jit
-def _gelu(x):
+def _gelu(score, scale):
+    x = score * scale
     below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
     return x * below, below + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
 
 
 @triton.jit
-def _gelu_tanh(x):
+def _gelu_tanh(score, scale):
+    x = score * scale
     # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³)
     square = x * x
-    gate, slope = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square))
+    gate, slope = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square), 1.0)
     return x * gate, gate + x * slope * (1.5957691216057308 + 0.21406444881780076 * square)
 
 
 @triton.jit
-def _gelu_taylor(x):
+def _gelu_taylor(score, scale):
+    x = score * scale
     a = tl.minimum(tl.abs(x), TAYLOR_RANGE)
     t = a * a
     polynomial = t * (C1 + t * (C2 + t * (C3 + t * C4)))
@@ -84,25 +94,26 @@ def _fast_tanh(x):
 
 
 @triton.jit
-def _fast_sigmoid(x):
-    y = 0.5 + 0.5 * _fast_tanh(0.5 * x)
+def _fast_sigmoid(score, scale):
+    y = 0.5 + 0.5 * _fast_tanh(score * (0.5 * scale))
     return y, y * (1.0 - y)
 
 
 @triton.jit
-def _fast_silu(x):
-    half = 0.5 * x
+def _fast_silu(score, scale):
+    half = score * (0.5 * scale)
     tanh = _fast_tanh(half)
     gate = 0.5 + 0.5 * tanh
     return half + half * tanh, gate + gate * (half - half * tanh)
 
 
 @triton.jit
-def _fast_gelu_tanh(x):
-    half, square = 0.5 * x, x * x
-    tanh = _fast_tanh(x * (0.7978845608028654 + 0.035677408136300125 * square))
+def _fast_gelu_tanh(score, scale):
+    half, square = score * (0.5 * scale), score * score
+    tanh = _fast_tanh(score * (0.7978845608028654 * scale + (0.035677408136300125 * scale * scale * scale) * square))
     gate = 0.5 + 0.5 * tanh
-    return half + half * tanh, gate + gate * (x - x * tanh) * (0.7978845608028654 + 0.10703222440890037 * square)
+    slope = 1.5957691216057308 + (0.21406444881780076 * scale * scale) * square  # twice the slope of tanh's argument
+    return half + half * tanh, gate + gate * ((half - half * tanh) * slope)
 
 
 _EXACT = {

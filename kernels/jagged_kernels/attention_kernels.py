@@ -1,14 +1,16 @@
 """Device code of jagged attention: the forward, the dq and the dk, dv kernel, each around its function for one block.
 
-A tile first loops over the blocks that all of its rows see whole, then over the rest, where the mask or a segment's end hides
-something; blocks hidden from the whole tile are not visited (masks.py). `ACTIVATION` is a function of activations.py, None: softmax.
+A program knows its next tile's bounds while it works on one. A tile first loops over the blocks that all of its rows see whole, then
+over the rest, where the mask or a segment's end hides something; blocks hidden from the whole tile are not visited (masks.py). What a
+tile loops over comes through TMA where there is a descriptor; what it keeps comes by ordinary loads, which do not wait for one another.
+`ACTIVATION` is a function of activations.py, None: softmax.
 """
 
 import triton
 import triton.language as tl
 
 from .masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
-from .tiles import load_rows, load_tile, store_rows, zigzag_position, zigzag_waves
+from .tiles import load_rows, load_tile, store_rows, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -21,6 +23,7 @@ def _fwd_block(
 ):  # fmt: skip
     """One key block: scores, online softmax or activation, acc += P v."""
     k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, PARTIAL)
+    v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, PARTIAL)
     scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     columns = tl.arange(0, BLOCK_N)[None, :]
     if PARTIAL and MASK is not None:
@@ -39,17 +42,16 @@ def _fwd_block(
         row_max = new_max
         acc = acc * rescale[:, None]
     else:  # past the segment's end v is 0
-        p, _ = ACTIVATION(scores * scale)
+        p, _ = ACTIVATION(scores, scale)
         if PARTIAL and MASK is not None:
             p = tl.where(visible, p, 0.0)
-    v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, PARTIAL)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, row_max, row_sum
 
 
 @triton.jit
 def attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_desc, k_desc, v_desc,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -58,19 +60,21 @@ def attention_fwd_kernel(
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
+    q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
     k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
     v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
     out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     scale = _score_scale(scale, ACTIVATION)
-    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
+    waves = zigzag_waves(num_tiles, worker, num_workers)
+    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+    for wave in range(0, waves):
+        segment, head, block, q_start, q_len, kv_start, kv_len = next_tile
+        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
             q_row = row - q_start
-        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, q_desc is None)
+        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         column = block * BLOCK_M + kv_len - q_len
         first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
         blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, kv_len, first_target, MASK, BLOCK_N)
@@ -136,12 +140,12 @@ def _dq_block(
     """One key block: dS from the scores computed again, acc += dS k."""
     k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, PARTIAL)
     v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, PARTIAL)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
     if ACTIVATION is None:
-        ds = tl.exp2(scores - lse[:, None]) * (dp - delta[:, None])
+        ds = tl.exp2(scores * scale - lse[:, None]) * (dp - delta[:, None])
     else:
-        _, slope = ACTIVATION(scores)
+        _, slope = ACTIVATION(scores, scale)
         ds = slope * dp
     if PARTIAL:
         columns = tl.arange(0, BLOCK_N)[None, :]
@@ -154,7 +158,7 @@ def _dq_block(
 
 @triton.jit
 def attention_bwd_dq_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, q_desc, k_desc, v_desc, out_desc, do_desc,
+    q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
@@ -165,29 +169,31 @@ def attention_bwd_dq_kernel(
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
+    q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
     k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
     v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
-    out_operand = out_ptr, out_desc, stride_om * ALIGN, stride_oh * ALIGN
-    do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
+    out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
+    do_operand = do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN
     dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
     score_scale = _score_scale(scale, ACTIVATION)
-    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
+    waves = zigzag_waves(num_tiles, worker, num_workers)
+    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+    for wave in range(0, waves):
+        segment, head, block, q_start, q_len, kv_start, kv_len = next_tile
+        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
             q_row = row - q_start
-        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, q_desc is None)
-        do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, do_desc is None)
+        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
         column = block * BLOCK_M + kv_len - q_len
         first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
         blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, kv_len, first_target, MASK, BLOCK_N)
         rows, bounds = _row_bounds((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
         lse, delta = 0.0, 0.0
         if ACTIVATION is None:
-            out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, out_desc is None)
+            out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
             lanes = tl.arange(0, BLOCK_M)
             stat = head.to(tl.int64) * stride_lse + row + lanes
             lse = tl.load(lse_ptr + stat, mask=lanes < num_rows, other=0.0)
@@ -222,7 +228,9 @@ def _dkdv_block(
     if PARTIAL and MASK is not None:
         columns_of_rows = (column + rows)[None, :]
         visible = is_visible(columns, columns_of_rows, visible_columns(columns_of_rows, first_target, MASK), MASK)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION) * scale
+    do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, PARTIAL)
+    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
+    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
     if ACTIVATION is None:
         if PARTIAL:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
             lse = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf"))
@@ -230,20 +238,14 @@ def _dkdv_block(
         else:
             lse = tl.load(lse_ptr + row + rows)
             delta = tl.load(delta_ptr + row + rows)
-        p = tl.exp2(scores - lse[None, :])
-    else:
-        p, slope = ACTIVATION(scores)
-    if PARTIAL and MASK is not None:
-        p = tl.where(visible, p, 0.0)
-    do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, PARTIAL)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    if ACTIVATION is None:
+        p = tl.exp2(scores * scale - lse[None, :])
         ds = p * (dp - delta[None, :])
     else:
+        p, slope = ACTIVATION(scores, scale)
         ds = slope * dp
-        if PARTIAL and MASK is not None:
-            ds = tl.where(visible, ds, 0.0)
+    if PARTIAL and MASK is not None:
+        p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -268,9 +270,11 @@ def attention_bwd_dkdv_kernel(
     dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
     dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
     score_scale = _score_scale(scale, ACTIVATION)
-    for wave in range(0, zigzag_waves(num_tiles, worker, num_workers)):
-        tile_ptr = tiles_ptr + zigzag_position(wave, worker, num_workers) * 3
-        segment, kv_head, block, q_start, q_len, kv_start, kv_len = load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr)
+    waves = zigzag_waves(num_tiles, worker, num_workers)
+    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+    for wave in range(0, waves):
+        segment, kv_head, block, q_start, q_len, kv_start, kv_len = next_tile
+        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
         row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
         kv_row, q_row = row, q_start
         if KV_SHARED:
