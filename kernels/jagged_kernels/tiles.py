@@ -20,7 +20,7 @@ def zigzag_position(wave, worker, num_workers):
 
 @triton.jit
 def load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr):
-    """A tile's head and block, and first row and row count of its query and key segments.
+    """A tile's segment, head and block, and first row and row count of its query and key segments.
 
     First rows are int64: rows times stride may pass 2^31.
     """
@@ -28,7 +28,7 @@ def load_tile(tile_ptr, q_offsets_ptr, kv_offsets_ptr):
     q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + segment).to(tl.int64)
     q_len = (tl.load(q_offsets_ptr + segment + 1) - q_start).to(tl.int32)
     kv_len = (tl.load(kv_offsets_ptr + segment + 1) - kv_start).to(tl.int32)
-    return head, block, q_start, q_len, kv_start, kv_len
+    return segment, head, block, q_start, q_len, kv_start, kv_len
 
 
 @triton.jit
