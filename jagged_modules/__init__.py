@@ -4,6 +4,8 @@ from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 
 from .broadcast import CandidateIndex
 from .checks import debug_checks
+from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
+from .hstu import HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
 from .masks import AttentionMask
 from .target_attention import JaggedTargetAttention
@@ -11,7 +13,13 @@ from .target_attention import JaggedTargetAttention
 __all__ = [
     "AttentionMask",
     "CandidateIndex",
+    "GDPABlock",
+    "GDPAConfig",
+    "HSTUConfig",
+    "HSTULayer",
+    "HSTUStack",
     "Jagged",
+    "JaggedGDPA",
     "JaggedTargetAttention",
     "TileSchedule",
     "debug_checks",

@@ -92,3 +92,17 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than the stated max_seqlen {max_seqlen}")
+
+
+def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:
+    """head_dim, or embedding_dim / num_heads if None; TypeError or ValueError unless all of them are sizes and it is 1 to `at_most`."""
+    check_size("embedding_dim", embedding_dim)
+    check_size("num_heads", num_heads)
+    if head_dim is None:
+        if embedding_dim % num_heads:
+            raise ValueError(f"embedding_dim must be a multiple of num_heads, got {embedding_dim} and {num_heads}")
+        name, head_dim = "embedding_dim / num_heads", embedding_dim // num_heads
+    check_size(name, head_dim)
+    if head_dim > at_most:
+        raise ValueError(f"{name} must be at most {at_most}, got {head_dim}")
+    return head_dim
