@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import itertools
 import pickle
 
 import pytest
@@ -61,29 +62,40 @@ class PaddedHSTULayer(nn.Module):
         y = u * nnf.layer_norm(a, a.shape[-1:], self.output_norm_weight, self.output_norm_bias, 1e-6)
         return x + torch.cat([u, a, y], dim=-1) @ self.output_weight
 
-    def converted(self):
-        """The state of an HSTULayer with these weights."""
-        return {
-            "input_norm.weight": self.input_norm_weight, "input_norm.bias": self.input_norm_bias,
-            "uvqk_proj.weight": self.uvqk_weight.T, "uvqk_proj.bias": self.uvqk_beta,
-            "output_norm.weight": self.output_norm_weight, "output_norm.bias": self.output_norm_bias,
-            "out_proj.weight": self.output_weight.T,
-        }  # fmt: skip
+
+class PaddedHSTU(nn.Module):
+    """Padded layers on `[L, E]` rows of segments of `lengths`, the last `num_targets` of each targets."""
+
+    def __init__(self, num_layers, config):
+        super().__init__()
+        self.layers, self.config = nn.ModuleList(PaddedHSTULayer(config) for _ in range(num_layers)), config
+
+    def forward(self, values, lengths, num_targets):
+        longest = max(lengths)
+        keep = torch.zeros(len(lengths), longest, longest, dtype=torch.bool)
+        for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
+            for i, j in itertools.product(range(n), range(n)):
+                keep[b, i, j] = sees(i, j, n, t, self.config)
+        real = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        x = values.new_zeros(*real.shape, WIDTH).masked_scatter(real[:, :, None], values)
+        for layer in self.layers:
+            x = layer(x, keep)
+        return x[real]
 
 
-def padded_stack(layers, values, lengths, num_targets, config):
-    """`[L, E]` rows through the padded layers."""
-    longest = max(lengths, default=0)
-    keep = torch.zeros(len(lengths), longest, longest, dtype=torch.bool)
-    for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
-        for i in range(n):
-            for j in range(n):
-                keep[b, i, j] = sees(i, j, n, t, config)
-    real = torch.arange(longest) < torch.tensor(lengths)[:, None]
-    x = values.new_zeros(*real.shape, WIDTH).masked_scatter(real[:, :, None], values)
-    for layer in layers:
-        x = layer(x, keep)
-    return x[real]
+NAMES = dict(
+    input_norm_weight="input_norm.weight", input_norm_bias="input_norm.bias", uvqk_weight="uvqk_proj.weight", uvqk_beta="uvqk_proj.bias",
+    output_norm_weight="output_norm.weight", output_norm_bias="output_norm.bias", output_weight="out_proj.weight",
+)  # fmt: skip
+
+
+def converted(parameters):
+    """The state of an HSTUStack with a PaddedHSTU's parameters."""
+    state = {}
+    for name, x in parameters.items():
+        layer, own = name.rsplit(".", 1)
+        state[f"{layer}.{NAMES[own]}"] = x.T if x.dim() == 2 else x
+    return state
 
 
 def config_of(**fields):
@@ -110,34 +122,19 @@ every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_the_padded_network(config, dtype, offsets_of, assert_accurate):
     """Outputs and the gradients of the input and of every parameter, weights converted from the padded network."""
-    padded = nn.ModuleList(PaddedHSTULayer(config) for _ in range(2)).to(dtype)
-    stack = jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
+    padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
     names, parameters = zip(*padded.named_parameters())
+    assert converted(dict(padded.named_parameters())).keys() == stack.state_dict().keys()
     offsets, num_targets = offsets_of(LENGTHS), torch.tensor(TARGETS)
 
-    class Padded(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = padded
+    def ours(values, *parameters):
+        state = converted(dict(zip(names, parameters, strict=True)))
+        return torch.func.functional_call(stack, state, ((values, offsets), num_targets))[0]
 
-        def forward(self, values):
-            return padded_stack(self.layers, values, LENGTHS, TARGETS, config)
+    def theirs(values, *parameters):
+        return torch.func.functional_call(padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS))
 
-    class Converted(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layers = padded
-
-        def forward(self, values):
-            state = {f"layers.{i}.{name}": x for i, layer in enumerate(self.layers) for name, x in layer.converted().items()}
-            assert state.keys() == stack.state_dict().keys()
-            return torch.func.functional_call(stack, state, ((values, offsets), num_targets))[0]
-
-    def call(module):
-        names = [name for name, _ in module.named_parameters()]
-        return lambda values, *parameters: torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), values)
-
-    assert_accurate(call(Converted()), call(Padded()), torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)
+    assert_accurate(ours, theirs, torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)
 
 
 def double_stack(config):
