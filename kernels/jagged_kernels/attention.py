@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .activations import activation_function
+from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, padded_dim
 from .operators import below_autograd, differentiate, operator
@@ -62,9 +62,10 @@ def triton_attention(
     config, grid, common = _launch("fwd", q, k, v, tiles, block_m, k.shape[0], q_offsets, activation, mask)
     if grid:
         align, strides = _strides(q, k, v, out)
+        factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, output_scale, *strides, lse.stride(0),
+            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, *factors, output_scale, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     return out, lse
@@ -88,17 +89,21 @@ def triton_attention_backward(
     """
     do = do if do.stride(-1) == 1 else do.contiguous()
     delta = torch.empty_like(lse)
-    per_segment = num_targets, segment_scale, scale, output_scale
+    factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+    scales = segment_scale, scale, *factors, output_scale
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
     config, grid, common = _launch("dq", q, k, v, tiles, block_m, k.shape[0], q_offsets, activation, mask)
+    if config.tile is not None:  # worth a list of tiles of its own, which takes some microseconds
+        block_m = config.tile
+        tiles, num_tiles = tile_list(q_offsets, kv_offsets, do.shape[0], q.shape[1], block_m, config.block)
     if grid:
         out = do if out is None else out
         align, strides = _strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta,
             *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, *per_segment, *strides, lse.stride(0),
+            q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     if q_shared:
@@ -117,7 +122,7 @@ def triton_attention_backward(
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
             *_descriptors(align, (q, config.block), (k, key_block), (v, key_block), (do, config.block)),
-            q_offsets, kv_offsets, key_tiles, num_key_tiles, *per_segment, *strides, lse.stride(0),
+            q_offsets, kv_offsets, key_tiles, num_key_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
         )  # fmt: skip
     if kv_shared:
@@ -141,7 +146,7 @@ def _launch(
     """
     group = q.shape[1] // k.shape[1]
     dims = group, q.shape[2], v.shape[2]
-    long = loop_rows >= LONG * (offsets.shape[0] - 1)
+    long = mask is None and loop_rows >= LONG * (offsets.shape[0] - 1)
     choice = q.dtype, block_m, long, q.device, _precision(q)
     config, common = _constants(kernel, *dims, *choice, activation, mask and tuple(mask))
     workers = min(_device(q.device)[1] * config.ctas_per_sm, tiles.shape[0])

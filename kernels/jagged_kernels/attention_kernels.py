@@ -52,7 +52,7 @@ def _fwd_block(
 @triton.jit
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -101,7 +101,7 @@ def attention_fwd_kernel(
             lanes = tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
         else:
-            acc = acc * _output_scale(output_scale, segment_scale_ptr, segment)
+            acc = acc * (value_factor * _output_scale(output_scale, segment_scale_ptr, segment))
         store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
 
 
@@ -159,7 +159,7 @@ def _dq_block(
 @triton.jit
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -212,7 +212,7 @@ def attention_bwd_dq_kernel(
                 q, do, k_operand, v_operand, kv_start + n, n, rows, bounds, head // GROUP, kv_len - n, lse, delta, acc, score_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
             )  # fmt: skip
-        acc = acc * (scale * _output_scale(output_scale, segment_scale_ptr, segment))
+        acc = acc * (scale * slope_factor * _output_scale(output_scale, segment_scale_ptr, segment))
         store_rows(dq_operand, row, head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
@@ -253,7 +253,7 @@ def _dkdv_block(
 @triton.jit
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, v_desc, do_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -307,6 +307,6 @@ def attention_bwd_dkdv_kernel(
                     head, q_len - m, dk, dv, score_scale,
                     HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
                 )  # fmt: skip
-        factor = _output_scale(output_scale, segment_scale_ptr, segment)
-        store_rows(dk_operand, row, kv_head, dk * (scale * factor), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_operand, row, kv_head, dv * factor, num_rows, V_DIM, BLOCK_N, BLOCK_DV)
+        out_scale = _output_scale(output_scale, segment_scale_ptr, segment)
+        store_rows(dk_operand, row, kv_head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_operand, row, kv_head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

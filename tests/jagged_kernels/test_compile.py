@@ -27,7 +27,7 @@ def compile_attention(
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
-    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (tile.query, config.block)
+    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
     constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
@@ -50,7 +50,7 @@ def compile_attention(
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             signature[arg] = f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         else:
-            signature[arg] = "fp32" if arg.endswith("scale") else "i32" if arg.startswith("stride_") else "constexpr"
+            signature[arg] = "fp32" if arg.endswith(("scale", "factor")) else "i32" if arg.startswith("stride_") else "constexpr"
     used = {arg: constants[arg] for arg in signature if signature[arg] == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg.endswith("_ptr") and arg != "tiles_ptr"}
     source = ASTSource(kernel, signature=signature, constexprs=used, attrs=aligned)
