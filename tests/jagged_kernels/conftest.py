@@ -33,11 +33,14 @@ def check_tile_list(offsets):
     from jagged_kernels.tile_list import tile_list
     from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
-    def check(num_segments, longest, dtype, device, sizes):
+    def check(num_segments, longest, dtype, device, sizes, masked=False, key_tiles=False):
         lengths = torch.randint(0, longest + 1, (2, num_segments)).tolist()
-        expected = zigzag_schedule(*lengths, **sizes, num_workers=1)
+        targets = torch.tensor(lengths[0 if key_tiles else 1], dtype=torch.int64) // 3
+        mask = jm.AttentionMask(causal=True, num_targets=targets, contextual_seqlen=2, max_attn_len=40) if masked else None
+        expected = zigzag_schedule(*lengths, **sizes, num_workers=1, mask=mask, key_tiles=key_tiles)
         both = (offsets(x, device).to(dtype) for x in lengths)
-        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values())
+        options = (mask.spec, targets.to(device), key_tiles) if masked else ()
+        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options)
         assert tiles.dtype == num_tiles.dtype == torch.int32 and num_tiles.shape == (1,)
         assert len(tiles) == tile_capacity(sum(lengths[0]), num_segments, sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
         assert torch.equal(tiles[: int(num_tiles)].cpu(), expected.tiles)
