@@ -1,5 +1,7 @@
 """Every kernel compiles ahead of time, without a GPU, for the generations we support."""
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -79,6 +81,21 @@ def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
 def test_attention_kernels_compile_in_fp32(name):
     for dim in (64, 128):
         compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
+
+
+@pytest.mark.parametrize("activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window")])
+@pytest.mark.parametrize("name", KERNELS)
+def test_activations_and_masks_compile(name, activation, mask):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):
+        compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, mask=MASKS[mask])
+        assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gelu_taylor_keeps_off_the_special_function_unit(name):
+    special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
+    assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
+    assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

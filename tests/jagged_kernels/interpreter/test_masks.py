@@ -14,7 +14,8 @@ import jagged_modules as jm
 
 @triton.jit
 def _visit_kernel(
-    visits_ptr, full_ptr, targets_ptr, q_len, kv_len, num_blocks, MASK: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+    visits_ptr, full_ptr, targets_ptr, q_len, kv_len, num_blocks,
+    MASK: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0)
     first_target = first_target_column(targets_ptr, 0, kv_len, MASK)
