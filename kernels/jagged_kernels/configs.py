@@ -7,12 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM."""
+    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM, and rows of a tile
+    where they are not those of the schedule."""
 
     block: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int = 1
+    tile: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +50,10 @@ def attention_tile(head_dim: int, itemsize: int, mean_queries: float | None = No
     return AttentionTile(query=64 if dim > 64 or mean_queries is not None and mean_queries <= 64 else 128, key=64)
 
 
-def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], query_tile: int) -> AttentionConfig:
+LONG = 768  # mean rows that a tile loops over, from which on larger blocks pay
+
+
+def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], query_tile: int, long: bool) -> AttentionConfig:
     """Launch configurations of the attention kernels.
 
     Args:
@@ -56,6 +61,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         itemsize: bytes of an input element, 2 or 4.
         capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) parts have 99 KB of shared memory a block, others 163 KB or more.
         query_tile: rows of a query tile, as the schedule has them.
+        long: whether there is no mask and a tile loops over `LONG` rows or more on average.
     """
     dim = padded_dim(head_dim)
     small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
@@ -72,6 +78,12 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         )
     if dim == 128:
         stages = 2 if small_memory else 3
+        if long and not small_memory:
+            return AttentionConfig(
+                fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
+                dq=LaunchConfig(block=64, num_warps=8, num_stages=3, tile=128),
+                dkdv=LaunchConfig(block=64, num_warps=4, num_stages=2, ctas_per_sm=2),
+            )
         return AttentionConfig(
             fwd=LaunchConfig(block=64, num_warps=4, num_stages=stages, ctas_per_sm=2),
             dq=LaunchConfig(block=32, num_warps=4, num_stages=stages, ctas_per_sm=2),

@@ -23,13 +23,13 @@ MASKS = {"none": None, "hstu": (1, -1, -1, 1, 2, 3, 100, 20), "window": (0, 64, 
 
 
 def compile_attention(
-    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None
+    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False
 ):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
-    config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query), name)
-    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (tile.query, config.block)
+    config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
+    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
     constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
@@ -69,6 +69,13 @@ def test_attention_kernels_compile_in_bf16(name, dim, capability):
     assert compiled.metadata.shared <= shared_memory
     if capability == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (90, 227)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_of_long_segments_compile(name, capability, shared_memory):
+    compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, long=True)
+    assert compiled.metadata.shared <= shared_memory * 1024
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
