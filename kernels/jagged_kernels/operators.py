@@ -46,7 +46,14 @@ def _on_the_tensors_device(launcher: Callable) -> Callable:
 
 def differentiate(op: Callable, function: type[torch.autograd.Function]) -> None:
     """Route the operator's calls under autograd through `function`, whose forward calls `op` inside `below_autograd()`."""
-    _library.impl(op, lambda *args: function.apply(*args), "Autograd")
+
+    def call(*args):
+        if torch.is_grad_enabled():
+            return function.apply(*args)
+        with below_autograd():
+            return op(*args)
+
+    _library.impl(op, call, "Autograd")
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd
