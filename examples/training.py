@@ -83,14 +83,15 @@ def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) 
     return state
 
 
-def save_curves(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
-    """Draws training loss and validation AUC by epoch, one line per name in `curves`."""
-    write_atomically(path, lambda file: draw_curves(curves).savefig(file, dpi=120))
+def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> None:
+    write_atomically(path, lambda file: draw_curves(curves, metric, label).savefig(file, dpi=120))
 
 
-def draw_curves(curves: dict[str, list[dict[str, float]]]) -> Figure:
+def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> Figure:
+    """Training loss and the validation `metric`, called `label`, by epoch, one line per name in `curves`."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axis, key, title in zip(figure.subplots(1, 2), ("loss", "valid_auc"), ("training loss", "held-out AUC (validation)"), strict=True):
+    titles = {"loss": "training loss", f"valid_{metric}": f"held-out {label} (validation)"}
+    for axis, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for name, epochs in curves.items():
             axis.plot([epoch["epoch"] for epoch in epochs], [epoch[key] for epoch in epochs], marker="o", label=name)
         axis.set(title=title, xlabel="epoch")
