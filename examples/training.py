@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import binary_auroc
+from torchrec import JaggedTensor
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 # Lines that say nothing about this program: the profiler logs two at every use, and torch 2.13 one about a function torchrec asks.
@@ -51,6 +52,27 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
     states = get_ne_states(labels.double()[None], probabilities[None], torch.ones_like(probabilities)[None], eta=1e-12)
     entropy = compute_ne(states["cross_entropy_sum"], states["weighted_num_samples"], states["pos_labels"], states["neg_labels"], eta=1e-12)
     return {"auc": binary_auroc(probabilities, labels.long()).item(), "normalized_entropy": entropy.item()}
+
+
+def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:
+    """How many other items that the user has not seen score at least as high as the target, int64 [B]: ties and NaN count against it.
+
+    Args:
+        scores: [B, items]; targets: int64 [B].
+        seen: B rows of items that do not compete.
+    """
+    rows = torch.arange(len(targets), device=targets.device)
+    own = scores[rows, targets, None]
+    competes = torch.ones_like(scores, dtype=torch.bool)
+    competes[rows, targets] = False
+    competes[rows.repeat_interleave(seen.lengths()), seen.values()] = False
+    return (~(scores < own) & competes).sum(dim=1)
+
+
+def next_item_metrics(ranks: torch.Tensor, k: int = 10) -> dict[str, float]:
+    """Hit rate and NDCG of the first k, means over targets at `ranks` [N], counted from 0; a ranking has one target."""
+    hits = ranks < k
+    return {f"hr@{k}": hits.double().mean().item(), f"ndcg@{k}": (hits / torch.log2(ranks.double() + 2)).mean().item()}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------------------
