@@ -67,6 +67,8 @@ class SequenceModel(nn.Module):
         temperature: float = 0.1,
     ):
         super().__init__()
+        if not temperature > 0:
+            raise ValueError(f"temperature must be positive, not {temperature}")
         self.num_items, self.temperature = num_items, temperature
         tables = {"item": num_items, "position": max_history}
         self.embeddings = EmbeddingCollection(

@@ -69,6 +69,12 @@ def popularity(datasets: dict[str, SequenceDataset]) -> torch.Tensor:
     return torch.from_numpy(np.bincount(log.item, minlength=log.num_items) - np.bincount(log.item[held_out], minlength=log.num_items))
 
 
+def evaluate_popularity(datasets: dict[str, SequenceDataset]) -> dict[str, float]:
+    """Test metrics of the ranking by popularity."""
+    counts = popularity(datasets).float()
+    return evaluate(lambda ids: counts.expand(ids.stride(), -1), make_loader(datasets["test"], batch_size=64))
+
+
 def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
     source = options.data or "generated log"
     log = read_log(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
@@ -85,11 +91,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Trains what the options ask for and writes the files; returns what metrics.json holds."""
     device = trainer.prepare_device(options)
     datasets = load_datasets(options)
-    counts = popularity(datasets)
-    batches = make_loader(datasets["test"], options.batch_size)
-    baselines = {"popularity": evaluate(lambda ids: counts.float().expand(ids.stride(), -1), batches)}
     names = ENCODERS if options.compare else (options.model,)
-    return trainer.train_all({name: Trainer(options, name, datasets, device) for name in names}, options, baselines)
+    trainers = {name: Trainer(options, name, datasets, device) for name in names}
+    return trainer.train_all(trainers, options, baselines={"popularity": evaluate_popularity(datasets)})
 
 
 def main(arguments: list[str] | None = None) -> None:
