@@ -36,7 +36,7 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
     slope = torch.zeros_like(t)
     for power, coefficient in reversed(list(enumerate(COEFFICIENTS, start=1))):
         slope = slope * t + 2 * power * coefficient
-    return grad * (0.5 + torch.where(x.abs() < RANGE, a * slope, 0.5 * x.sign()))
+    return grad * (0.5 + a * slope)
 
 
 class Activation(NamedTuple):

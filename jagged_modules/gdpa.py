@@ -170,7 +170,7 @@ class JaggedGDPA(nn.Module):
         else:
             k, v = self.kv_proj(keys.values).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
             sizes = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=v.dtype)
-            schedule = keys.schedule(queries=config.num_seeds or jagged, **sizes)
+            schedule = keys.schedule(queries=config.num_seeds or jagged, mask=mask, **sizes)
         out = jagged_attention(
             self.q_norm(q),
             self.k_norm(k),

@@ -44,13 +44,12 @@ class HSTUConfig:
     def __post_init__(self) -> None:
         if self.scaling_seqlen is not None:
             check_size("scaling_seqlen", self.scaling_seqlen)
-        self.mask  # noqa: B018  its constructor checks the other fields
+        self.mask()  # checks its fields
 
-    @property
-    def mask(self) -> AttentionMask:
-        """The mask of these fields, without targets."""
+    def mask(self, num_targets: Tensor | None = None) -> AttentionMask:
+        """The layers' mask, for `Jagged.prepare`."""
         names = ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size")
-        return AttentionMask(causal=True, **{name: getattr(self, name) for name in names})
+        return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
 
 
 class HSTULayer(nn.Module):
@@ -84,7 +83,7 @@ class HSTULayer(nn.Module):
         config = HSTUConfig() if config is None else config
         if not isinstance(config, HSTUConfig):
             raise TypeError(f"config must be an HSTUConfig, got {type(config).__name__}")
-        self.embedding_dim, self.num_heads, self.config, self.mask = embedding_dim, num_heads, config, config.mask
+        self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         width = num_heads * self.linear_dim
@@ -115,8 +114,8 @@ class HSTULayer(nn.Module):
         """
         jagged = Jagged.wrap(x)
         u, q, k, v = self._project(jagged)
-        mask = dataclasses.replace(self.mask, num_targets=num_targets)
-        return jagged.unwrap(self._output(jagged.values, u, self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged))))
+        a = self._attend(q, k, v, jagged, jagged, self.config.mask(num_targets), self._scaling_seqlen(jagged))
+        return jagged.unwrap(self._output(jagged.values, u, a))
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
         length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
@@ -136,7 +135,7 @@ class HSTULayer(nn.Module):
     def _attend(self, q, k, v, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int) -> Tensor:
         """`[rows of queries, H · Dv]`."""
         sizes = dict(num_heads=self.num_heads, head_dim=max(self.head_dim, self.linear_dim), dtype=q.dtype)
-        schedule = keys.schedule(queries=queries, **sizes)
+        schedule = keys.schedule(queries=queries, mask=mask, **sizes)
         flags = dict(activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule)
         return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
 
@@ -186,6 +185,7 @@ class HSTUStack(nn.Module):
         super().__init__()
         check_size("num_layers", num_layers)
         self.layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        self.config = self.layers[0].config
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a stack built on the meta device."""
@@ -205,21 +205,20 @@ class HSTUStack(nn.Module):
             history: any container of `[L, E]` values: each segment is context, then history.
 
         Returns:
-            The cache, one copy of the rows that targets see. To find out which they are costs a wait for the device where the config
-            has a max_attn_len or contextual_seqlen.
+            The cache, one copy of the rows that targets see. Where the config has a max_attn_len or contextual_seqlen and only the
+            device knows the lengths, to find these rows costs a wait for it.
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`.
         """
-        jagged = Jagged.wrap(history)
-        jagged, kept = jagged.with_values(jagged.values), []
-        rows, segments = _rows_seen_by_targets(self.layers[0].mask, jagged)
+        jagged, kept = Jagged.wrap(history), []
+        rows, segments = _rows_seen_by_targets(jagged, self.config)
         scaling_seqlen = self.layers[0]._scaling_seqlen(jagged)
         for layer in self.layers:
             u, q, k, v = layer._project(jagged)
             kept.append(torch.cat([k[rows], v[rows]], dim=2))
             if layer is not self.layers[-1]:
-                a = layer._attend(q, k, v, jagged, jagged, layer.mask, scaling_seqlen)
+                a = layer._attend(q, k, v, jagged, jagged, self.config.mask(), scaling_seqlen)
                 jagged = jagged.with_values(layer._output(jagged.values, u, a))
         segments = jagged if segments is None else Jagged(kept[0], segments)
         return HSTUCache(tuple(segments.with_values(x) for x in kept), scaling_seqlen)
@@ -242,7 +241,7 @@ class HSTUStack(nn.Module):
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         wrapped = jagged = Jagged.wrap(targets)
-        mask = AttentionMask(num_targets=jagged.offsets.diff(), target_group_size=self.layers[0].mask.target_group_size)
+        mask = AttentionMask(num_targets=jagged.offsets.diff(), target_group_size=self.config.target_group_size)
         for layer, history in zip(self.layers, cache.layers):
             u, q, k, v = layer._project(jagged)
             history_k, history_v = history.values.split([layer.head_dim, layer.linear_dim], dim=2)
@@ -253,23 +252,23 @@ class HSTUStack(nn.Module):
         return wrapped.unwrap(jagged.values)
 
 
-def _rows_seen_by_targets(mask: AttentionMask, history: Jagged) -> tuple[Tensor | slice, Tensor | None]:
-    """The rows of the histories that targets after them would see, and the offsets of these rows; None for the histories' own.
+def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
+    """The rows of the histories that targets after them see, and the offsets of these rows; all, and None, where nothing is hidden.
 
-    All of a history but, of one longer than max_attn_len, the last so many; context has id 0 however long it is. Nothing of a
-    history shorter than the context: all its ids are those of the targets.
+    A history that ends within max_attn_len of its context, which has id 0 however long it is, is seen whole, of a longer one the last
+    max_attn_len rows. Nothing is seen of one that is shorter than the context: its ids are those of the targets.
     """
-    context, limit = mask.contextual_seqlen, 0 if mask.min_full_attn_seqlen else mask.max_attn_len
+    context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
     if not context and not limit:
         return slice(None), None
-    lengths = history.offsets.diff()
+    lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
     seen = torch.where(lengths < context, 0, lengths)
     if limit:
         seen = seen.where(seen <= limit + max(context - 1, 0), limit)
-    starts = torch.repeat_interleave(history.offsets[1:] - seen, lengths, output_size=history.values.shape[0])
-    rows = torch.arange(history.values.shape[0], device=starts.device) >= starts
-    offsets = torch.cat([history.offsets[:1], seen.cumsum(0, dtype=history.offsets.dtype)])
-    return rows.nonzero().squeeze(1).to(history.values.device), offsets
+    total = history.values.shape[0]
+    first = torch.repeat_interleave(lengths.cumsum(0) - seen, lengths, output_size=total)
+    rows = (torch.arange(total, device=first.device) >= first).nonzero().squeeze(1)
+    return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
 
 
 class _XavierLinear(nn.Linear):

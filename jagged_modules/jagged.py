@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .broadcast import CandidateIndex
 from .checks import check_integers, check_offsets, check_size, values_are_checkable
+from .masks import AttentionMask
 from .schedule import TileSchedule, device_schedule, host_schedule, new_token
 
 MAX_SCHEDULES = 16  # kept with a segmentation
@@ -148,6 +149,7 @@ class Jagged:
         num_kv_heads: int | None = None,
         queries: Jagged | CandidateIndex | int | None = None,
         rows_per_candidate: int = 1,
+        mask: AttentionMask | None = None,
     ) -> Jagged:
         """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
 
@@ -157,6 +159,8 @@ class Jagged:
             queries: the query side: None for self-attention, another Jagged, the candidates of each user, or a number of query
                 rows for every segment.
             rows_per_candidate: query rows of each candidate, where queries is a CandidateIndex.
+            mask: the attention's. A schedule is right for every mask, and balanced for this one; for its num_targets too where they are
+                on the side, host or device, that it is built on.
 
         Raises:
             TypeError: a wrong kind of argument. ValueError: sizes below 1, or lengths that only a device knows.
@@ -164,7 +168,7 @@ class Jagged:
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
         sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype or torch.get_default_dtype(), num_kv_heads=num_kv_heads)
-        self._schedule(queries, rows_per_candidate, **sizes)
+        self._schedule(queries, rows_per_candidate, mask, **sizes)
         return self
 
     def schedule(
@@ -176,6 +180,7 @@ class Jagged:
         num_kv_heads: int | None = None,
         queries: Jagged | CandidateIndex | int | None = None,
         rows_per_candidate: int = 1,
+        mask: AttentionMask | None = None,
     ) -> TileSchedule | None:
         """The attention schedule with these segments as keys, on the values' device; arguments as in `prepare`.
 
@@ -185,9 +190,9 @@ class Jagged:
         if self.values.device.type == "cpu" or torch.compiler.is_compiling():
             return None
         sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype, num_kv_heads=num_kv_heads)
-        return self._schedule(queries, rows_per_candidate, **sizes)
+        return self._schedule(queries, rows_per_candidate, mask, **sizes)
 
-    def _schedule(self, queries, rows_per_candidate, num_heads, head_dim, dtype, num_kv_heads) -> TileSchedule | None:
+    def _schedule(self, queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads) -> TileSchedule | None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         for name, size in dict(**sizes, rows_per_candidate=rows_per_candidate).items():
@@ -197,15 +202,17 @@ class Jagged:
         sizes["itemsize"] = dtype.itemsize
         queries = self if queries is None else queries
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
-        key = (token, rows_per_candidate, *sizes.values())
+        mask = None if mask is None or mask.hides_nothing() else mask
+        key = (token, rows_per_candidate, *sizes.values(), *(mask.spec if mask else ()))
         schedules = self._segmentation.schedules
         if key not in schedules:
             offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
             if lengths is not None and self.host_lengths is not None:
-                schedule = host_schedule(lengths, self.host_lengths, **sizes)
+                schedule = host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
             elif total is not None:
                 offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
-                schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **sizes)
+                on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
+                schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
             else:
                 return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
             if len(schedules) == MAX_SCHEDULES:  # segments that outlive their batch, such as cached histories, meet ever new queries
@@ -213,6 +220,10 @@ class Jagged:
             schedules[key] = schedule
         schedules[key] = schedules[key].to(self.values.device, non_blocking=True)
         return schedules[key]
+
+    def _device_targets(self, mask: AttentionMask | None) -> Tensor | None:
+        targets = None if mask is None else mask.num_targets
+        return None if targets is None else targets.to(self.values.device, non_blocking=True)
 
     def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
         """Query offsets, host lengths if known, and number of rows if known."""

@@ -11,6 +11,8 @@ from jagged_kernels.configs import attention_tile
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from torch import Tensor
 
+from .masks import AttentionMask
+
 NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels deal anew to the workers there are
 _tokens = itertools.count()
 
@@ -21,18 +23,29 @@ def new_token() -> tuple[int, int]:
 
 
 def host_schedule(
-    q_lengths: Tensor, kv_lengths: Tensor, *, num_heads: int, num_kv_heads: int, head_dim: int, itemsize: int
+    q_lengths: Tensor,
+    kv_lengths: Tensor,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    itemsize: int,
+    mask: AttentionMask | None = None,
 ) -> TileSchedule:
     """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
 
     Args:
         q_lengths, kv_lengths: rows of each segment, host integers.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
+        mask: blocks that it hides cost nothing.
     """
     tile = attention_tile(head_dim, itemsize, mean_queries=int(q_lengths.sum()) / max(1, len(q_lengths)))
     workers = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_initialized() else NUM_WORKERS
-    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, num_workers=workers)
-    backward = zigzag_schedule(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, num_workers=workers)
+    common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
+    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)
+    backward = zigzag_schedule(
+        kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, **common, key_tiles=True
+    )
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if torch.cuda.is_initialized() else schedule
 
@@ -47,10 +60,13 @@ def device_schedule(
     num_kv_heads: int,
     head_dim: int,
     itemsize: int,
+    mask: list[int] | None = None,
+    num_targets: Tensor | None = None,
 ) -> TileSchedule:
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record.
 
     total_q, total_kv: rows of all segments. Without total_kv the backward's tiles are left to the backward, which may never come.
+    mask: `AttentionMask.spec`, with num_targets on the offsets' device.
     """
     from jagged_kernels.tile_list import tile_list
 
@@ -58,9 +74,9 @@ def device_schedule(
     mean_queries = None if torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)
     tile = attention_tile(head_dim, itemsize, mean_queries)
 
-    def build(offsets, other_offsets, total, heads, block_m, block_n, backward):
-        tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n)
+    def build(offsets, other_offsets, total, heads, block_m, block_n, backward, key_tiles=False):
+        tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n, mask, num_targets, key_tiles)
         return TileSchedule(tiles, None, None, num_tiles, block_m, block_n, heads, NUM_WORKERS, backward)
 
-    backward = None if total_kv is None else build(kv_offsets, q_offsets, total_kv, num_kv_heads, tile.key, tile.query, None)
+    backward = None if total_kv is None else build(kv_offsets, q_offsets, total_kv, num_kv_heads, tile.key, tile.query, None, True)
     return build(q_offsets, kv_offsets, total_q, num_heads, tile.query, tile.key, backward)

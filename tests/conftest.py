@@ -4,6 +4,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+import jagged_modules as jm
+
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("repeatable")
 
@@ -21,6 +23,24 @@ def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 def offsets_of():
     """lengths, dtype → offsets `[B + 1]`."""
     return _offsets
+
+
+@pytest.fixture(
+    params=["pair", "list", "Jagged", "nested", "JaggedTensor", "JaggedTensor-offsets", "KeyedJaggedTensor", "KeyedJaggedTensor-keys"]
+)
+def container(request):
+    """values, offsets of three segments → the same in one kind of container; the test runs with each of them."""
+    torchrec = pytest.importorskip("torchrec") if "JaggedTensor" in request.param else None
+    return {
+        "pair": lambda values, offsets: (values, offsets),
+        "list": lambda values, offsets: [values, offsets],
+        "Jagged": jm.Jagged,
+        "nested": torch.nested.nested_tensor_from_jagged,
+        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+        "JaggedTensor-offsets": lambda values, offsets: torchrec.JaggedTensor(values, offsets=offsets),
+        "KeyedJaggedTensor": lambda values, offsets: torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff()),
+        "KeyedJaggedTensor-keys": lambda values, offsets: torchrec.KeyedJaggedTensor(["a", "b", "c"], values, lengths=offsets.diff()),
+    }[request.param]
 
 
 def _leaves(tensors, dtype=None):

@@ -92,9 +92,11 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-def test_readme_example_is_short_and_runs_with_torch_alone():
-    example = python_blocks("Example")[0]
-    assert len(example.splitlines()) <= 15
+@pytest.mark.parametrize("heading", ["Example", "HSTU and GDPA"])
+def test_readme_example_is_short_and_runs_with_torch_alone(heading):
+    blocks = python_blocks(heading)
+    assert blocks and all(len(block.splitlines()) <= 15 for block in blocks)
+    example = "\n".join(blocks)
     blocked = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
     run(sys.executable, "-c", blocked + example)
 

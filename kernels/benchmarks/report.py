@@ -61,10 +61,13 @@ COLUMNS = {  # heading -> text of a cell
     "case": lambda row: row["case"],
     "implementation": lambda row: row["implementation"],
     "forward ms": lambda row: number(row.get("forward_ms")),
+    "backward ms": lambda row: number(row.get("backward_ms")),
     "fwd+bwd ms": lambda row: number(row.get("forward_backward_ms")),
     "forward TFLOP/s": lambda row: number(row.get("forward_tflops")),
+    "backward TFLOP/s": lambda row: number(row.get("backward_tflops")),
     "fwd+bwd TFLOP/s": lambda row: number(row.get("forward_backward_tflops")),
     "forward GB/s": lambda row: number(row.get("forward_gbytes_per_s")),
+    "backward GB/s": lambda row: number(row.get("backward_gbytes_per_s")),
     "fwd+bwd GB/s": lambda row: number(row.get("forward_backward_gbytes_per_s")),
     "inputs MB": lambda row: megabytes(row.get("input_bytes")),
     "forward peak MB": lambda row: megabytes(row.get("forward_peak_bytes")),
@@ -88,6 +91,8 @@ def markdown(results: dict) -> str:
     lines += ["", results["protocol"]["text"]]
     if not results["complete"]:
         lines += ["", "**The run did not finish: these are the cases it completed.**"]
+    for line in results.get("summary", []):
+        lines += ["", line]
     for table, rows in by_table(results).items():
         columns = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
         columns = {heading: cells for heading, cells in columns.items() if set(cells) - {MISSING, ""}}
@@ -100,6 +105,7 @@ def markdown(results: dict) -> str:
 
 PANELS = {  # axis label -> (column, unit); the first one of a pair that was measured is drawn
     "forward": [("forward_tflops", "TFLOP/s", 1), ("forward_gbytes_per_s", "GB/s", 1), ("forward_ms", "ms", 1)],
+    "backward": [("backward_tflops", "TFLOP/s", 1), ("backward_gbytes_per_s", "GB/s", 1), ("backward_ms", "ms", 1)],
     "forward + backward": [
         ("forward_backward_tflops", "TFLOP/s", 1),
         ("forward_backward_gbytes_per_s", "GB/s", 1),

@@ -35,9 +35,9 @@ Random inputs. All implementations of a case are measured in turn in one process
 order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
 better round is reported, all are kept. On CUDA: events around each call (triton.testing.do_bench), which empties the L2 cache before it,
 so launch gaps count where the host is slower than the device; on the CPU: time.perf_counter. Forward runs without autograd;
-forward+backward is forward, then torch.autograd.grad for all inputs. Peak memory is what one call allocates above its inputs at most.
-Errors are relative, of the worst sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's
-dtype."""
+forward+backward is forward, then torch.autograd.grad for all inputs; backward alone is the latter on a graph that is kept. Peak memory is
+what one call allocates above its inputs at most. Errors are relative, of the worst sampled row, against float64; the bound is
+{error_factor} times the error of plain torch in the case's dtype."""
 ERROR_FACTOR = 3.0
 
 
@@ -92,6 +92,12 @@ class Implementation:
         gradients = torch.autograd.grad(out, tuple(wanted.values()), self.grad_output)
         return {"out": out.detach(), **{f"d{name}": x for name, x in zip(wanted, gradients)}}
 
+    def measured_call(self, key: str) -> Callable[[], object]:
+        """What is timed for the columns ``key``: "forward", "forward_backward" or "backward"."""
+        if key != "backward":
+            return partial(self.run, key == "forward_backward")
+        return partial(torch.autograd.grad, self.forward(), tuple(self.differentiable.values()), self.grad_output, retain_graph=True)
+
 
 @dataclass(frozen=True)
 class Setup:
@@ -118,12 +124,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One row group of a table. ``timed=False`` takes peak memory only."""
+    """One row group of a table. ``timed=False`` takes peak memory only; ``backward_alone`` times that in place of forward+backward."""
 
     table: str
     name: str
     setup: Callable[[], Setup]
     timed: bool = True
+    backward_alone: bool = False
 
 
 class WrongResult(Exception):
@@ -199,7 +206,7 @@ def check(implementation: Implementation, backward: bool, expected: dict[str, Te
 
 
 def passes(implementation: Implementation) -> dict[str, bool]:
-    """What is measured: column prefix -> with backward."""
+    """What is checked: column prefix -> with backward."""
     return {"forward": False, "forward_backward": True} if implementation.differentiable else {"forward": False}
 
 
@@ -237,10 +244,10 @@ def failure(error: Exception, during: str = "") -> dict:
     return {"status": status, "traceback": "".join(traceback.format_exception(error))}
 
 
-def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Callable[[], object]]:
-    """Fills the row with what the checks find; returns the calls to measure, by pass: none after a failure, only the forward after one in
-    forward+backward."""
-    calls = {}
+def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Implementation]:
+    """Fills the row with what the checks find; returns the implementation by the passes to measure: none after a failure, only the
+    forward after one in forward+backward."""
+    right = {}
     during = ""
     try:
         implementation = build()
@@ -249,10 +256,10 @@ def build_and_check(build: Callable[[], Implementation], row: dict, *reference) 
         for key, backward in passes(implementation).items():
             during = key.replace("_", "+")
             row |= {f"{key}_{column}": value for column, value in check(implementation, backward, *reference).items()}
-            calls[key] = partial(implementation.run, backward)
+            right[key] = implementation
     except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
         row |= failure(error, during)
-    return calls
+    return right
 
 
 def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) -> list[dict]:
@@ -276,8 +283,9 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
     for turn in range(protocol.rounds if case.timed else 0):
         for name in list(ready)[:: -1 if turn % 2 else 1]:
             try:
-                for key, call in ready[name].items():
-                    rows[name].setdefault(f"{key}_rounds_ms", []).append(measure_ms(call, protocol))
+                for checked, implementation in ready[name].items():
+                    key = checked.removeprefix("forward_") if case.backward_alone else checked
+                    rows[name].setdefault(f"{key}_rounds_ms", []).append(measure_ms(implementation.measured_call(key), protocol))
             except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
                 rows[name] |= failure(error, "timing")
                 del ready[name]
@@ -290,6 +298,7 @@ def derive(row: dict, setup: Setup) -> None:
     """The reported figures: the better round, TFLOP/s and GB/s."""
     totals = {
         "forward": (setup.flops, setup.bytes),
+        "backward": (setup.backward_flops, setup.backward_bytes),
         "forward_backward": (setup.flops + setup.backward_flops, setup.bytes + setup.backward_bytes),
     }
     for key, (flops, nbytes) in totals.items():
@@ -345,13 +354,19 @@ def free_stem(folder: Path, date: str, op: str) -> Path:
     return stem
 
 
-def main(op: str, make_cases: Callable[[str, bool], list[Case]], argv: list[str] | None = None) -> int:
+def main(
+    op: str,
+    make_cases: Callable[[str, bool], list[Case]],
+    argv: list[str] | None = None,
+    summary: Callable[[list[dict]], list[str]] = lambda rows: [],
+) -> int:
     """Runs a benchmark from its command line.
 
     Args:
         op: the operator's stem, as in ``bench_<op>.py``.
         make_cases: ``make_cases(device, tiny)`` lists the cases.
         argv: arguments; those of the command line where None.
+        summary: ``summary(rows)`` -> lines that stand above the tables: what follows from several rows.
 
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
@@ -389,6 +404,7 @@ def main(op: str, make_cases: Callable[[str, bool], list[Case]], argv: list[str]
     for case in tqdm(cases, desc=op, unit="case"):
         release_memory(options.device)
         results["rows"] += run_case(case, protocol, options.impl)
+        results["summary"] = summary(results["rows"])
         report.save(results, stem)
     results["complete"] = True
     report.save(results, stem)

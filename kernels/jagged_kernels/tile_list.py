@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operators import operator
-from .tile_schedule import tile_capacity
+from .tile_schedule import masked_tiles, tile_capacity
 
 
 @triton.jit
@@ -52,24 +52,33 @@ def _tile_list_kernel(
         tl.store(row_ptr + 2, within % blocks, mask=mask)
 
 
-def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n):
+def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *mask):
     capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
     return offsets.new_zeros((capacity, 3), dtype=torch.int32), offsets.new_zeros((1,), dtype=torch.int32)
 
 
 @operator("tile_list", fake=_empty_list)
-def tile_list(offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+def tile_list(
+    offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
+    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
 
     Args:
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over.
-        num_heads, block_m, block_n: as in `zigzag_schedule`.
+        num_heads, block_m, block_n, mask, num_targets, key_tiles: as in `zigzag_schedule`. A mask costs a sort, of some thirty launches.
 
     Returns:
         tiles int32 `[capacity, 3]`, capacity as in `tile_schedule.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
+    if mask is not None and len(tiles):
+        lengths, other_lengths = offsets.diff().to(torch.int32), other_offsets.diff().to(torch.int32)
+        tiles, _, count = masked_tiles(
+            lengths, other_lengths, len(tiles) // num_heads, num_heads, block_m, block_n, mask, num_targets, key_tiles
+        )
+        return tiles, count
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,

@@ -14,6 +14,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from .tile_work import cdiv, key_tile_work, query_tile_work
+
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
@@ -63,7 +65,9 @@ class TileSchedule:
         return dataclasses.replace(self, **moved, backward=backward)
 
 
-def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, block_n: int, num_workers: int) -> TileSchedule:
+def zigzag_schedule(
+    q_lengths, kv_lengths, *, num_heads: int, block_m: int, block_n: int, num_workers: int, mask=None, key_tiles: bool = False
+) -> TileSchedule:
     """Build the zigzag schedule on the host.
 
     Args:
@@ -72,6 +76,8 @@ def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, bloc
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are dealt to.
+        mask: an `AttentionMask`, whose hidden blocks cost nothing; its num_targets count where they are on the host.
+        key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
 
     Returns:
         TileSchedule with host tensors.
@@ -89,29 +95,70 @@ def zigzag_schedule(q_lengths, kv_lengths, *, num_heads: int, block_m: int, bloc
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
-    # All tiles of a segment cost the same, so sorting segments and expanding them equals a stable sort of the tiles.
-    segment_work, order = torch.sort(_cdiv(kv_lengths, block_n), descending=True, stable=True)
-    blocks = _cdiv(q_lengths, block_m)[order]
-    tiles_per_segment = blocks * num_heads
-    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
-    first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
-    position = torch.arange(len(rank), dtype=torch.int32)
-    within = position - first[rank]
-    tiles = torch.empty(len(rank), 3, dtype=torch.int32)
-    tiles[:, 0] = order.to(torch.int32)[rank]
-    blocks = blocks[rank]
-    torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
-    torch.remainder(within, blocks, out=tiles[:, 2])
+    if mask is None:
+        tiles, work = _tiles(q_lengths, kv_lengths, num_heads, block_m, block_n)
+    else:
+        num_targets = mask.num_targets if mask.num_targets is not None and mask.num_targets.device.type == "cpu" else None
+        total = int(cdiv(q_lengths, block_m).sum())
+        tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, mask.spec, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
-        work=segment_work[rank],
-        worker=_deal(position, num_workers),
-        num_tiles=torch.tensor([len(rank)], dtype=torch.int32),
+        work=work,
+        worker=_deal(torch.arange(len(tiles), dtype=torch.int32), num_workers),
+        num_tiles=torch.tensor([len(tiles)], dtype=torch.int32),
         block_m=block_m,
         block_n=block_n,
         num_heads=num_heads,
         num_workers=num_workers,
     )
+
+
+def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+    """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
+    stable sort of the tiles."""
+    segment_work, order = torch.sort(cdiv(kv_lengths, block_n), descending=True, stable=True)
+    blocks = cdiv(q_lengths, block_m)[order]
+    tiles_per_segment = blocks * num_heads
+    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
+    first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
+    within = torch.arange(len(rank), dtype=torch.int32) - first[rank]
+    tiles = torch.empty(len(rank), 3, dtype=torch.int32)
+    tiles[:, 0] = order.to(torch.int32)[rank]
+    blocks = blocks[rank]
+    torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
+    torch.remainder(within, blocks, out=tiles[:, 2])
+    return tiles, segment_work[rank]
+
+
+def masked_tiles(
+    lengths: Tensor, other_lengths: Tensor, capacity: int, num_heads: int, block_m: int, block_n: int,
+    mask: list[int], num_targets: Tensor | None, key_tiles: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sorted tiles under a mask, on any device and without waiting for it. Heads, which cost the same, follow one another.
+
+    Args:
+        lengths, other_lengths: int32 `[B]`, B at least 1, of the tiled side and of the side that a tile loops over.
+        capacity: at least the number of tiles of one head.
+        mask: `AttentionMask.spec`. num_targets: `[B]` or None.
+
+    Returns:
+        tiles int32 `[capacity · num_heads, 3]`, work int32 of each, and their number, int32 `[1]`; tiles past it are 0.
+    """
+    ends = cdiv(lengths, block_m).cumsum(0).to(torch.int32)
+    position = torch.arange(capacity, dtype=torch.int32, device=lengths.device)
+    segment = torch.searchsorted(ends, position, right=True, out_int32=True).clamp(max=len(lengths) - 1)
+    block = position - torch.where(segment > 0, ends[segment - 1], 0)
+    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
+    sides = lengths[segment], other_lengths[segment]
+    count_blocks = key_tile_work if key_tiles else query_tile_work
+    work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
+    real = position < ends[-1]
+    work, order = torch.sort(torch.where(real, work, -1), descending=True, stable=True)
+    pairs = torch.where(real[:, None], torch.stack([segment, block], 1)[order], 0)
+    tiles = torch.empty((capacity, num_heads, 3), dtype=torch.int32, device=lengths.device)
+    tiles[:, :, ::2] = pairs[:, None]
+    tiles[:, :, 1] = torch.where(real[:, None], torch.arange(num_heads, dtype=torch.int32, device=lengths.device), 0)
+    return tiles.flatten(0, 1), work.repeat_interleave(num_heads), (ends[-1:] * num_heads).to(torch.int32)
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
@@ -123,10 +170,6 @@ def _deal(position: Tensor, num_workers: int) -> Tensor:
     """Worker of the tile at each position: ascending in even waves, descending in odd ones."""
     lane = position % num_workers
     return torch.where(position // num_workers % 2 == 0, lane, num_workers - 1 - lane)
-
-
-def _cdiv(lengths: Tensor, block: int) -> Tensor:
-    return (lengths + (block - 1)) // block
 
 
 def _host_lengths(name: str, lengths) -> Tensor:

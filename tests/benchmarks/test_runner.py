@@ -176,6 +176,33 @@ def test_an_implementation_without_gradients_is_measured_forward_only(tmp_path):
     assert not [key for key in row if key.startswith("forward_backward")]
 
 
+def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
+    calls = []
+
+    def multiply_and_count(x):
+        calls.append(torch.is_grad_enabled())
+        return x * x
+
+    case = Case("squares", "alone", partial(squares_setup, 4, count=multiply_and_count), backward_alone=True)
+    _, results, path = run(tmp_path, [case], "--rounds", "2")
+    (row,) = results["rows"]
+    assert set(row["forward_backward_errors"]) == {"out/first", "dx/first"}  # checked as ever
+    assert row["forward_ms"] > 0 and "forward_backward_ms" not in row
+    assert row["backward_ms"] == min(row["backward_rounds_ms"]) and len(row["backward_rounds_ms"]) == 2
+    assert row["backward_tflops"] == pytest.approx(64.0 / row["backward_ms"] / 1e9)
+    assert sum(calls) == 2 + 2  # two checks, one graph a round however often its backward runs
+    assert "| backward ms |" in path.with_suffix(".md").read_text()
+
+
+def test_the_summary_stands_above_the_tables(tmp_path):
+    arguments = [*FAST, "--out", str(tmp_path)]
+    cases = [squares_case("a", multiply=multiply), squares_case("b", multiply=multiply)]
+    runner.main("squares", lambda device, tiny: cases, arguments, summary=lambda rows: [f"There are {len(rows)} rows."])
+    (path,) = tmp_path.glob("*-squares.md")
+    text = path.read_text()
+    assert 0 < text.index("There are 2 rows.") < text.index("## squares")
+
+
 def test_a_setup_that_fails_is_a_row_too(tmp_path):
     def broken():
         raise MemoryError("too large")

@@ -3,8 +3,20 @@
 import pytest
 import torch
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 
+MASKS = {  # fields of AttentionMask; num_targets: at most so many in a segment
+    "causal": dict(causal=True),
+    "window": dict(window=(20, 9)),
+    "causal-window": dict(causal=True, window=(33, None)),
+    "targets": dict(causal=True, num_targets=40),
+    "grouped-targets": dict(causal=True, num_targets=90, target_group_size=7),
+    "hstu": dict(causal=True, num_targets=30, contextual_seqlen=5, max_attn_len=50, min_full_attn_seqlen=11),
+    "long-context": dict(causal=True, contextual_seqlen=70, max_attn_len=100),
+    "band": dict(max_attn_len=40),
+    "open-targets": dict(num_targets=20, contextual_seqlen=3, max_attn_len=30, min_full_attn_seqlen=4),
+}
 LENGTHS = {  # query and key lengths of the segments
     "mixed": ([3, 0, 1, 70, 5, 130, 17, 9, 0, 257, 128], [5, 4, 0, 100, 33, 64, 16, 1, 0, 300, 129]),
     "empty-ends": ([0, 0, 64, 0, 1, 0], [0, 3, 64, 0, 65, 7]),
@@ -98,6 +110,12 @@ def check_attention(poisoned_memory, offsets, assert_accurate):
             shapes = (rows[0], heads[0], dims[0]), (rows[1], heads[1], dims[0]), (rows[1], heads[1], dims[1])
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
         schedule = options.pop("schedule", None)
+        if isinstance(options.get("mask"), str):
+            fields = dict(MASKS[options["mask"]])
+            if "num_targets" in fields:  # from none to all of a segment
+                longest = torch.tensor(kv_lengths).clamp(max=fields["num_targets"])
+                fields["num_targets"] = (longest * torch.rand(len(kv_lengths)) * 1.2).long().clamp(max=longest).to(device)
+            options["mask"] = jm.AttentionMask(**fields)
 
         def operator(*tensors):
             return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="triton", schedule=schedule, **options)

@@ -5,10 +5,13 @@ import torch
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.schedule import host_schedule
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400]
+MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets"]
 DIMS = [(8, 8), (24, 40), (64, 64), (96, 96), (128, 128), (200, 72), (256, 256)]
 
 
@@ -48,6 +51,37 @@ def test_empty_shared_operands(check_empty_shared_operands):
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_scale(check_attention, scale):
     check_attention("mixed", torch.float16, "cuda", scale=scale)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activations(check_attention, activation, dtype):
+    check_attention("mixed", dtype, "cuda", dims=(64, 64), activation=activation, scale=0.3, output_scale=0.02)
+
+
+@pytest.mark.parametrize("dims", [(24, 40), (128, 128)], ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("lengths", ["self", "mixed"])
+def test_masks(check_attention, lengths, mask, activation, dims):
+    lengths = (SELF, SELF) if lengths == "self" else lengths
+    for dtype in (torch.bfloat16, torch.float32) if dims == (24, 40) else (torch.float16,):
+        check_attention(lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", ["q", "kv"])
+@pytest.mark.parametrize("activation", ["gelu_tanh", "sigmoid"])
+def test_shared_operands_with_pointwise_activations(check_attention, activation, shared, dtype):
+    output_scale = torch.rand(11, device="cuda") + 0.1
+    check_attention("mixed", dtype, "cuda", shared=shared, activation=activation, output_scale=output_scale)
+
+
+@pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
+@pytest.mark.parametrize("mask", [None, "hstu"])
+def test_pointwise_head_dims(check_attention, mask, dims):
+    for dtype in DTYPES:
+        check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05)
 
 
 @pytest.mark.parametrize("dim", [20, 64], ids=["unaligned", "aligned"])
@@ -94,13 +128,15 @@ def test_more_than_two_to_the_31_elements(offsets):
     assert ((out.float() - expected).norm() / expected.norm()).item() < 5e-3
 
 
-def test_two_runs_agree_bit_for_bit(offsets):
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh", "silu"])
+@pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
+def test_twenty_runs_agree_bit_for_bit(offsets, activation, mask):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     q, k, v = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
     runs = []
     for _ in range(20):
-        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"))
+        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"), activation=activation, mask=mask)
         runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
@@ -241,19 +277,19 @@ def test_autocast(offsets):
     assert torch.equal(out, F.jagged_attention(q.bfloat16(), k.bfloat16(), v.bfloat16(), segments))
 
 
-def test_operators_pass_opcheck(offsets):
+@pytest.mark.parametrize("activation, mask", [("softmax", None), ("silu", [1, -1, -1, 1, 1, 2, 50, 0])], ids=["softmax", "silu-hstu"])
+def test_operators_pass_opcheck(offsets, activation, mask):
     from jagged_kernels.attention import triton_attention
     from jagged_kernels.tile_list import tile_list
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64))
-    tiles, num_tiles = tile_list(segments, segments, 300, 4, 128, 64)
-    key_tiles, num_key_tiles = tile_list(segments, segments, 300, 4, 64, 128)
-    torch.library.opcheck(
-        triton_attention,
-        (q, k, v, segments, segments, tiles, num_tiles, 128, key_tiles, num_key_tiles, 64, 0.125, False, False),
-    )
+    targets = None if mask is None else torch.tensor([5, 0, 130], device="cuda")
+    torch.library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
+    tiles = *tile_list(segments, segments, 300, 4, 128, 64, mask, targets), 128
+    key_tiles = *tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True), 64
+    arguments = q, k, v, segments, segments, *tiles, *key_tiles, 0.125, False, False, activation, mask, targets, None, 0.5
+    torch.library.opcheck(triton_attention, arguments)
 
 
 def test_several_streams_at_once(offsets):

@@ -4,43 +4,54 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels import attention, tile_list  # noqa: E402
+from jagged_kernels import attention_kernels, tile_list  # noqa: E402
+from jagged_kernels.activations import activation_function  # noqa: E402
 from jagged_kernels.configs import attention_config, attention_tile, padded_dim  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 KERNELS = {
-    "fwd": attention._attention_fwd_kernel,
-    "dq": attention._attention_bwd_dq_kernel,
-    "dkdv": attention._attention_bwd_dkdv_kernel,
+    "fwd": attention_kernels.attention_fwd_kernel,
+    "dq": attention_kernels.attention_bwd_dq_kernel,
+    "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
 }
 
 
-def compile_attention(name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision: str = "ieee"):
+MASKS = {"none": None, "hstu": (1, -1, -1, 1, 2, 3, 100, 20), "window": (0, 64, 32, 0, 1, 0, 0, 0)}
+
+
+def compile_attention(
+    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False
+):
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
-    config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query), name)
+    config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
-    constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc")}
+    constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
     constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
+    constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
+    constants |= dict(PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages))
+    constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
     signature = {}
     for arg in kernel.arg_names:
-        if arg in ("lse_ptr", "delta_ptr"):
+        if arg in constants:
+            signature[arg] = "constexpr"
+        elif arg in ("lse_ptr", "delta_ptr", "segment_scale_ptr"):
             signature[arg] = "*fp32"
-        elif arg.endswith("offsets_ptr"):
+        elif arg.endswith("offsets_ptr") or arg == "num_targets_ptr":
             signature[arg] = "*i64"
         elif arg in ("tiles_ptr", "num_tiles_ptr"):
             signature[arg] = "*i32"
         elif arg.endswith("_ptr"):
             signature[arg] = f"*{dtype}"
-        elif arg.endswith("_desc") and tma:
+        elif arg.endswith("_desc"):
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             signature[arg] = f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         else:
-            signature[arg] = "fp32" if arg == "scale" else "i32" if arg.startswith("stride_") else "constexpr"
-    used = {name: constants[name] for name in signature if signature[name] == "constexpr"}
+            signature[arg] = "fp32" if arg.endswith("scale") else "i32" if arg.startswith("stride_") else "constexpr"
+    used = {arg: constants[arg] for arg in signature if signature[arg] == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg.endswith("_ptr") and arg != "tiles_ptr"}
     source = ASTSource(kernel, signature=signature, constexprs=used, attrs=aligned)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)

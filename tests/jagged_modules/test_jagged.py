@@ -183,9 +183,9 @@ def test_candidates_share_one_schedule(builds, values, offsets):
 
 def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets_of):
     offsets = offsets_of(LENGTHS)
-    before = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, 2, 16, torch.float32, None)
+    before = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, None, 2, 16, torch.float32, None)
     offsets.copy_(offsets_of([6, 0, 0, 0]))
-    after = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, 2, 16, torch.float32, None)
+    after = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, None, 2, 16, torch.float32, None)
     assert len(builds) == 2
     assert before.tiles[:, 0].unique().tolist() == [0, 2, 3] and after.tiles[:, 0].unique().tolist() == [0]
 
@@ -200,7 +200,7 @@ def test_the_schedule_is_that_of_the_lengths(values, offsets, offsets_of):
         (jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])), [3, 0, 6, 3]),
     ):
         actual = history.prepare(num_heads=2, num_kv_heads=1, head_dim=16, queries=queries, rows_per_candidate=3)._schedule(
-            queries, 3, 2, 16, torch.float32, 1
+            queries, 3, None, 2, 16, torch.float32, 1
         )
         expected = schedule_module.host_schedule(torch.tensor(q_lengths), torch.tensor(LENGTHS), **sizes)
         for schedule, other in ((actual, expected), (actual.backward, expected.backward)):

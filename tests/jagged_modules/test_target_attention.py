@@ -170,31 +170,10 @@ def test_an_empty_history_gives_the_output_bias(attention, offsets_of):
     assert torch.equal(out, attention.out_proj.bias.expand(2, 3, 12))
 
 
-def containers(values, offsets):
-    """The same segments in every kind of container."""
-    torchrec = pytest.importorskip("torchrec")
-    return {
-        "pair": (values, offsets),
-        "list": [values, offsets],
-        "Jagged": jm.Jagged(values, offsets),
-        "nested": torch.nested.nested_tensor_from_jagged(values, offsets),
-        "JaggedTensor": torchrec.JaggedTensor(values, lengths=offsets.diff()),
-        "JaggedTensor-offsets": torchrec.JaggedTensor(values, offsets=offsets),
-        "KeyedJaggedTensor": torchrec.KeyedJaggedTensor(["a"], values, lengths=offsets.diff()),
-        "KeyedJaggedTensor-keys": torchrec.KeyedJaggedTensor(["a", "b", "c"], values, lengths=offsets.diff()),
-    }
-
-
-CONTAINERS = [
-    "pair", "list", "Jagged", "nested", "JaggedTensor", "JaggedTensor-offsets", "KeyedJaggedTensor", "KeyedJaggedTensor-keys"
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", CONTAINERS)
-def test_containers(kind, attention, offsets_of):
+def test_containers(container, attention, offsets_of):
     history_values, target_values = torch.randn(11, 12, dtype=torch.float64), torch.randn(6, 10, dtype=torch.float64)
     dense = torch.randn(3, 2, 10, dtype=torch.float64)
-    history, targets = containers(history_values, offsets_of([4, 0, 7]))[kind], containers(target_values, offsets_of([2, 1, 3]))[kind]
+    history, targets = container(history_values, offsets_of([4, 0, 7])), container(target_values, offsets_of([2, 1, 3]))
     expected, _ = attention((target_values, offsets_of([2, 1, 3])), (history_values, offsets_of([4, 0, 7])))
     out = attention(targets, history)
     assert type(out) is type(targets)

@@ -1,0 +1,414 @@
+"""Jagged attention with pointwise activations and masks: GDPA, HSTU, and operands that all segments share (PMA, PFFN).
+
+    python kernels/benchmarks/bench_gdpa.py                                   # on a CUDA device
+    python kernels/benchmarks/bench_gdpa.py --only "GDPA|activations"         # some of the tables
+    python kernels/benchmarks/bench_gdpa.py --device cpu                      # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_gdpa.py --tiny --device cpu
+
+TFLOP/s count the useful work, 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward, for every
+implementation alike. What torch has fused computes softmax alone: such a yardstick is checked against softmax and says so.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import torch
+from bench_attention import (
+    BACKWARD_FLOPS,
+    OURS,
+    leaves,
+    offsets_of,
+    pad,
+    random_tensors,
+    sample_segments,
+    timed_schedule,
+    uniform_lengths,
+    varlen_attention,
+)
+from runner import Case, Implementation, Setup, main
+from torch import Tensor
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.activations import POINTWISE
+
+GDPA = "GDPA (gelu_tanh)"
+FA2 = "varlen_attn (FA2), softmax"
+FLEX = "flex_attention, softmax"
+YARDSTICK = "another function: softmax"
+SWEPT = ("softmax", "identity", "relu", "silu", "gelu", "gelu_tanh", "gelu_taylor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Function:
+    """What becomes of scores: activation(scale · q kᵀ) · output_scale. The fields are arguments of jagged_attention."""
+
+    activation: str
+    scale: float = 1.0
+    output_scale: float = 1.0
+
+    def plain(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
+        """On ``[..., N, D]`` in plain torch; True in ``hidden`` hides a key, and no row may see none."""
+        scores = (q if self.scale == 1 else self.scale * q) @ k.transpose(-1, -2)
+        if self.activation == "softmax":
+            return (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1) @ v
+        weights = POINTWISE[self.activation].function(scores)
+        out = (weights if hidden is None else weights.masked_fill(hidden, 0.0)) @ v
+        return out if self.output_scale == 1 else self.output_scale * out
+
+
+GELU = Function("gelu_tanh")
+
+
+# -- jagged queries, jagged keys -----------------------------------------------------------------------------------
+
+
+class Problem:
+    """Inputs of one shape, ways to compute attention on them, and the definition on sampled segments.
+
+    q and k are ``magnitude``·N(0,1). With ``num_targets`` ``[B]`` the mask is causal with so many targets at each segment's end.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        q_lengths: Tensor,
+        kv_lengths: Tensor,
+        num_heads: int,
+        head_dim: int,
+        magnitude: float = 1.0,
+        num_targets: Tensor | None = None,
+    ):
+        self.device, self.dtype, self.lengths = device, dtype, (q_lengths, kv_lengths)
+        self.max_q, self.max_kv = int(q_lengths.max()), int(kv_lengths.max())
+        host_offsets = [offsets_of(lengths) for lengths in self.lengths]
+        self.q_offsets, self.kv_offsets = (offsets.to(device) for offsets in host_offsets)
+        self.mask = None if num_targets is None else jm.AttentionMask(causal=True, num_targets=num_targets.to(device))
+        q_shape, kv_shape = ((int(lengths.sum()), num_heads, head_dim) for lengths in self.lengths)
+        q, k, v, self.grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
+        self.inputs = leaves(q=magnitude * q, k=magnitude * k, v=v)
+        self.samples = sample_segments(q_lengths)
+        self.q_rows, self.kv_rows = ({b: slice(*offsets[b : b + 2].tolist()) for b in self.samples} for offsets in host_offsets)
+
+    @cached_property
+    def keep(self) -> Tensor:
+        """``[B, max_q, max_kv]``: the keys that the mask lets a query see, False in the padding."""
+        sizes = list(zip(*(x.tolist() for x in (*self.lengths, self.mask.num_targets))))
+        keep = torch.zeros(len(sizes), self.max_q, self.max_kv, dtype=torch.bool, device=self.device)
+        for b, (rows, columns, targets) in enumerate(sizes):
+            keep[b, :rows, :columns] = self.mask.keep(rows, columns, targets, self.device)
+        return keep
+
+    @property
+    def softmax(self) -> Function:
+        return Function("softmax", self.inputs["q"].shape[-1] ** -0.5)
+
+    def setup(self, functions: tuple[Function, ...], implementations: dict[str, Callable[[], Implementation]]) -> Setup:
+        """``functions``: what the implementations compute, one or another."""
+        pairs = int((self.lengths[0] * self.lengths[1]).sum() if self.mask is None else self.keep.sum())
+        flops = 4.0 * self.inputs["q"].shape[1:].numel() * pairs
+        return Setup(implementations, partial(self.reference, functions), self.dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
+
+    def reference(self, functions: tuple[Function, ...], dtype: torch.dtype) -> dict[str, Tensor]:
+        results = {}
+        for function in functions:
+            for b in self.samples:
+                rows = {"q": self.q_rows[b], "k": self.kv_rows[b], "v": self.kv_rows[b]}
+                sample = {name: x.detach()[rows[name]].to(dtype).requires_grad_() for name, x in self.inputs.items()}
+                hidden = None if self.mask is None else ~self.keep[b, : self.lengths[0][b], : self.lengths[1][b]]
+                out = function.plain(*(x.transpose(0, 1) for x in sample.values()), hidden).transpose(0, 1)
+                gradients = torch.autograd.grad(out, tuple(sample.values()), self.grad[rows["q"]].to(dtype))
+                part = f"{function.activation} {b}"
+                results |= {f"{name}/{part}": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+        return results
+
+    def implementation(self, function: Function, forward, inputs=None, grad=None, rows_of=lambda x, b, rows: x[rows], **extra):
+        """``rows_of(x, b, rows)`` finds segment b's ``[N, H, D]`` in a result of the layout that ``inputs`` have."""
+
+        def pick(name, x):
+            rows = self.q_rows if name in ("out", "dq") else self.kv_rows
+            return {f"{function.activation} {b}": rows_of(x, b, rows[b]) for b in self.samples}
+
+        inputs = self.inputs if inputs is None else inputs
+        return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
+
+    def ours(self, function: Function, note: str = "") -> Implementation:
+        schedule, build_ms = timed_schedule(*self.lengths, self.inputs["q"])
+        forward = partial(
+            F.jagged_attention,
+            q_offsets=self.q_offsets,
+            kv_offsets=self.kv_offsets,
+            max_seqlen_q=self.max_q,
+            max_seqlen_kv=self.max_kv,
+            mask=self.mask,
+            schedule=schedule,
+            **dataclasses.asdict(function),
+        )
+        return self.implementation(function, forward, host_ms=build_ms, note=note)
+
+    def varlen(self) -> Implementation:
+        def forward(q, k, v):
+            return varlen_attention(q, k, v, self.q_offsets, self.kv_offsets, self.max_q, self.max_kv)
+
+        return self.implementation(self.softmax, forward, note=YARDSTICK)
+
+    def padded(self, function: Function) -> Implementation:
+        """Plain torch on ``[B, H, N, D]``; the mask is made beforehand. Without one, zero keys have weight 0, as activation(0) is."""
+        q_valid, kv_valid = ((torch.arange(n) < x[:, None]).to(self.device) for n, x in zip((self.max_q, self.max_kv), self.lengths))
+        valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
+        dense = leaves(**{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()})
+        masked = {} if self.mask is None else {"hidden": ~self.keep[:, None]}
+        return self.implementation(
+            function,
+            function.plain,
+            dense | masked,
+            pad(self.grad, q_valid).transpose(1, 2).contiguous(),
+            lambda x, b, rows: x[b, :, : rows.stop - rows.start].transpose(0, 1),
+            note="padded inputs" + (", mask made beforehand" if masked else ""),
+        )
+
+    def flex(self) -> Implementation:
+        """flex_attention, compiled, all segments in one sequence: the block mask, made beforehand, keeps them apart."""
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        lengths = self.lengths[0].to(self.device)
+        total = int(self.lengths[0].sum())
+        segment = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
+        first_target = (self.q_offsets[1:] - self.mask.num_targets).repeat_interleave(lengths)
+
+        def sees(batch, head, i, j):
+            return (segment[i] == segment[j]) & ((i == j) | (j < i) & (j < first_target[i]))
+
+        block_mask = torch.compile(create_block_mask, dynamic=True)(sees, None, None, total, total, device=self.device)
+        attention = partial(torch.compile(flex_attention, dynamic=True), block_mask=block_mask)
+        dense = leaves(**{name: x.transpose(0, 1)[None] for name, x in self.inputs.items()})
+        return self.implementation(
+            self.softmax,
+            lambda q, k, v: attention(q, k, v),
+            dense,
+            self.grad.transpose(0, 1)[None].contiguous(),
+            lambda x, b, rows: x[0, :, rows].transpose(0, 1),
+            note=f"{YARDSTICK}; block mask made beforehand",
+        )
+
+
+def gdpa(problem: Callable[[], Problem], padded: bool, note: str) -> Setup:
+    """tanh-GELU, no mask. Of the peers, padded plain torch computes it."""
+    problem = problem()
+    implementations = {OURS: partial(problem.ours, GELU, note), FA2: problem.varlen}
+    if padded:
+        implementations["bmm + gelu_tanh + bmm, padded"] = partial(problem.padded, GELU)
+    return problem.setup((GELU, problem.softmax), implementations)
+
+
+def one_activation(problem: Callable[[], Problem], activation: str) -> Setup:
+    problem, function = problem(), Function(activation)
+    return problem.setup((function,), {OURS: partial(problem.ours, function)})
+
+
+def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
+    """SiLU, causal, targets. With ``softmax`` also that under the same mask, where flex_attention is a peer; it cannot do the other."""
+    problem = problem()
+    silu = Function("silu", problem.softmax.scale, output_scale=1 / problem.max_kv)
+    implementations = {
+        OURS: partial(problem.ours, silu),
+        "bmm + silu + bmm, padded + mask": partial(problem.padded, silu),
+    }
+    if not softmax:
+        return problem.setup((silu,), implementations)
+    implementations[f"{OURS}, softmax"] = partial(problem.ours, problem.softmax, YARDSTICK)
+    if problem.device == "cuda":  # elsewhere flex_attention has no backward
+        implementations[FLEX] = problem.flex
+    return problem.setup((silu, problem.softmax), implementations)
+
+
+# -- an operand all segments share ---------------------------------------------------------------------------------
+
+
+def shared_operand(device: str, dtype: torch.dtype, lengths: Tensor, num_shared: int, num_heads: int, head_dim: int, pma: bool) -> Setup:
+    """PMA: ``num_shared`` seeds query every segment. PFFN (else): every row attends to ``num_shared`` rows of weights.
+
+    The replicated forms copy the shared operand to each segment in the measured call. All results are compared, as a shared operand's
+    gradient is a sum over all segments.
+    """
+    num_segments, total = len(lengths), int(lengths.sum())
+    offsets = offsets_of(lengths).to(device)
+    copies = torch.arange(num_segments + 1, dtype=torch.int32, device=device) * num_shared
+    jagged, shared = (total, num_heads, head_dim), (num_shared, num_heads, head_dim)
+    q_shape, kv_shape, out_shape = (shared, jagged, (num_segments * num_shared, *shared[1:])) if pma else (jagged, shared, jagged)
+    q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, out_shape)
+    inputs = leaves(q=0.3 * q, k=0.3 * k, v=v)
+    copy_lengths = torch.full_like(lengths, num_shared)
+    schedule, build_ms = timed_schedule(*((copy_lengths, lengths) if pma else (lengths, copy_lengths)), q)
+    attention = partial(F.jagged_attention, **dataclasses.asdict(GELU))
+
+    def implementation(forward, **extra):
+        return lambda: Implementation(lambda: forward(**inputs), inputs, lambda name, x: {"all": x}, grad, **extra)
+
+    def replicated(q, k, v):
+        if pma:
+            return attention(q.repeat(num_segments, 1, 1), k, v, copies, offsets, schedule=schedule)
+        return attention(q, *(x.repeat(num_segments, 1, 1) for x in (k, v)), offsets, copies, schedule=schedule)
+
+    def plain(q, k, v):
+        if not pma:
+            return GELU.plain(*(x.transpose(0, 1) for x in (q, k, v))).transpose(0, 1)
+        seeds = q.expand(num_segments, *shared).unbind()
+        segments = zip(seeds, *(x.split(lengths.tolist()) for x in (k, v)))
+        return torch.cat([GELU.plain(*(x.transpose(0, 1) for x in segment)).transpose(0, 1) for segment in segments])
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        sample = [x.detach().to(dtype).requires_grad_() for x in inputs.values()]
+        out = plain(*sample)
+        gradients = torch.autograd.grad(out, sample, grad.to(dtype))
+        return {f"{name}/all": x for name, x in zip(("out", "dq", "dk", "dv"), (out.detach(), *gradients))}
+
+    if pma:
+        ours = implementation(partial(attention, q_offsets="shared", kv_offsets=offsets, schedule=schedule), host_ms=build_ms)
+    else:  # one segment of all rows: its schedule needs no lengths and is built in the call
+        ours = implementation(partial(attention, q_offsets=offsets, kv_offsets="shared"))
+    implementations = {OURS: ours, f"replicate + {OURS}": implementation(replicated, host_ms=build_ms)}
+    if not pma:
+        implementations["bmm + gelu_tanh + bmm"] = implementation(plain)
+    flops = 4.0 * num_heads * head_dim * num_shared * total
+    return Setup(implementations, reference, dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A row of the GDPA table: which lengths spread uniformly over 1..maximum ("both": the same for q and kv), the others are full."""
+
+    name: str
+    batch: int
+    max_q: int
+    max_kv: int
+    jagged: str = ""
+    padded: bool = False
+    meta: str = ""  # forward / backward TFLOP/s of Meta's Triton kernel, measured earlier on an H200
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        q, kv = (torch.full((self.batch,), length) for length in (self.max_q, self.max_kv))
+        if self.jagged:
+            q = uniform_lengths(self.batch, 1, self.max_q)
+        return q, q if self.jagged == "both" else kv
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the tables."""
+
+    num_heads: int
+    head_dim: int
+    gdpa: list[Shape]
+    sweep: tuple[int, int]  # B, N
+    hstu: list[tuple[int, int, int]]  # B, N, D
+    softmax_dim: int  # the D at which HSTU's mask is also measured with softmax: flex_attention takes long to compile
+    num_targets: int
+    shared: tuple[int, int, int, int]  # B, N, seeds, rows of weights
+
+
+FULL = Sizes(
+    num_heads=4,
+    head_dim=128,
+    gdpa=[
+        Shape("q and kv full L=2048", 576, 2048, 2048, meta="453 / 345"),
+        Shape("q and kv full L=1024", 1152, 1024, 1024, meta="407 / 328"),
+        Shape("q and kv full L=512", 1152, 512, 512, padded=True, meta="345 / 279"),
+        Shape("q and kv full L=256", 1152, 256, 256, meta="242 / 243"),
+        Shape("q jagged, kv full L=512", 1152, 512, 512, jagged="q", padded=True, meta="265 / 240"),
+        Shape("q jagged, kv full L=1024", 1152, 1024, 1024, jagged="q", padded=True, meta="360 / 286"),
+        Shape("q and kv jagged L=512", 1152, 512, 512, jagged="both", padded=True, meta="203 / 218"),
+        Shape("q and kv jagged L=1024", 1152, 1024, 1024, jagged="both", padded=True, meta="339 / 283"),
+        Shape("cross, q=512 kv=256 full", 1152, 512, 256, meta="241 / 268"),
+        Shape("cross, q=2048 kv=256 full", 1152, 2048, 256, meta="267 / 280"),
+    ],
+    sweep=(288, 1024),
+    hstu=[(128, longest, dim) for dim in (64, 128) for longest in (512, 1024, 2048)],
+    softmax_dim=64,
+    num_targets=20,
+    shared=(1152, 512, 32, 128),
+)
+CPU = Sizes(
+    num_heads=4,
+    head_dim=64,
+    gdpa=[
+        Shape("q and kv full L=256", 64, 256, 256, padded=True),
+        Shape("q jagged, kv full L=256", 64, 256, 256, jagged="q", padded=True),
+        Shape("q and kv jagged L=256", 64, 256, 256, jagged="both", padded=True),
+    ],
+    sweep=(32, 256),
+    hstu=[(32, 256, 64)],
+    softmax_dim=64,
+    num_targets=20,
+    shared=(64, 256, 32, 128),
+)
+TINY = Sizes(
+    num_heads=2,
+    head_dim=16,
+    gdpa=[
+        Shape("q and kv full L=20", 4, 20, 20, padded=True),
+        Shape("q jagged, kv full L=20", 4, 20, 20, jagged="q", padded=True),
+        Shape("q and kv jagged L=20", 4, 20, 20, jagged="both", padded=True),
+        Shape("cross, q=20 kv=7 full", 4, 20, 7, padded=True),
+    ],
+    sweep=(4, 20),
+    hstu=[(4, 20, 8)],
+    softmax_dim=8,
+    num_targets=3,
+    shared=(4, 12, 3, 5),
+)
+
+
+def make_cases(device: str, tiny: bool) -> list[Case]:
+    """CUDA: bf16. CPU: fp32 and smaller shapes. ``tiny``: everything, small."""
+    sizes = TINY if tiny else FULL if device == "cuda" else CPU
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    heads, dim = sizes.num_heads, sizes.head_dim
+    cases = []
+    for shape in sizes.gdpa:
+        problem = partial(Problem, device, dtype, *shape.lengths(), heads, dim, magnitude=0.3)
+        note = shape.meta and f"Meta's Triton kernel, not measured in this run but earlier on an H200: {shape.meta} TFLOP/s"
+        cases.append(Case(GDPA, shape.name, partial(gdpa, problem, shape.padded, note), backward_alone=True))
+
+    batch, longest = sizes.sweep
+    lengths = uniform_lengths(batch, 1, longest)
+    for activation in SWEPT:
+        problem = partial(Problem, device, dtype, lengths, lengths, heads, dim, magnitude=0.3)
+        table = f"activations, q and kv jagged L={longest} B={batch}"
+        cases.append(Case(table, activation, partial(one_activation, problem, activation), backward_alone=True))
+
+    for batch, longest, head_dim in sizes.hstu:
+        lengths = uniform_lengths(batch, 1, longest)
+        problem = partial(Problem, device, dtype, lengths, lengths, heads, head_dim, num_targets=lengths.clamp(max=sizes.num_targets))
+        setup = partial(hstu, problem, head_dim == sizes.softmax_dim)
+        cases.append(Case(f"HSTU (silu, causal, {sizes.num_targets} targets)", f"B{batch} N{longest} D{head_dim}", setup))
+
+    batch, longest, num_seeds, num_weights = sizes.shared
+    lengths = uniform_lengths(batch, 1, longest)
+    for name, num_shared, pma in (("PMA", num_seeds, True), ("PFFN", num_weights, False)):
+        setup = partial(shared_operand, device, dtype, lengths, num_shared, heads, dim, pma)
+        what = "seeds" if pma else "rows of weights"
+        cases.append(Case("shared operands", f"{name}, {num_shared} {what}, B{batch} N{longest}", setup))
+    return cases
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """How much of full segments' throughput ours keeps on jagged ones."""
+    ours = {row["case"]: row for row in rows if row["table"] == GDPA and row["implementation"] == OURS and row.get("backward_tflops")}
+    lines = []
+    for case, row in ours.items():
+        full = ours.get(case.replace("jagged", "full"))
+        if full is not None and full is not row:
+            forward, backward = (100 * row[column] / full[column] for column in ("forward_tflops", "backward_tflops"))
+            lines.append(f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {backward:.0f} % backward ({OURS}).")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main("gdpa", make_cases, summary=summary))

@@ -1,0 +1,139 @@
+"""The kernels' activations: one device function per name, (fp32 score, scale) → (value, derivative) at x = score · scale.
+
+A kernel takes its function as a constant argument; where it uses the value alone, the compiler drops the derivative's arithmetic. The
+functions of bfloat16, whose kernels these instructions slow down, absorb the scale in their constants.
+"""
+
+import triton
+import triton.language as tl
+from triton import JITFunction
+
+from . import gelu_taylor
+
+TAYLOR_RANGE = tl.constexpr(gelu_taylor.RANGE)
+C1, C2, C3, C4 = (tl.constexpr(coefficient) for coefficient in gelu_taylor.COEFFICIENTS)
+NAN = tl.constexpr(tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _identity(score, scale):
+    x = score * scale
+    return x, tl.full(x.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def _relu(score, scale):
+    x = score * scale
+    return tl.maximum(x, 0.0, propagate_nan=NAN), tl.where(x > 0, 1.0, 0.0)
+
+
+@triton.jit
+def _relu_squared(score, scale):
+    x = score * scale
+    positive = tl.maximum(x, 0.0, propagate_nan=NAN)
+    return positive * positive, 2.0 * positive
+
+
+@triton.jit
+def _leaky_relu(score, scale):
+    x = score * scale
+    slope = tl.where(x > 0, 1.0, 0.01)
+    return x * slope, slope
+
+
+@triton.jit
+def _hardswish(score, scale):
+    x = score * scale
+    gate = tl.minimum(tl.maximum(x * (1.0 / 6.0) + 0.5, 0.0, propagate_nan=NAN), 1.0, propagate_nan=NAN)
+    return x * gate, tl.where(tl.abs(x) < 3.0, x * (1.0 / 3.0) + 0.5, gate)
+
+
+@triton.jit
+def _sigmoid(score, scale):
+    y = 1.0 / (1.0 + tl.exp(-score * scale))
+    return y, y * (1.0 - y)
+
+
+@triton.jit
+def _silu(score, scale):
+    x = score * scale
+    gate, slope = _sigmoid(score, scale)
+    return x * gate, gate + x * slope
+
+
+@triton.jit
+def _gelu(score, scale):
+    x = score * scale
+    below = 0.5 + 0.5 * tl.erf(x * 0.7071067811865476)
+    return x * below, below + x * (0.3989422804014327 * tl.exp(-0.5 * x * x))
+
+
+@triton.jit
+def _gelu_tanh(score, scale):
+    x = score * scale
+    # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³)
+    square = x * x
+    gate, slope = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square), 1.0)
+    return x * gate, gate + x * slope * (1.5957691216057308 + 0.21406444881780076 * square)
+
+
+@triton.jit
+def _gelu_taylor(score, scale):
+    x = score * scale
+    a = tl.minimum(tl.abs(x), TAYLOR_RANGE)
+    t = a * a
+    polynomial = t * (C1 + t * (C2 + t * (C3 + t * C4)))
+    slope = a * (2.0 * C1 + t * (4.0 * C2 + t * (6.0 * C3 + t * (8.0 * C4))))
+    return tl.maximum(x, 0.0, propagate_nan=NAN) + (polynomial - 0.5 * a), 0.5 + tl.where(x < 0, -slope, slope)
+
+
+@triton.jit
+def _fast_tanh(x):
+    """The hardware's tanh, of relative error 2^-11: as good as the rounding to bfloat16 that follows."""
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def _fast_sigmoid(score, scale):
+    y = 0.5 + 0.5 * _fast_tanh(score * (0.5 * scale))
+    return y, y * (1.0 - y)
+
+
+@triton.jit
+def _fast_silu(score, scale):
+    half = score * (0.5 * scale)
+    tanh = _fast_tanh(half)
+    gate = 0.5 + 0.5 * tanh
+    return half + half * tanh, gate + gate * (half - half * tanh)
+
+
+@triton.jit
+def _fast_gelu_tanh(score, scale):
+    half, square = score * (0.5 * scale), score * score
+    tanh = _fast_tanh(score * (0.7978845608028654 * scale + (0.035677408136300125 * scale * scale * scale) * square))
+    gate = 0.5 + 0.5 * tanh
+    slope = 1.5957691216057308 + (0.21406444881780076 * scale * scale) * square  # twice the slope of tanh's argument
+    return half + half * tanh, gate + gate * ((half - half * tanh) * slope)
+
+
+_EXACT = {
+    "identity": _identity,
+    "relu": _relu,
+    "relu_squared": _relu_squared,
+    "leaky_relu": _leaky_relu,
+    "silu": _silu,
+    "gelu": _gelu,
+    "gelu_tanh": _gelu_tanh,
+    "gelu_taylor": _gelu_taylor,
+    "hardswish": _hardswish,
+    "sigmoid": _sigmoid,
+}
+_BFLOAT16 = _EXACT | {"silu": _fast_silu, "gelu_tanh": _fast_gelu_tanh, "sigmoid": _fast_sigmoid}
+
+
+def activation_function(name: str, bfloat16: bool) -> JITFunction | None:
+    """The device function of a pointwise activation; None for "softmax", which the kernels hold themselves.
+
+    bfloat16: the scores' weights are rounded to bfloat16, so the hardware's approximate tanh does.
+    """
+    return None if name == "softmax" else (_BFLOAT16 if bfloat16 else _EXACT)[name]

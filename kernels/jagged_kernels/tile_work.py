@@ -1,0 +1,99 @@
+"""How many blocks an attention tile visits under a mask: what `masks.column_blocks` and `masks.row_blocks` say in the kernels, in torch.
+
+`mask` is `AttentionMask.spec`; all tensors int32, one element per tile, on one device. Positions are columns of the segment.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def query_tile_work(
+    block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: list[int], block_m: int, block_n: int
+) -> Tensor:
+    """Key blocks that the block-th tile of `block_m` query rows visits.
+
+    What a tile's rows see begins and ends furthest at its first or last row, the last one of the context or the first exempt one.
+    """
+    first_target = (kv_len - num_targets).clamp(min=0)
+    first = block * block_m
+    ends = torch.stack([first, torch.minimum(first + block_m, q_len) - 1]) + kv_len - q_len
+    steps = torch.stack([torch.full_like(first, mask[5] - 1), first_target - mask[7]]).clamp(*ends)
+    low, high, own_low = _visible_columns(torch.cat([ends, steps]), first_target, mask)
+    start = low.amin(0).clamp(min=0) // block_n
+    count = (cdiv(high.amax(0).clamp(min=0), block_n) - start).clamp(min=0)
+    own_start = torch.maximum(start + count, own_low.amin(0).clamp(min=0) // block_n)
+    return count + (cdiv((ends[1] + 1).clamp(min=0), block_n) - own_start).clamp(min=0)
+
+
+def _row_id(row: Tensor, first_target: Tensor, context: int) -> Tensor:
+    if context:
+        return torch.minimum((row - context + 1).clamp(min=0), first_target - context + 1)
+    return torch.minimum(row, first_target)
+
+
+def _visible_columns(row: Tensor, first_target: Tensor, mask: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """(low, high, own_low): a row sees the columns [low, high) and [own_low, row]."""
+    causal, left, right, has_targets, group_size, context, max_attn_len, full = mask
+    id, last_id = _row_id(row, first_target, context), _row_id(first_target, first_target, context)
+    end = torch.minimum(row, first_target)
+    low, high = torch.zeros_like(row), end if causal else first_target.expand_as(row)
+    if max_attn_len:
+        near = id <= max_attn_len
+        exempt = id >= last_id - full if full else torch.zeros_like(near)
+        low = torch.where(near | exempt, 0, end - max_attn_len)
+        if not causal:
+            high = torch.where(exempt, high, torch.minimum(high, id + max_attn_len + max(context, 1)))
+    if context:
+        in_context = row < context
+        sees_all = in_context & (last_id > 0)
+        high = torch.where(sees_all, first_target, torch.where(last_id > 0, high, 0) if causal else high)
+        low = torch.where(in_context, 0, low)
+    own_low = row
+    if has_targets:
+        target = row - first_target
+        own_low = torch.where(target >= 0, first_target + target // group_size * group_size, row)
+    if left >= 0:
+        low, own_low = torch.maximum(low, row - left), torch.maximum(own_low, row - left)
+    if right >= 0:
+        high = torch.minimum(high, row + right + 1)
+    return low, high, own_low
+
+
+def key_tile_work(
+    block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: list[int], block_m: int, block_n: int
+) -> Tensor:
+    """Query blocks of `block_n` rows that the block-th tile of `block_m` keys visits."""
+    causal, left, right, _, group_size, context, max_attn_len, full = mask
+    first_target = (kv_len - num_targets).clamp(min=0)
+    shift, column = kv_len - q_len, block * block_m
+    last = torch.minimum(column + block_m, kv_len) - 1
+    start, end = column if causal else shift, kv_len
+    context_end, exempt = shift + 0 * column if not context else torch.full_like(column, context), kv_len
+    if max_attn_len:
+        near = column.clamp(min=context - 1)
+        far = torch.minimum(last, first_target - 1).clamp(min=context - 1) + max_attn_len + 1
+        end = torch.where(far > first_target, kv_len, far)
+        if not causal:
+            start = torch.where(near - max_attn_len < context, shift, near - max_attn_len)
+        exempt = first_target - full if full else kv_len
+        start = start if causal else torch.minimum(start, exempt)
+    of_targets = column >= first_target
+    start, context_end = torch.where(of_targets, column, start), torch.where(of_targets, shift, context_end)
+    end = torch.where(of_targets, first_target + ((last - first_target) // group_size + 1) * group_size, end)
+    exempt = torch.where(of_targets, kv_len, exempt)
+    lowest = torch.maximum(shift, column - right) if right >= 0 else shift
+    highest = torch.minimum(kv_len, last + left + 1) if left >= 0 else kv_len
+
+    work, stop = torch.zeros_like(column), torch.zeros_like(column)
+    for row, row_end in ((shift, context_end), (start, end), (exempt, kv_len)):
+        row, row_end = torch.maximum(row, lowest) - shift, torch.minimum(row_end, highest) - shift
+        first = torch.maximum(row // block_n, stop)
+        count = torch.where(row_end > row, cdiv(row_end, block_n) - first, 0).clamp(min=0)
+        work, stop = work + count, torch.where(row_end > row, first + count, stop)
+    return work
+
+
+def cdiv(lengths: Tensor, block: int) -> Tensor:
+    return (lengths + (block - 1)) // block

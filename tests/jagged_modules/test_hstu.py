@@ -1,0 +1,529 @@
+"""HSTULayer and HSTUStack: equal to a padded HSTU with dense masks, and to themselves with cached histories."""
+
+import copy
+import dataclasses
+import itertools
+import pickle
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as nnf
+
+import jagged_modules as jm
+from jagged_modules import hstu
+
+WIDTH, HEADS, LAYERS = 8, 2, 3
+
+
+# -- a padded HSTU in plain torch ----------------------------------------------------------------------------------------------
+
+
+def sees(i, j, n, t, config):
+    """The published rule, for row i and column j of a segment of n rows, the last t of them targets."""
+    c, last = config.contextual_seqlen, n - t
+    last = last - c + 1 if c else last
+
+    def identity(position):
+        return min(max(position - c + 1, 0) if c else position, last)
+
+    keep = i == j or identity(i) > identity(j)
+    if config.max_attn_len:
+        full = config.min_full_attn_seqlen > 0 and identity(i) >= last - config.min_full_attn_seqlen
+        keep = keep and (identity(i) - identity(j) <= config.max_attn_len or full)
+    if c:
+        keep = keep or (identity(i) == 0 and identity(j) < last)
+    first = n - t  # the earlier targets of the group
+    return keep or first <= j <= i and (i - first) // config.target_group_size == (j - first) // config.target_group_size
+
+
+class PaddedHSTULayer(nn.Module):
+    """The same layer on padded `[B, N, E]` rows, with its weights as matrices that multiply from the right."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.sizes = [HEADS * (size or WIDTH // HEADS) for size in (config.linear_dim, config.linear_dim, config.head_dim, config.head_dim)]
+        self.scaling_seqlen, outputs = config.scaling_seqlen, self.sizes[0]
+        shapes = dict(
+            input_norm_weight=[WIDTH], input_norm_bias=[WIDTH], uvqk_weight=[WIDTH, sum(self.sizes)], uvqk_beta=[sum(self.sizes)],
+            output_norm_weight=[outputs], output_norm_bias=[outputs], output_weight=[3 * outputs, WIDTH],
+        )  # fmt: skip
+        for name, shape in shapes.items():
+            self.register_parameter(name, nn.Parameter(torch.randn(shape) * shape[0] ** -0.5))
+
+    def forward(self, x, keep):
+        normed = nnf.layer_norm(x, [WIDTH], self.input_norm_weight, self.input_norm_bias, 1e-6)
+        u, v, q, k = (normed @ self.uvqk_weight + self.uvqk_beta).split(self.sizes, dim=-1)
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
+        p = nnf.silu(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5) / self.scaling_seqlen
+        a = (p.masked_fill(~keep[:, None], 0.0) @ v).transpose(1, 2).flatten(2)
+        u = nnf.silu(u)
+        y = u * nnf.layer_norm(a, a.shape[-1:], self.output_norm_weight, self.output_norm_bias, 1e-6)
+        return x + torch.cat([u, a, y], dim=-1) @ self.output_weight
+
+
+class PaddedHSTU(nn.Module):
+    """Padded layers on `[L, E]` rows of segments of `lengths`, the last `num_targets` of each targets."""
+
+    def __init__(self, num_layers, config):
+        super().__init__()
+        self.layers, self.config = nn.ModuleList(PaddedHSTULayer(config) for _ in range(num_layers)), config
+
+    def forward(self, values, lengths, num_targets):
+        longest = max(lengths)
+        keep = torch.zeros(len(lengths), longest, longest, dtype=torch.bool)
+        for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
+            for i, j in itertools.product(range(n), range(n)):
+                keep[b, i, j] = sees(i, j, n, t, self.config)
+        real = torch.arange(longest) < torch.tensor(lengths)[:, None]
+        x = values.new_zeros(*real.shape, WIDTH).masked_scatter(real[:, :, None], values)
+        for layer in self.layers:
+            x = layer(x, keep)
+        return x[real]
+
+
+NAMES = dict(
+    input_norm_weight="input_norm.weight", input_norm_bias="input_norm.bias", uvqk_weight="uvqk_proj.weight", uvqk_beta="uvqk_proj.bias",
+    output_norm_weight="output_norm.weight", output_norm_bias="output_norm.bias", output_weight="out_proj.weight",
+)  # fmt: skip
+
+
+def converted(parameters):
+    """The state of an HSTUStack with a PaddedHSTU's parameters."""
+    state = {}
+    for name, x in parameters.items():
+        layer, own = name.rsplit(".", 1)
+        state[f"{layer}.{NAMES[own]}"] = x.T if x.dim() == 2 else x
+    return state
+
+
+def config_of(**fields):
+    return jm.HSTUConfig(**(dict(scaling_seqlen=10) | fields))
+
+
+CONFIGS = {
+    "plain": config_of(),
+    "dims": config_of(head_dim=3, linear_dim=5),
+    "context": config_of(contextual_seqlen=2),
+    "one-context-row": config_of(contextual_seqlen=1, max_attn_len=2),
+    "short": config_of(max_attn_len=2),
+    "short-full": config_of(max_attn_len=2, min_full_attn_seqlen=3),
+    "context-short": config_of(contextual_seqlen=3, max_attn_len=2),
+    "groups": config_of(target_group_size=2),
+    "all": config_of(contextual_seqlen=2, max_attn_len=3, min_full_attn_seqlen=2, target_group_size=3, linear_dim=3),
+}
+HISTORY, TARGETS = [7, 0, 1, 2, 3, 4, 5, 6, 12, 3], [2, 1, 3, 4, 0, 5, 2, 1, 7, 3]
+LENGTHS = [h + t for h, t in zip(HISTORY, TARGETS)]
+every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+
+
+@every_config
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_equals_the_padded_network(config, dtype, offsets_of, assert_accurate):
+    """Outputs and the gradients of the input and of every parameter, weights converted from the padded network."""
+    padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
+    names, parameters = zip(*padded.named_parameters())
+    assert converted(dict(padded.named_parameters())).keys() == stack.state_dict().keys()
+    offsets, num_targets = offsets_of(LENGTHS), torch.tensor(TARGETS)
+
+    def ours(values, *parameters):
+        state = converted(dict(zip(names, parameters, strict=True)))
+        return torch.func.functional_call(stack, state, ((values, offsets), num_targets))[0]
+
+    def theirs(values, *parameters):
+        return torch.func.functional_call(padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS))
+
+    assert_accurate(ours, theirs, torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)
+
+
+def double_stack(config):
+    return jm.HSTUStack(WIDTH, HEADS, LAYERS, config).double()
+
+
+@pytest.fixture
+def values():
+    return torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)
+
+
+@every_config
+def test_swapped_targets_swap_their_results(config, values, offsets_of):
+    """With groups: whole groups of them. No other row notices."""
+    stack, group, offsets = double_stack(config), config.target_group_size, offsets_of(LENGTHS)
+    order, end = torch.arange(len(values)), int(offsets[9])  # user 8 has 7 targets
+    order[end - 7 : end - 7 + group], order[end - 7 + group : end - 7 + 2 * group] = (
+        order[end - 7 + group : end - 7 + 2 * group].clone(),
+        order[end - 7 : end - 7 + group].clone(),
+    )
+    before, _ = stack((values, offsets), torch.tensor(TARGETS))
+    after, _ = stack((values[order], offsets), torch.tensor(TARGETS))
+    torch.testing.assert_close(after, before[order])
+
+
+@every_config
+def test_batch_mates_do_not_matter(config, values, offsets_of):
+    stack = double_stack(config)
+    together, _ = stack((values, offsets_of(LENGTHS)), torch.tensor(TARGETS))
+    for rows, expected, t in zip(values.split(LENGTHS), together.split(LENGTHS), TARGETS):
+        alone, _ = stack((rows, offsets_of([len(rows)])), torch.tensor([t]))
+        torch.testing.assert_close(alone, expected)
+
+
+def test_the_scaling_length_of_the_container(values, offsets_of):
+    stack, fixed = double_stack(config_of(scaling_seqlen=None)), double_stack(config_of(scaling_seqlen=30))
+    fixed.load_state_dict(stack.state_dict())
+    x = jm.Jagged(values, offsets_of(LENGTHS), max_seqlen=30)
+    assert torch.equal(stack(x).values, fixed(x).values)
+    empty = jm.Jagged(values[:0], offsets_of([0, 0]), max_seqlen=0)
+    assert stack(empty).values.shape == (0, WIDTH)
+
+
+def test_q_k_and_v_are_views_of_one_projection(values, offsets_of, monkeypatch):
+    seen = []
+
+    def attention(q, k, v, *args, **kwargs):
+        seen.extend([q, k, v])
+        return jagged_attention(q, k, v, *args, **kwargs)
+
+    jagged_attention = hstu.jagged_attention
+    monkeypatch.setattr(hstu, "jagged_attention", attention)
+    jm.HSTULayer(WIDTH, HEADS, CONFIGS["dims"]).double()((values, offsets_of(LENGTHS)))
+    assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
+    assert [x.stride(0) for x in seen] == [HEADS * 2 * (3 + 5)] * 3
+
+
+# -- cached histories ----------------------------------------------------------------------------------------------------------
+
+
+@every_config
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+def test_cached_histories(config, offsets_dtype, values, offsets_of):
+    """Empty histories, users without targets, histories shorter and longer than context and max_attn_len."""
+    stack = double_stack(config)
+    is_target = torch.cat([torch.arange(h + t) >= h for h, t in zip(HISTORY, TARGETS)])
+    out, _ = stack((values, offsets_of(LENGTHS, offsets_dtype)), torch.tensor(TARGETS))
+    history, targets = offsets_of(HISTORY, offsets_dtype), offsets_of(TARGETS, offsets_dtype)
+    scores, offsets = stack.score((values[is_target], targets), stack.cache((values[~is_target], history)))
+    torch.testing.assert_close(scores, out[is_target])
+    assert offsets is targets
+
+
+def test_a_cache_serves_many_times(values, offsets_of):
+    stack = double_stack(CONFIGS["plain"])
+    cache = stack.cache((values, offsets_of(LENGTHS)))
+    targets = torch.randn(20, WIDTH, dtype=torch.float64)
+    together, _ = stack.score((targets, offsets_of([2] * 10)), cache)
+    for first in (0, 1):
+        alone, _ = stack.score((targets[first::2], offsets_of([1] * 10)), cache)
+        torch.testing.assert_close(alone, together[first::2])
+
+
+@pytest.mark.parametrize("context, rows", [(0, 2 + 0 + 2), (2, 3 + 0 + 2), (4, 5 + 0 + 2)])
+def test_a_cache_holds_what_targets_see(context, rows, offsets_of):
+    """Histories of 3 + context - 2, 0 and 9 rows, of which targets see 2 events back."""
+    lengths = [max(context + 1, 3), 0, 9]
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of(contextual_seqlen=context, max_attn_len=2, head_dim=3, linear_dim=5))
+    cache = stack.cache((torch.randn(sum(lengths), WIDTH), offsets_of(lengths)))
+    assert [layer.values.shape for layer in cache.layers] == [(rows, HEADS, 3 + 5)] * 2
+
+
+def test_the_cache_of_a_jagged_keeps_its_scaling_length(values, offsets_of):
+    stack, lengths = double_stack(config_of(scaling_seqlen=None)), offsets_of(LENGTHS)
+    cache = stack.cache(jm.Jagged(values, lengths, max_seqlen=30))
+    assert cache.scaling_seqlen == 30
+    targets = torch.randn(10, WIDTH, dtype=torch.float64), offsets_of([1] * 10)
+    both = torch.cat([y for pair in zip(values.split(LENGTHS), targets[0].split(1)) for y in pair])
+    full = stack(jm.Jagged(both, offsets_of([n + 1 for n in LENGTHS]), max_seqlen=30), torch.ones(10, dtype=torch.int64))
+    torch.testing.assert_close(stack.score(targets, cache)[0], full.values[offsets_of([n + 1 for n in LENGTHS])[1:] - 1])
+
+
+def test_scoring_copies_no_history(offsets_of):
+    """Nothing is allocated that is as large as a layer's keys."""
+    length = 4000
+    stack = jm.HSTUStack(32, 2, 2, config_of())
+    with torch.no_grad():
+        cache, targets = stack.cache((torch.randn(length, 32), offsets_of([length]))), (torch.randn(3, 32), offsets_of([3]))
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            stack.score(targets, cache)
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert 0 < largest <= 4 * 2 * 3 * length, "the scores of both heads and all targets"
+
+
+def test_layers_share_one_schedule(offsets_of):
+    """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
+    config, num_targets = CONFIGS["context-short"], torch.tensor(TARGETS)
+    stack = jm.HSTUStack(WIDTH, HEADS, LAYERS, config, device="meta")
+    x = jm.Jagged(torch.randn(sum(LENGTHS), WIDTH), offsets_of(LENGTHS))
+    x = x.prepare(num_heads=HEADS, head_dim=WIDTH // HEADS, mask=config.mask(num_targets)).to("meta")
+    stack(x, num_targets)
+    assert len(x._segmentation.schedules) == 1
+    cache, targets = stack.cache(x), jm.Jagged(torch.randn(20, WIDTH), offsets_of([2] * 10)).to("meta")
+    for _ in range(2):
+        stack.score(targets, cache)
+    assert [len(layer._segmentation.schedules) for layer in (*cache.layers, targets)] == [1] * (LAYERS + 1)
+
+
+# -- containers, devices, dtypes -----------------------------------------------------------------------------------------------
+
+
+def test_containers(container, offsets_of):
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
+    values, target_values, num_targets = torch.randn(11, WIDTH), torch.randn(6, WIDTH), torch.tensor([1, 0, 2])
+    x, targets = container(values, offsets_of([4, 0, 7])), container(target_values, offsets_of([2, 1, 3]))
+    out, expected = stack(x, num_targets), stack((values, offsets_of([4, 0, 7])), num_targets)
+    scores = stack.score(targets, stack.cache(x))
+    expected_scores = stack.score((target_values, offsets_of([2, 1, 3])), stack.cache((values, offsets_of([4, 0, 7]))))
+    for result, (rows, offsets), given in ((out, expected, x), (scores, expected_scores, targets)):
+        assert type(result) is type(given)
+        assert torch.equal(jm.Jagged.wrap(result).values, rows)
+        assert torch.equal(jm.Jagged.wrap(result).offsets, offsets)
+
+
+def test_embedding_collection_outputs():
+    torchrec = pytest.importorskip("torchrec")
+    tables = [torchrec.EmbeddingConfig(name="table", embedding_dim=WIDTH, num_embeddings=50, feature_names=["events"])]
+    collection = torchrec.EmbeddingCollection(tables=tables)
+    ids = torchrec.KeyedJaggedTensor(["events"], torch.randint(50, (7,)), lengths=torch.tensor([3, 0, 4], dtype=torch.int32))
+    out = jm.HSTULayer(WIDTH, HEADS, config_of())(collection(ids)["events"], torch.tensor([1, 0, 2]))
+    assert isinstance(out, torchrec.JaggedTensor) and out.lengths().tolist() == [3, 0, 4]
+    out.values().sum().backward()
+    (weight,) = collection.parameters()
+    assert weight.grad.abs().sum() > 0
+
+
+def test_initialisation():
+    layer = jm.HSTULayer(64, 4)
+    for linear in (layer.uvqk_proj, layer.out_proj):
+        bound = (6 / (linear.in_features + linear.out_features)) ** 0.5
+        assert 0.9 * bound < linear.weight.abs().max() <= bound
+    assert not layer.uvqk_proj.bias.any() and layer.out_proj.bias is None
+    for norm in (layer.input_norm, layer.output_norm):
+        assert (norm.weight == 1).all() and not norm.bias.any() and norm.eps == 1e-6
+
+
+def test_state_dict_round_trip(offsets_of):
+    stack, other = (jm.HSTUStack(WIDTH, HEADS, 2, config_of()) for _ in range(2))
+    x = torch.randn(5, WIDTH), offsets_of([2, 3])
+    assert not torch.equal(stack(x)[0], other(x)[0])
+    other.load_state_dict(stack.state_dict())
+    assert torch.equal(stack(x)[0], other(x)[0])
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda stack: pickle.loads(pickle.dumps(stack))], ids=["deepcopy", "pickle"])
+def test_copies(clone, offsets_of):
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, CONFIGS["all"])
+    x = torch.randn(5, WIDTH), offsets_of([2, 3])
+    assert torch.equal(clone(stack)(x)[0], stack(x)[0])
+
+
+def test_meta_parameters_are_materialised_by_reset_parameters():
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, device="meta")
+    assert all(x.is_meta for x in stack.parameters())
+    stack.to_empty(device="cpu")
+    for parameter in stack.parameters():
+        nn.init.constant_(parameter, float("nan"))
+    torch.manual_seed(5)
+    stack.reset_parameters()
+    torch.manual_seed(5)
+    expected = jm.HSTUStack(WIDTH, HEADS, 2).state_dict()
+    assert all(torch.equal(x, expected[name]) for name, x in stack.state_dict().items())
+
+
+def test_shapes_on_the_meta_device():
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, CONFIGS["groups"], device="meta")
+    x = torch.empty(11, WIDTH, device="meta"), torch.empty(4, dtype=torch.int64, device="meta")
+    assert stack(x, torch.empty(3, dtype=torch.int64, device="meta"))[0].shape == (11, WIDTH)
+    assert stack.score(x, stack.cache(x))[0].shape == (11, WIDTH)
+
+
+def test_no_segments_and_no_rows(offsets_of):
+    for config in CONFIGS.values():
+        stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
+        for lengths in ([], [0, 0]):
+            x, num_targets = (torch.randn(0, WIDTH), offsets_of(lengths)), torch.zeros(len(lengths), dtype=torch.int64)
+            assert stack(x, num_targets)[0].shape == stack.score(x, stack.cache(x))[0].shape == (0, WIDTH)
+
+
+def test_autocast(offsets_of):
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
+    x, targets = (torch.randn(5, WIDTH), offsets_of([2, 3])), (torch.randn(3, WIDTH), offsets_of([1, 2]))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        (out, _), (scores, _) = stack(x), stack.score(targets, stack.cache(x))
+    assert out.dtype == scores.dtype == torch.float32  # the residual stream keeps its dtype
+    out.sum().backward()
+    assert all(x.grad.dtype == torch.float32 for x in stack.parameters())
+    for actual, (expected, _) in ((out, stack(x)), (scores, stack.score(targets, stack.cache(x)))):
+        assert (actual - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype, offsets_of):
+    assert jm.HSTULayer(WIDTH, HEADS, config_of()).to(dtype)((torch.randn(5, WIDTH, dtype=dtype), offsets_of([2, 3])))[0].dtype == dtype
+
+
+def test_dropout(offsets_of):
+    layer, plain = jm.HSTULayer(WIDTH, HEADS, config_of(dropout=0.5)), jm.HSTULayer(WIDTH, HEADS, config_of())
+    plain.load_state_dict(layer.state_dict())
+    x = torch.randn(5, WIDTH), offsets_of([2, 3])
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    assert torch.equal(layer.eval()(x)[0], plain(x)[0])
+
+
+def test_training(offsets_of):
+    """Whether the target occurs in the history: every parameter learns, and the loss falls to a tenth."""
+    stack, head, items = jm.HSTUStack(16, HEADS, 2, config_of(contextual_seqlen=1)), nn.Linear(16, 1), torch.randn(4, 16)
+    ids, targets = torch.randint(4, (16, 3)), torch.randint(4, (16, 2))
+    labels = (ids[:, None, 1:] == targets[:, :, None]).any(2).float().flatten()
+    values, offsets = items[torch.cat([ids, targets], dim=1).flatten()], offsets_of([5] * 16)
+    parameters = [*stack.parameters(), *head.parameters()]
+    optimizer, losses = torch.optim.Adam(parameters, lr=0.01), []
+    for _ in range(100):
+        out, _ = stack((values, offsets), torch.full((16,), 2))
+        losses.append(nnf.binary_cross_entropy_with_logits(head(out.unflatten(0, (16, 5))[:, 3:]).flatten(), labels))
+        optimizer.zero_grad()
+        losses[-1].backward()
+        assert all(x.grad.abs().sum() > 0 for x in parameters)
+        optimizer.step()
+    assert losses[-1] < 0.1 * losses[0]
+
+
+# -- graph tools ---------------------------------------------------------------------------------------------------------------
+
+SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 140, 15)]  # segments, rows, targets
+
+
+def random_offsets(segments, total):
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
+
+
+def compiled(function):
+    """The function compiled as one graph, and the counter of compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+
+
+@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor"])
+@pytest.mark.parametrize("config", [CONFIGS["plain"], CONFIGS["all"]], ids=["plain", "all"])
+def test_compiles_once(kind, config):
+    wrap = {
+        "pair": lambda values, offsets: (values, offsets),
+        "Jagged": lambda values, offsets: jm.Jagged(values, offsets, max_seqlen=100),
+        "JaggedTensor": lambda values, offsets: pytest.importorskip("torchrec").JaggedTensor(values, offsets=offsets),
+    }[kind]
+    if kind == "Jagged":
+        config = dataclasses.replace(config, scaling_seqlen=None)
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
+    graph, counter = compiled(stack)
+    compilations = []
+    for segments, rows, _ in SIZES:
+        offsets = random_offsets(segments, rows)
+        num_targets, values = torch.minimum(offsets.diff(), torch.randint(3, (segments,))), torch.randn(rows, WIDTH)
+        results = []
+        for call in (stack, graph):
+            leaf = values.clone().requires_grad_()
+            out = jm.Jagged.wrap(call(wrap(leaf, offsets), num_targets)).values
+            results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *stack.parameters()])])
+        torch.testing.assert_close(*results)
+        compilations.append(counter.frame_count)
+    assert len(set(compilations)) == 1  # the first batch may take two: torch first tries nn.Dropout's p as an input
+
+
+@pytest.mark.parametrize("config", [CONFIGS["plain"], CONFIGS["context-short"]], ids=["plain", "context-short"])
+def test_scoring_compiles_once(config):
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
+    graph, counter = compiled(stack.score)
+    compilations = []
+    for segments, rows, count in SIZES:
+        cache = stack.cache((torch.randn(rows, WIDTH), random_offsets(segments, rows)))
+        targets = torch.randn(count, WIDTH), random_offsets(segments, count)
+        torch.testing.assert_close(graph(targets, cache)[0], stack.score(targets, cache)[0])
+        compilations.append(counter.frame_count)
+    assert len(set(compilations)) == 1
+
+
+@pytest.mark.parametrize("leaf", ["HSTULayer", "HSTUStack"])
+def test_traced_by_torchrec_as_a_leaf(leaf, offsets_of):
+    tracer = pytest.importorskip("torchrec.fx").Tracer(leaf_modules=[leaf])
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.hstu = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
+
+        def forward(self, x, num_targets):
+            return self.hstu(x, num_targets)[0].relu()
+
+    model = Model()
+    traced = torch.fx.GraphModule(model, tracer.trace(model))
+    arguments = (torch.randn(5, WIDTH), offsets_of([2, 3])), torch.tensor([1, 2])
+    assert torch.equal(traced(*arguments), model(*arguments))
+
+
+# -- bad input -----------------------------------------------------------------------------------------------------------------
+
+BAD_STACKS = [
+    (dict(embedding_dim=10, num_heads=4), ValueError, "embedding_dim must be a multiple of num_heads, got 10 and 4"),
+    (dict(embedding_dim="8"), TypeError, "embedding_dim must be an int, got str"),
+    (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
+    (dict(num_layers=0), ValueError, "num_layers must be at least 1, got 0"),
+    (dict(embedding_dim=1024), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
+    (dict(config=jm.HSTUConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
+    (dict(config=jm.HSTUConfig(linear_dim=0)), ValueError, "linear_dim must be at least 1, got 0"),
+    (dict(config=jm.HSTUConfig(dropout=-1)), ValueError, "dropout probability has to be between 0 and 1, but got -1"),
+    (dict(config=dict(head_dim=4)), TypeError, "config must be an HSTUConfig, got dict"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD_STACKS, ids=[message[:40] for _, _, message in BAD_STACKS])
+def test_bad_constructor(change, error, message):
+    with pytest.raises(error, match=message):
+        jm.HSTUStack(**(dict(embedding_dim=WIDTH, num_heads=HEADS, num_layers=2) | change))
+
+
+BAD_CONFIGS = [
+    (dict(scaling_seqlen=0), ValueError, "scaling_seqlen must be at least 1, got 0"),
+    (dict(scaling_seqlen=10.0), TypeError, "scaling_seqlen must be an int, got float"),
+    (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),
+    (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
+    (dict(min_full_attn_seqlen=2), ValueError, "min_full_attn_seqlen needs a max_attn_len to be exempt from, got 2 and 0"),
+]
+
+
+@pytest.mark.parametrize("fields, error, message", BAD_CONFIGS, ids=[message[:40] for _, _, message in BAD_CONFIGS])
+def test_bad_config(fields, error, message):
+    with pytest.raises(error, match=message):
+        jm.HSTUConfig(**fields)
+
+
+X = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
+BAD_FORWARDS = [
+    (dict(x=torch.randn(5, WIDTH)), TypeError, "expected a JaggedTensor.*got Tensor"),
+    (dict(x=(torch.randn(5, 9), X[1])), ValueError, r"values must have shape \[L, 8\], got \[5, 9\]"),
+    (dict(num_targets=torch.tensor([1])), ValueError, r"num_targets must have shape \[B\] = \[2\], got \[1\]"),
+    (dict(num_targets=torch.tensor([1, 4])), ValueError, "num_targets must be at most the segment's length, got 4 of 3 at segment 1"),
+    (dict(num_targets=[1, 1]), TypeError, "num_targets must be a torch.Tensor, got list"),
+]
+
+
+@pytest.mark.parametrize("change, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS])
+def test_bad_forward(change, error, message):
+    with pytest.raises(error, match=message):
+        jm.HSTUStack(WIDTH, HEADS, 2, config_of())(**(dict(x=X) | change))
+
+
+def test_an_unknown_scaling_length():
+    stack = jm.HSTUStack(WIDTH, HEADS, 2)
+    for call in (stack, stack.cache):
+        with pytest.raises(ValueError, match="scaling_seqlen must be given where the container has no max_seqlen, got None"):
+            call(X)
+
+
+def test_bad_cache():
+    stack, shorter = (jm.HSTUStack(WIDTH, HEADS, layers, config_of()) for layers in (2, 1))
+    with pytest.raises(TypeError, match="cache must be an HSTUCache, got tuple"):
+        stack.score(X, X)
+    with pytest.raises(ValueError, match="cache must have 2 layers, got 1"):
+        stack.score(X, shorter.cache(X))
+    with pytest.raises(ValueError, match="the same number of segments, got 1 and 2"):
+        stack.score((torch.randn(1, WIDTH), torch.tensor([0, 1])), stack.cache(X))
