@@ -64,7 +64,7 @@ class SequenceModel(nn.Module):
         num_layers: int = 2,
         dropout: float = 0.2,
         max_history: int = 200,
-        temperature: float = 0.1,
+        temperature: float = 0.15,
     ):
         super().__init__()
         if not temperature > 0:

@@ -26,12 +26,12 @@ SELECTIVITY = 1.0  # of the generated users
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    defaults = dict(out=Path("runs/hstu"), epochs=15, batch_size=16, num_heads=2, dropout=0.2, weight_decay=0.0)
+    defaults = dict(out=Path("runs/hstu"), epochs=20, batch_size=16, num_heads=2, dropout=0.2, weight_decay=1.0)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="what encodes the sequences")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--num-negatives", type=int, default=512, help="items of a batch's sampled softmax, beside the right one")
-    parser.add_argument("--temperature", type=float, default=0.1, help="that cosines are divided by in the softmax")
+    parser.add_argument("--temperature", type=float, default=0.15, help="that cosines are divided by in the softmax")
     return trainer.parse(parser, arguments, at_least_1=("num_layers", "num_negatives"))
 
 

@@ -94,7 +94,7 @@ def test_a_log_too_small_to_test_on_is_refused(tmp_path):
 
 def test_settings_of_the_checkpoint_must_agree(tmp_path):
     train(tmp_path, "--epochs", "1")
-    with pytest.raises(SystemExit, match="other settings: temperature 0.1 -> 0.2"):
+    with pytest.raises(SystemExit, match="other settings: temperature 0.15 -> 0.2"):
         train(tmp_path, "--resume", "--temperature", "0.2")
 
 
