@@ -27,7 +27,7 @@ def gelu_taylor(x: Tensor) -> Tensor:
     polynomial = torch.zeros_like(t)
     for coefficient in reversed(COEFFICIENTS):
         polynomial = (polynomial + coefficient) * t
-    return 0.5 * (x + x.abs() - a) + polynomial
+    return (0.5 * x + 0.5 * x.abs()) - 0.5 * a + polynomial  # the bracket is max(x, 0), its slope at 0 is 0.5
 
 
 def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
     slope = torch.zeros_like(t)
     for power, coefficient in reversed(list(enumerate(COEFFICIENTS, start=1))):
         slope = slope * t + 2 * power * coefficient
-    return grad * (0.5 + a * slope)
+    return grad * (0.5 + torch.where(x.abs() <= RANGE, a * slope, 0.5 * x.sign()))
 
 
 class Activation(NamedTuple):

@@ -1,4 +1,4 @@
-"""The CPU path: torch's fused attention on the rows of each segment, segments of equal lengths in one call.
+"""The CPU path: the operator and its gradient, group by group of segments of equal lengths, which `cpu_blocks` computes.
 
 Nothing is padded, so the work is that of the real rows. A segment, or a run of equal ones, is read where it lies; equal segments
 scattered over the batch are gathered.
@@ -14,44 +14,55 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-_fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from .cpu_blocks import pointwise_backward, pointwise_forward, scores_at_a_time, softmax_backward, softmax_forward
+from .masks import AttentionMask
 
 
 @torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=(), device_types="cpu")
 def attention_cpu(
-    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool
-) -> tuple[Tensor, Tensor]:
-    """Jagged softmax attention `[rows, H, Dv]`, and the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64.
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
+    activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
-    The arguments are those of `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
+    mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is.
+    Others: as in `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
     """
-    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared))
-    queries, keys, values, results = _computable(q, k, v, out)
-    for group in _groups(q_offsets, kv_offsets, q_shared):
-        block, block_lse = _fused_attention(*group.operands(queries, keys, values), scale=scale)
+    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
+    queries, keys, values, results = _computable(activation, q, k, v, out)
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets):
+        operands = group.operands(queries, keys, values)
+        if activation == "softmax":
+            block, block_lse = softmax_forward(*operands, *group.mask, scale)
+            _put(lse, group.rows, block_lse[..., None])
+        else:
+            block = pointwise_forward(*operands, *group.mask, scale, activation)
         _put(results, group.rows, block)
-        _put(lse, group.rows, block_lse[..., None])
-    return _as(out, results), lse
+    return _as(out, _scaled(results, q_offsets, segment_scale, output_scale)), lse
 
 
 @attention_cpu.register_fake
-def _(q, k, v, q_offsets, kv_offsets, scale, q_shared):
-    return _empty_outputs(q, v, q_offsets, q_shared)
+def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
+    return _empty_outputs(q, v, q_offsets, q_shared, activation)
 
 
 @torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=(), device_types="cpu")
 def attention_cpu_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
+    activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its operand's shape and dtype."""
-    queries, keys, values, results, grad = _computable(q, k, v, out, do)
+    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
+    queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
+    grad = _scaled(grad, q_offsets, segment_scale, output_scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    for group in _groups(q_offsets, kv_offsets, q_shared):
-        block, block_grad, block_lse = (_take(x, group.rows, group.num_queries) for x in (results, grad, lse))
-        operands = group.operands(queries, keys, values)
-        grads = _fused_attention_backward(block_grad, *operands, block, block_lse[..., 0], 0.0, False, scale=scale)
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets):
+        operands = _take(grad, group.rows, group.num_queries), *group.operands(queries, keys, values)
+        if activation == "softmax":
+            block, block_lse = (_take(x, group.rows, group.num_queries) for x in (*results, lse))
+            grads = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
+        else:
+            grads = pointwise_backward(*operands, *group.mask, scale, activation)
         if q_shared:
             dq += grads[0].sum(0).transpose(0, 1)
         else:
@@ -67,13 +78,14 @@ def _(do, q, k, v, *args):
 
 
 class _Group(NamedTuple):
-    """Segments of equal lengths: their rows of the output, of q, and of k and v."""
+    """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets."""
 
     num_queries: int
     num_keys: int
     rows: slice | Tensor
     q_rows: slice | Tensor
     kv_rows: slice | Tensor
+    mask: tuple[AttentionMask | None, int]
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
@@ -81,17 +93,24 @@ class _Group(NamedTuple):
         return _take(q, self.q_rows, self.num_queries).expand(len(keys), -1, -1, -1), keys, values
 
 
-def _groups(q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool) -> Iterator[_Group]:
+def _groups(
+    num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, spec: list[int] | None, num_targets: Tensor | None
+) -> Iterator[_Group]:
     """Every segment that has queries and keys, in one group each."""
-    starts = defaultdict(list)
+    mask = None if spec is None else AttentionMask.from_spec(spec, num_targets)
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    for q_start, q_end, kv_start, kv_end in zip(q_bounds, q_bounds[1:], kv_bounds, kv_bounds[1:]):
+    targets = [0] * len(q_bounds) if num_targets is None else num_targets.tolist()
+    starts = defaultdict(list)
+    for q_start, q_end, kv_start, kv_end, t in zip(q_bounds, q_bounds[1:], kv_bounds, kv_bounds[1:], targets):
         if q_end > q_start and kv_end > kv_start:
-            starts[q_end - q_start, kv_end - kv_start].append((q_start, kv_start))
-    for (num_queries, num_keys), pairs in starts.items():
-        q_starts, kv_starts = zip(*pairs)
-        rows = _rows(q_starts, num_queries)
-        yield _Group(num_queries, num_keys, rows, slice(0, num_queries) if q_shared else rows, _rows(kv_starts, num_keys))
+            starts[q_end - q_start, kv_end - kv_start, t].append((q_start, kv_start))
+    for (num_queries, num_keys, t), pairs in starts.items():
+        at_a_time = max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
+        for first in range(0, len(pairs), at_a_time):
+            q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
+            rows = _rows(q_starts, num_queries)
+            q_rows = slice(0, num_queries) if q_shared else rows
+            yield _Group(num_queries, num_keys, rows, q_rows, _rows(kv_starts, num_keys), (mask, t))
 
 
 def _rows(starts: tuple[int, ...], length: int) -> slice | Tensor:
@@ -116,13 +135,15 @@ def _put(x: Tensor, rows: slice | Tensor, block: Tensor) -> None:
         x.index_copy_(0, rows, block)
 
 
-def _computable(*tensors: Tensor) -> Iterator[Tensor]:
-    """What the fused kernels take: fp32 or fp64, one head dim (zeros change neither scores nor results), last stride 1."""
+def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
+    """fp32 or fp64; for the fused kernels one head dim (zeros change neither scores nor results) and last stride 1."""
     width = max(x.shape[-1] for x in tensors)
     for x in tensors:
         x = x.to(_compute_dtype(x))
-        x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
-        yield x if x.stride(-1) == 1 else x.contiguous()
+        if activation == "softmax":
+            x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+            x = x if x.stride(-1) == 1 else x.contiguous()
+        yield x
 
 
 def _as(like: Tensor, x: Tensor) -> Tensor:
@@ -130,23 +151,35 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     return x[..., : like.shape[-1]].to(like.dtype).contiguous()
 
 
+def _scaled(x: Tensor, q_offsets: Tensor, segment_scale: Tensor | None, output_scale: float) -> Tensor:
+    """Rows of the output, or its gradient, times their segment's factor and that of all."""
+    if segment_scale is not None:
+        x = x * torch.repeat_interleave(segment_scale.to(x.dtype), q_offsets.diff())[:, None, None]
+    return x if output_scale == 1 else x * output_scale
+
+
 def _compute_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
-def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool) -> tuple[Tensor, Tensor]:
+def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((rows, q.shape[1], 1), dtype=_compute_dtype(q))
+    lse_rows = rows if activation == "softmax" else 0
+    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((lse_rows, q.shape[1], 1), dtype=_compute_dtype(q))
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, *flags = inputs
-    ctx.save_for_backward(q, k, v, *output, q_offsets, kv_offsets)
-    ctx.flags = flags
+    q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, mask, num_targets, segment_scale, output_scale = inputs
+    saved = output if activation == "softmax" else (None, None)
+    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, num_targets, segment_scale)
+    ctx.flags = scale, q_shared, activation, mask
+    ctx.output_scale = output_scale
 
 
 def _backward(ctx, do, _dlse):
-    return *attention_cpu_backward(do, *ctx.saved_tensors, *ctx.flags), None, None, None, None
+    *tensors, num_targets, segment_scale = ctx.saved_tensors
+    grads = attention_cpu_backward(do, *tensors, *ctx.flags, num_targets, segment_scale, ctx.output_scale)
+    return *grads, *[None] * 9
 
 
 def _no_second_derivative(ctx, *grads):

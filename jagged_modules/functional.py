@@ -30,7 +30,7 @@ def jagged_attention(
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
-    output_scale: float | Tensor = 1.0,
+    output_scale: float | Tensor = 1,  # an int: torch.compile makes a symbol of a float default
     mask: AttentionMask | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
@@ -51,11 +51,12 @@ def jagged_attention(
         activation: "softmax", or a function of each score by itself: "identity", "relu", "relu_squared", "leaky_relu" (0.01), "silu",
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
-        output_scale: factor after the activation, a number or `[B]`; 1 with softmax. HSTU's 1/N is one.
+        output_scale: factor after the activation, a number or `[B]`; 1 with softmax. HSTU's 1/N is one. torch.compile compiles anew for
+            another number, not for other values of a tensor.
         mask: what each query row sees; everything if None. Not with shared keys.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (triton on CUDA, torch's fused attention segment by segment on the CPU), "reference" or "triton".
+        implementation: "auto" (triton on CUDA, segments of equal lengths together on the CPU), "reference" or "triton".
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
@@ -114,12 +115,7 @@ def jagged_attention(
 
 
 def _cpu_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
-    if flags["activation"] != "softmax" or flags["mask"] is not None:  # until the CPU path has them
-        mask = None if flags["mask"] is None else AttentionMask.from_spec(flags["mask"], flags["num_targets"])
-        output_scale = flags["output_scale"] if flags["segment_scale"] is None else flags["segment_scale"]
-        flags = dict(activation=flags["activation"], mask=mask, output_scale=output_scale)
-        return attention_reference(q, k, v, q_offsets, kv_offsets, scale=scale, q_shared=q_shared, **flags)
-    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared)
+    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values())
     return out
 
 
@@ -163,7 +159,7 @@ def target_attention(
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
-    output_scale: float | Tensor = 1.0,
+    output_scale: float | Tensor = 1,
     mask: AttentionMask | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",

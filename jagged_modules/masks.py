@@ -31,7 +31,9 @@ class AttentionMask:
         window: (left, right), keeps -right <= i - j <= left; None for either side leaves it open.
         num_targets: `[B]` int32 or int64, targets at the end of each segment; at most its length.
         target_group_size: targets form groups of so many from the first one on; a target also sees the earlier ones of its group.
-        contextual_seqlen: columns of context at the start. They see all context and history, and every history row sees them.
+        contextual_seqlen: columns of context at the start. They see all context and history; every history row sees them, as far as
+            max_attn_len reaches back to id 0, theirs. With fewer columns than that before the targets, M is not positive and the
+            causal rule leaves each row its own column and target group.
         max_attn_len: how far back a row sees, 0 for no limit.
         min_full_attn_seqlen: so many last history rows, and the targets, see without that limit.
 
@@ -118,9 +120,9 @@ class AttentionMask:
         if self.window is not None:
             left, right = self.window
             if left is not None:
-                keep &= i - j <= left
+                keep &= j >= i - left
             if right is not None:
-                keep &= i - j >= -right
+                keep &= j <= i + right
         return keep
 
     def picture(self, length: int, segment: int = 0, num_queries: int | None = None) -> str:

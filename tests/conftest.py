@@ -15,6 +15,15 @@ def seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def one_thread():
+    """Each thread of torch's fused attention has scratch memory of its own."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
 

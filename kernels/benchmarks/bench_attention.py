@@ -52,10 +52,12 @@ def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
     return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
 
 
-def timed_schedule(q_lengths: Tensor, kv_lengths: Tensor, q: Tensor) -> tuple[jm.TileSchedule, dict[str, float]]:
+def timed_schedule(
+    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None
+) -> tuple[jm.TileSchedule, dict[str, float]]:
     """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
     sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
-    build = partial(host_schedule, q_lengths, kv_lengths, **sizes)
+    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, **sizes)
     return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
 
 

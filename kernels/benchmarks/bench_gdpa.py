@@ -136,7 +136,7 @@ class Problem:
         return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
 
     def ours(self, function: Function, note: str = "") -> Implementation:
-        schedule, build_ms = timed_schedule(*self.lengths, self.inputs["q"])
+        schedule, build_ms = timed_schedule(*self.lengths, self.inputs["q"], self.mask)
         forward = partial(
             F.jagged_attention,
             q_offsets=self.q_offsets,

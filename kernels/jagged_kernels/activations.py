@@ -1,7 +1,8 @@
 """The kernels' activations: one device function per name, (fp32 score, scale) → (value, derivative) at x = score · scale.
 
 A kernel takes its function as a constant argument; where it uses the value alone, the compiler drops the derivative's arithmetic. The
-functions of bfloat16, whose kernels these instructions slow down, absorb the scale in their constants.
+functions of bfloat16, whose kernels these instructions slow down, absorb the scale in their constants and leave out constant factors
+of the result (`activation_factors`).
 """
 
 import triton
@@ -101,19 +102,32 @@ def _fast_sigmoid(score, scale):
 
 @triton.jit
 def _fast_silu(score, scale):
+    """2/scale times the value, twice the derivative."""
     half = score * (0.5 * scale)
     tanh = _fast_tanh(half)
-    gate = 0.5 + 0.5 * tanh
-    return half + half * tanh, gate + gate * (half - half * tanh)
+    gate = 1.0 + tanh
+    return score * gate, gate + gate * (half - half * tanh)
+
+
+@triton.jit
+def _fast_gelu(score, scale):
+    """The normal distribution's tail by Abramowitz and Stegun's formula 7.1.26, within 1e-7; it shares its exponential with the density."""
+    x = score * scale
+    density = tl.exp2(score * score * (-0.7213475204444817 * scale * scale))
+    r = 1.0 / (1.0 + 0.23164190249450687 * tl.abs(x))
+    tail = density * r * (0.127414796 + r * (-0.142248368 + r * (0.7107068705 + r * (-0.7265760135 + r * 0.5307027145))))
+    below = tl.where(x < 0, tail, 1.0 - tail)
+    return x * below, below + x * (0.3989422804014327 * density)
 
 
 @triton.jit
 def _fast_gelu_tanh(score, scale):
-    half, square = score * (0.5 * scale), score * score
+    """2/scale times the value, twice the derivative."""
+    square = score * score
     tanh = _fast_tanh(score * (0.7978845608028654 * scale + (0.035677408136300125 * scale * scale * scale) * square))
-    gate = 0.5 + 0.5 * tanh
-    slope = 1.5957691216057308 + (0.21406444881780076 * scale * scale) * square  # twice the slope of tanh's argument
-    return half + half * tanh, gate + gate * ((half - half * tanh) * slope)
+    gate = 1.0 + tanh
+    slope = 0.7978845608028654 * scale + (0.10703222440890037 * scale * scale * scale) * square
+    return score * gate, gate + gate * ((score - score * tanh) * slope)
 
 
 _EXACT = {
@@ -128,7 +142,8 @@ _EXACT = {
     "hardswish": _hardswish,
     "sigmoid": _sigmoid,
 }
-_BFLOAT16 = _EXACT | {"silu": _fast_silu, "gelu_tanh": _fast_gelu_tanh, "sigmoid": _fast_sigmoid}
+_BFLOAT16 = _EXACT | {"silu": _fast_silu, "gelu": _fast_gelu, "gelu_tanh": _fast_gelu_tanh, "sigmoid": _fast_sigmoid}
+_HALVED = ("silu", "gelu_tanh")  # of the bfloat16 functions
 
 
 def activation_function(name: str, bfloat16: bool) -> JITFunction | None:
@@ -137,3 +152,8 @@ def activation_function(name: str, bfloat16: bool) -> JITFunction | None:
     bfloat16: the scores' weights are rounded to bfloat16, so the hardware's approximate tanh does.
     """
     return None if name == "softmax" else (_BFLOAT16 if bfloat16 else _EXACT)[name]
+
+
+def activation_factors(name: str, bfloat16: bool, scale: float) -> tuple[float, float]:
+    """What is left to multiply the function's value and its derivative with, once per result instead of once per score."""
+    return (0.5 * scale, 0.5) if bfloat16 and name in _HALVED else (1.0, 1.0)

@@ -23,7 +23,7 @@ import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .activations import activation_function
+from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, padded_dim
 from .operators import below_autograd, differentiate, operator
@@ -59,12 +59,13 @@ def triton_attention(
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared, activation)
-    config, grid, common = _launch("fwd", q, k, v, tiles, block_m, k.shape[0], q_offsets, activation, mask)
-    if grid:
+    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
+    if grid := _grid(config, tiles):
         align, strides = _strides(q, k, v, out)
+        factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, output_scale, *strides, lse.stride(0),
+            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, *factors, output_scale, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     return out, lse
@@ -88,18 +89,21 @@ def triton_attention_backward(
     """
     do = do if do.stride(-1) == 1 else do.contiguous()
     delta = torch.empty_like(lse)
-    per_segment = num_targets, segment_scale, scale, output_scale
+    factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+    scales = segment_scale, scale, *factors, output_scale
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
-    config, grid, common = _launch("dq", q, k, v, tiles, block_m, k.shape[0], q_offsets, activation, mask)
-    if grid:
+    config, common = _launch("dq", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
+    tile = config.tile or block_m
+    if tile != block_m:  # worth a list of tiles of its own, which takes some microseconds
+        tiles, num_tiles = tile_list(q_offsets, kv_offsets, do.shape[0], q.shape[1], tile, config.block)
+    if grid := _grid(config, tiles):
         out = do if out is None else out
         align, strides = _strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
-            q, k, v, out, do, dq, lse, delta,
-            *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, *per_segment, *strides, lse.stride(0),
-            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
+            q, k, v, out, do, dq, lse, delta, *_descriptors(align, (k, config.block), (v, config.block)),
+            q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
+            **common, ALIGN=align, BLOCK_M=tile, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
@@ -111,13 +115,13 @@ def triton_attention_backward(
         sizes = chunks * k.shape[0], k.shape[1], key_block, block_m
         key_tiles, num_key_tiles = tile_list(kv_offsets, q_offsets, *sizes, mask, num_targets, True)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
-    config, grid, common = _launch("dkdv", q, k, v, key_tiles, block_m, do.shape[0], q_offsets, activation, mask)
-    if grid:
+    config, common = _launch("dkdv", q, k, v, block_m, do.shape[0], q_offsets, activation, mask)
+    if grid := _grid(config, key_tiles):
         align, strides = _strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
-            *_descriptors(align, (q, config.block), (k, key_block), (v, key_block), (do, config.block)),
-            q_offsets, kv_offsets, key_tiles, num_key_tiles, *per_segment, *strides, lse.stride(0),
+            *_descriptors(align, (q, config.block), (k, key_block), (do, config.block)),
+            q_offsets, kv_offsets, key_tiles, num_key_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
         )  # fmt: skip
     if kv_shared:
@@ -132,20 +136,21 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
 
 
 def _launch(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, tiles: Tensor, block_m: int, loop_rows: int, offsets: Tensor,
-    activation: str, mask: list[int] | None,
-) -> tuple[LaunchConfig, tuple[int, ...], dict]:  # fmt: skip
-    """The kernel's table entry, its grid (empty: nothing to do) and the launch arguments that all three kernels share.
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, block_m: int, loop_rows: int, offsets: Tensor, activation: str, mask: list[int] | None
+) -> tuple[LaunchConfig, dict]:
+    """The kernel's table entry, and the launch arguments that all three kernels share.
 
     loop_rows: rows of the side that tiles loop over, in all segments of `offsets`.
     """
-    group = q.shape[1] // k.shape[1]
-    dims = group, q.shape[2], v.shape[2]
-    long = loop_rows >= LONG * (offsets.shape[0] - 1)
-    choice = q.dtype, block_m, long, q.device, _precision(q)
-    config, common = _constants(kernel, *dims, *choice, activation, mask and tuple(mask))
-    workers = min(_device(q.device)[1] * config.ctas_per_sm, tiles.shape[0])
-    return config, (workers,) if workers else (), common
+    dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
+    long = mask is None and loop_rows >= LONG * (offsets.shape[0] - 1)
+    return _constants(kernel, *dims, q.dtype, block_m, long, q.device, _precision(q), activation, mask and tuple(mask))
+
+
+def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
+    """As many programs as the GPU holds at a time; none, which is no grid, where there are no tiles."""
+    workers = min(_device(tiles.device)[1] * config.ctas_per_sm, tiles.shape[0])
+    return (workers,) if workers else ()
 
 
 @functools.cache

@@ -2,7 +2,8 @@
 
 A program knows its next tile's bounds while it works on one. A tile first loops over the blocks that all of its rows see whole, then
 over the rest, where the mask or a segment's end hides something; blocks hidden from the whole tile are not visited (masks.py). What a
-tile loops over comes through TMA where there is a descriptor; what it keeps comes by ordinary loads, which do not wait for one another.
+tile loops over comes through TMA where there is a descriptor; of what it keeps, at most one block does, as one such load outside a loop
+waits for the other.
 `ACTIVATION` is a function of activations.py, None: softmax.
 """
 
@@ -52,7 +53,8 @@ def _fwd_block(
 @triton.jit
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
@@ -101,7 +103,7 @@ def attention_fwd_kernel(
             lanes = tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
         else:
-            acc = acc * _output_scale(output_scale, segment_scale_ptr, segment)
+            acc = acc * (value_factor * _output_scale(output_scale, segment_scale_ptr, segment))
         store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
 
 
@@ -159,7 +161,8 @@ def _dq_block(
 @triton.jit
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -212,7 +215,7 @@ def attention_bwd_dq_kernel(
                 q, do, k_operand, v_operand, kv_start + n, n, rows, bounds, head // GROUP, kv_len - n, lse, delta, acc, score_scale,
                 HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
             )  # fmt: skip
-        acc = acc * (scale * _output_scale(output_scale, segment_scale_ptr, segment))
+        acc = acc * (scale * slope_factor * _output_scale(output_scale, segment_scale_ptr, segment))
         store_rows(dq_operand, row, head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
@@ -252,8 +255,9 @@ def _dkdv_block(
 
 @triton.jit
 def attention_bwd_dkdv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, v_desc, do_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, scale, output_scale,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -265,7 +269,7 @@ def attention_bwd_dkdv_kernel(
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
     k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
-    v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
+    v_operand = v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN
     do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
     dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
     dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
@@ -281,8 +285,8 @@ def attention_bwd_dkdv_kernel(
             kv_row = row - kv_start
         if Q_SHARED:
             q_row = q_start - q_start
+        v = load_rows(v_operand, kv_row, kv_head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True)
         k = load_rows(k_operand, kv_row, kv_head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None)
-        v = load_rows(v_operand, kv_row, kv_head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, v_desc is None)
         first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
         blocks = row_blocks(block * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
         columns = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
@@ -307,6 +311,6 @@ def attention_bwd_dkdv_kernel(
                     head, q_len - m, dk, dv, score_scale,
                     HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
                 )  # fmt: skip
-        factor = _output_scale(output_scale, segment_scale_ptr, segment)
-        store_rows(dk_operand, row, kv_head, dk * (scale * factor), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_operand, row, kv_head, dv * factor, num_rows, V_DIM, BLOCK_N, BLOCK_DV)
+        out_scale = _output_scale(output_scale, segment_scale_ptr, segment)
+        store_rows(dk_operand, row, kv_head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_operand, row, kv_head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

@@ -7,12 +7,14 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM."""
+    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM, and rows of a tile
+    where they are not those of the schedule."""
 
     block: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int = 1
+    tile: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +61,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         itemsize: bytes of an input element, 2 or 4.
         capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) parts have 99 KB of shared memory a block, others 163 KB or more.
         query_tile: rows of a query tile, as the schedule has them.
-        long: whether a tile loops over `LONG` rows or more on average.
+        long: whether there is no mask and a tile loops over `LONG` rows or more on average.
     """
     dim = padded_dim(head_dim)
     small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
@@ -75,17 +77,17 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
             dkdv=LaunchConfig(block=16 if small_memory else 32, num_warps=8, num_stages=stages),
         )
     if dim == 128:
-        if small_memory:
+        stages = 2 if small_memory else 3
+        if long and not small_memory:
             return AttentionConfig(
-                fwd=LaunchConfig(block=64, num_warps=4, num_stages=2, ctas_per_sm=2),
-                dq=LaunchConfig(block=64, num_warps=4, num_stages=1, ctas_per_sm=2),
-                dkdv=LaunchConfig(block=32, num_warps=4, num_stages=2, ctas_per_sm=2),
+                fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
+                dq=LaunchConfig(block=64, num_warps=8, num_stages=3, tile=128),
+                dkdv=LaunchConfig(block=64, num_warps=4, num_stages=2, ctas_per_sm=2),
             )
-        large, small = (LaunchConfig(block=block, num_warps=4, num_stages=2 if block == 64 else 3, ctas_per_sm=2) for block in (64, 32))
         return AttentionConfig(
-            fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
-            dq=large if long else small,
-            dkdv=large if long else dataclasses.replace(small, num_stages=4),
+            fwd=LaunchConfig(block=64, num_warps=4, num_stages=stages, ctas_per_sm=2),
+            dq=LaunchConfig(block=32, num_warps=4, num_stages=stages, ctas_per_sm=2),
+            dkdv=LaunchConfig(block=32, num_warps=4, num_stages=2 if small_memory else 4, ctas_per_sm=2),
         )
     return AttentionConfig(
         fwd=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=3 if query_tile <= 64 else 2),

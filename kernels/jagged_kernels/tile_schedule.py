@@ -95,10 +95,15 @@ def zigzag_schedule(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
-    if mask is None:
+    if mask is not None and not hasattr(mask, "spec"):
+        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    num_targets = None if mask is None else mask.num_targets
+    if num_targets is not None and len(num_targets) != len(q_lengths):
+        raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
+    if mask is None or not len(q_lengths):
         tiles, work = _tiles(q_lengths, kv_lengths, num_heads, block_m, block_n)
     else:
-        num_targets = mask.num_targets if mask.num_targets is not None and mask.num_targets.device.type == "cpu" else None
+        num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
         total = int(cdiv(q_lengths, block_m).sum())
         tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, mask.spec, num_targets, key_tiles)
     return TileSchedule(

@@ -5,6 +5,7 @@ import torch
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.activations import POINTWISE
 
 MASKS = {  # fields of AttentionMask; num_targets: at most so many in a segment
     "causal": dict(causal=True),
@@ -28,16 +29,52 @@ LENGTHS = {  # query and key lengths of the segments
 
 
 @pytest.fixture
+def check_activation():
+    """The device function's value and derivative against torch's in fp64, over [-30, 30] and at 0, with scales of the score."""
+    import triton
+    import triton.language as tl
+    from jagged_kernels.activations import activation_factors, activation_function
+
+    @triton.jit
+    def kernel(score_ptr, value_ptr, slope_ptr, scale, FUNCTION: tl.constexpr, BLOCK: tl.constexpr):
+        lanes = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        value, slope = FUNCTION(tl.load(score_ptr + lanes), scale)
+        tl.store(value_ptr + lanes, value)
+        tl.store(slope_ptr + lanes, slope)
+
+    def check(name, bfloat16, device):
+        # Exponentials of fp32 are off by some ulps; what bfloat16 takes, by at most half of its rounding.
+        error = torch.finfo(torch.bfloat16).eps / 2 if bfloat16 else 32 * torch.finfo(torch.float32).eps
+        x = torch.cat([torch.linspace(-30, 30, 16383), torch.zeros(1)]).to(device)
+        exact = x.double().requires_grad_()
+        expected = POINTWISE[name].function(exact)
+        (expected_slope,) = torch.autograd.grad(expected.sum(), exact)
+        for scale in (1.0, 0.25):
+            value, slope = torch.empty(2, len(x), device=device)
+            function = activation_function(name, bfloat16)
+            kernel[(16,)](x / scale, value, slope, scale, FUNCTION=function, BLOCK=1024)
+            factors = activation_factors(name, bfloat16, scale)
+            for actual, truth, factor in ((value, expected, factors[0]), (slope, expected_slope, factors[1])):
+                size = x.abs().clamp(min=1) * truth.abs().clamp(min=1)
+                assert ((actual.double() * factor - truth).abs() <= error * size).all(), name
+
+    return check
+
+
+@pytest.fixture
 def check_tile_list(offsets):
     """The list built on the device is the host's, for segments of both kinds of offsets, few and many."""
     from jagged_kernels.tile_list import tile_list
     from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
-    def check(num_segments, longest, dtype, device, sizes):
+    def check(num_segments, longest, dtype, device, sizes, masked=False, key_tiles=False):
         lengths = torch.randint(0, longest + 1, (2, num_segments)).tolist()
-        expected = zigzag_schedule(*lengths, **sizes, num_workers=1)
+        targets = torch.tensor(lengths[0 if key_tiles else 1], dtype=torch.int64) // 3
+        mask = jm.AttentionMask(causal=True, num_targets=targets, contextual_seqlen=2, max_attn_len=40) if masked else None
+        expected = zigzag_schedule(*lengths, **sizes, num_workers=1, mask=mask, key_tiles=key_tiles)
         both = (offsets(x, device).to(dtype) for x in lengths)
-        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values())
+        options = (mask.spec, targets.to(device), key_tiles) if masked else ()
+        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options)
         assert tiles.dtype == num_tiles.dtype == torch.int32 and num_tiles.shape == (1,)
         assert len(tiles) == tile_capacity(sum(lengths[0]), num_segments, sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
         assert torch.equal(tiles[: int(num_tiles)].cpu(), expected.tiles)

@@ -1,5 +1,7 @@
 """Every kernel compiles ahead of time, without a GPU, for the generations we support."""
 
+import re
+
 import pytest
 
 triton = pytest.importorskip("triton")
@@ -27,7 +29,7 @@ def compile_attention(
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
-    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (tile.query, config.block)
+    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
     constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
@@ -50,7 +52,7 @@ def compile_attention(
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             signature[arg] = f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         else:
-            signature[arg] = "fp32" if arg.endswith("scale") else "i32" if arg.startswith("stride_") else "constexpr"
+            signature[arg] = "fp32" if arg.endswith(("scale", "factor")) else "i32" if arg.startswith("stride_") else "constexpr"
     used = {arg: constants[arg] for arg in signature if signature[arg] == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg.endswith("_ptr") and arg != "tiles_ptr"}
     source = ASTSource(kernel, signature=signature, constexprs=used, attrs=aligned)
@@ -69,6 +71,13 @@ def test_attention_kernels_compile_in_bf16(name, dim, capability):
         assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (90, 227)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_of_long_segments_compile(name, capability, shared_memory):
+    compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, long=True)
+    assert compiled.metadata.shared <= shared_memory * 1024
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
@@ -79,6 +88,21 @@ def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
 def test_attention_kernels_compile_in_fp32(name):
     for dim in (64, 128):
         compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
+
+
+@pytest.mark.parametrize("activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window")])
+@pytest.mark.parametrize("name", KERNELS)
+def test_activations_and_masks_compile(name, activation, mask):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):
+        compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, mask=MASKS[mask])
+        assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gelu_taylor_keeps_off_the_special_function_unit(name):
+    special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
+    assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
+    assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
+import jagged_modules as jm
+
 SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
 
 
@@ -128,7 +130,30 @@ def test_a_schedule_without_work_moves_and_says_so():
         schedule.loads()
 
 
+def test_a_mask_changes_what_tiles_cost():
+    """A causal tile visits the blocks up to its diagonal; tiles of keys, the rows from theirs on."""
+    mask = jm.AttentionMask(causal=True)
+    schedule = zigzag_schedule([64], [64], num_heads=2, block_m=16, block_n=16, num_workers=3, mask=mask)
+    assert schedule.tiles.tolist() == [[0, head, block] for block in (3, 2, 1, 0) for head in (0, 1)]
+    assert schedule.work.tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
+    keys = zigzag_schedule([64], [64], num_heads=1, block_m=16, block_n=16, num_workers=3, mask=mask, key_tiles=True)
+    assert keys.tiles[:, 2].tolist() == [0, 1, 2, 3] and keys.work.tolist() == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("targets", [None, 20])
+def test_masked_schedules_are_balanced(targets):
+    lengths = torch.randint(30, 1025, (128,))
+    mask = jm.AttentionMask(causal=True, num_targets=None if targets is None else torch.full((128,), targets))
+    sizes = dict(num_heads=4, block_m=64, block_n=64, num_workers=264)
+    loads = zigzag_schedule(lengths, lengths, **sizes, mask=mask).loads()
+    dense = zigzag_schedule(lengths, lengths, **sizes).loads()
+    assert loads.sum() < 0.65 * dense.sum()
+    assert loads.max() <= 1.05 * loads.double().mean() + 1
+
+
 BAD = [
+    (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
+    (dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))), ValueError, "must have one entry per segment, 1, got 2"),
     (dict(q_lengths=[1, 2]), ValueError, "q_lengths and kv_lengths must have the same number of segments, got 2 and 1"),
     (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
     (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),

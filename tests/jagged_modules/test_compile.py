@@ -35,22 +35,27 @@ def assert_compiles_once(function, batches) -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("q_shared", [False, True])
-def test_opcheck(q_shared, offsets_of):
+def test_opcheck(q_shared, activation, masked, offsets_of):
     q, k, v = (torch.randn(n, h, d, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6)))
     q_offsets, kv_offsets = offsets_of([4, 4] if q_shared else [3, 1]), offsets_of([2, 5])
-    arguments = q, k, v, q_offsets, kv_offsets, 0.3, q_shared
+    mask = ([1, -1, 3, 1, 1, 0, 2, 0], torch.tensor([1, 2])) if masked else (None, None)
+    scales = (None, 1.0) if activation == "softmax" else (torch.tensor([0.5, 2.0]), 0.1)
+    arguments = q, k, v, q_offsets, kv_offsets, 0.3, q_shared, activation, *mask, *scales
     torch.library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
     grad = torch.randn(8 if q_shared else 4, 4, 6)
-    out, lse = torch.ops.jagged_modules.attention_cpu(*arguments)
-    arguments = (grad, *(x.detach() for x in (q, k, v, out, lse)), *arguments[3:])
+    saved = torch.ops.jagged_modules.attention_cpu(*arguments) if activation == "softmax" else (None, None)
+    arguments = (grad, *(x if x is None else x.detach() for x in (q, k, v, *saved)), *arguments[3:])
     torch.library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, arguments)
 
 
 def test_opcheck_of_strided_low_precision_inputs(offsets_of):
     packed = torch.randn(7, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     offsets = offsets_of([2, 0, 5], torch.int32)
-    torch.library.opcheck(torch.ops.jagged_modules.attention_cpu.default, (*packed.unbind(1), offsets, offsets.clone(), 0.3, False))
+    arguments = *packed.unbind(1), offsets, offsets.clone(), 0.3, False, "softmax", None, None, None, 1.0
+    torch.library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
 
 
 def qkv(q_rows, kv_rows):
@@ -65,6 +70,47 @@ def test_self_attention():
 def test_cross_attention():
     batches = [(*qkv(c, rows), random_offsets(users, c), random_offsets(users, rows)) for users, rows, c in SIZES]
     assert_compiles_once(lambda *x: F.jagged_attention(*x, scale=0.2), batches)
+
+
+def random_targets(offsets: torch.Tensor) -> torch.Tensor:
+    return (torch.rand(len(offsets) - 1) * (offsets.diff() + 1)).long()
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_mask_made_in_the_graph(activation):
+    def attend(q, k, v, offsets, num_targets):
+        mask = jm.AttentionMask(causal=True, num_targets=num_targets, max_attn_len=9)
+        return F.jagged_attention(q, k, v, offsets, mask=mask, activation=activation)
+
+    batches = []
+    for users, rows, _ in SIZES:
+        offsets = random_offsets(users, rows)
+        batches.append((*qkv(rows, rows), offsets, random_targets(offsets)))
+    assert_compiles_once(attend, batches)
+
+
+def test_mask_made_outside_of_the_graph():
+    def attend(q, k, v, offsets, mask):
+        return F.jagged_attention(q, k, v, offsets, mask=mask, activation="silu")
+
+    graph, counter = compiled(attend)
+    for users, rows, _ in SIZES:
+        offsets = random_offsets(users, rows)
+        mask = jm.AttentionMask(causal=True, num_targets=random_targets(offsets), window=(9, 3))
+        inputs = *qkv(rows, rows), offsets, mask
+        torch.testing.assert_close(graph(*inputs), attend(*inputs))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kv_offsets", [None, "shared"])
+@pytest.mark.parametrize("kind", ["number", "tensor", "parameter"])
+def test_output_scale(kind, kv_offsets):
+    def attend(q, k, v, offsets, output_scale):
+        factor = {"number": 0.125, "tensor": output_scale.detach(), "parameter": output_scale}[kind]
+        return F.jagged_attention(q, k, v, offsets, kv_offsets, activation="silu", output_scale=factor) * output_scale.sum()
+
+    batches = [(*qkv(rows, rows), random_offsets(users, rows), torch.rand(users)) for users, rows, _ in SIZES]
+    assert_compiles_once(attend, batches)
 
 
 @pytest.mark.parametrize("shared", ["q", "kv"])
@@ -182,6 +228,28 @@ def test_export_with_users_candidates_and_rows_dynamic():
         torch.testing.assert_close(exported(*inputs), model(*inputs))
 
 
+class Scorer(torch.nn.Module):
+    """HSTU's attention: the mask is made of an input."""
+
+    def forward(self, x, offsets, num_targets, output_scale):
+        mask = jm.AttentionMask(causal=True, num_targets=num_targets)
+        return F.jagged_attention(x, x, x, offsets, mask=mask, activation="silu", output_scale=output_scale)
+
+
+def scorer_inputs(users, rows, _):
+    offsets = random_offsets(users, rows)
+    return torch.randn(rows, HEADS, DIM), offsets, random_targets(offsets), torch.rand(users)
+
+
+def test_export_of_masked_attention():
+    users, rows = torch.export.Dim("users"), torch.export.Dim("rows")
+    shapes = dict(x={0: rows}, offsets={0: users + 1}, num_targets={0: users}, output_scale={0: users})
+    exported = torch.export.export(Scorer(), scorer_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
+    for sizes in SIZES:
+        inputs = scorer_inputs(*sizes)
+        torch.testing.assert_close(exported(*inputs), Scorer()(*inputs))
+
+
 def test_symbolic_trace_keeps_the_functions_whole(offsets_of):
     class Attention(torch.nn.Module):
         def forward(self, x, offsets):
@@ -191,3 +259,14 @@ def test_symbolic_trace_keeps_the_functions_whole(offsets_of):
     assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == ["jagged_attention"]
     x, offsets = torch.randn(9, 2, 4), offsets_of([4, 5])
     assert torch.equal(traced(x, offsets), Attention()(x, offsets))
+
+
+def test_symbolic_trace_of_a_mask(offsets_of):
+    class Attention(torch.nn.Module):
+        def forward(self, x, offsets, output_scale):
+            mask = jm.AttentionMask(causal=True, window=(3, None))
+            return F.jagged_attention(x, x, x, offsets, mask=mask, activation="relu", output_scale=output_scale)
+
+    traced = torch.fx.symbolic_trace(Attention())
+    inputs = torch.randn(9, 2, 4), offsets_of([4, 5]), torch.rand(2)
+    assert torch.equal(traced(*inputs), Attention()(*inputs))

@@ -2,11 +2,13 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jagged_modules as jm
+from jagged_modules import cpu, cpu_blocks
 from jagged_modules import functional as F
+from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.reference import attention_reference
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -18,23 +20,27 @@ def make_qkv(q_rows, kv_rows, heads=2, kv_heads=None, dim=8, v_dim=None, dtype=t
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def check_against_reference(assert_accurate, q, k, v, q_offsets, kv_offsets, scale=None, grad=None, **options):
-    """Operator and reference on the same inputs, "shared" operands replicated for the reference."""
-    exact_scale = q.shape[-1] ** -0.5 if scale is None else scale
+def check_against_reference(assert_accurate, q, k, v, q_offsets, kv_offsets, scale=None, grad=None, output_scale=1.0, **options):
+    """Operator and reference on the same inputs, "shared" operands replicated for the reference.
 
-    def reference(q, k, v):
+    output_scale: also a tensor, whose gradient is compared too where it requires one.
+    """
+    exact_scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = [output_scale] if isinstance(output_scale, torch.Tensor) and output_scale.requires_grad else []
+
+    def reference(q, k, v, output_scale=output_scale):
         q_rows, kv_rows = q_offsets, q_offsets if kv_offsets is None else kv_offsets
         if q_rows == "shared":
             q, q_rows = q.repeat(len(kv_rows) - 1, 1, 1), torch.arange(len(kv_rows)) * len(q)
         if kv_rows == "shared":
             segments = len(q_rows) - 1
             kv_rows, k, v = torch.arange(segments + 1) * len(k), k.repeat(segments, 1, 1), v.repeat(segments, 1, 1)
-        return attention_reference(q, k, v, q_rows, kv_rows, scale=exact_scale)
+        return attention_reference(q, k, v, q_rows, kv_rows, scale=exact_scale, output_scale=output_scale, **options)
 
-    def operator(q, k, v):
-        return F.jagged_attention(q, k, v, q_offsets, kv_offsets, scale=scale, **options)
+    def operator(q, k, v, output_scale=output_scale):
+        return F.jagged_attention(q, k, v, q_offsets, kv_offsets, scale=scale, output_scale=output_scale, **options)
 
-    assert_accurate(operator, reference, q, k, v, grad=grad)
+    assert_accurate(operator, reference, q, k, v, *factor, grad=grad)
 
 
 LENGTHS = {
@@ -98,6 +104,144 @@ def test_scores_far_outside_the_exponentials_range(scale, offsets_of):
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.sum(), [q, k, v]))
 
 
+# -- activations, masks, output scales -----------------------------------------------------------------------------------------
+
+
+def mask_of(name, num_targets):
+    num_targets = torch.tensor(num_targets)
+    return {
+        "none": None,
+        "causal": jm.AttentionMask(causal=True),
+        "window": jm.AttentionMask(window=(2, 1)),
+        "targets": jm.AttentionMask(num_targets=num_targets, target_group_size=2),
+        "hstu": jm.AttentionMask(True, None, num_targets, 2, contextual_seqlen=2, max_attn_len=3, min_full_attn_seqlen=1),
+    }[name]
+
+
+MASKS = ["none", "causal", "window", "targets", "hstu"]
+MASKED_LENGTHS = {  # queries, keys, targets
+    "equal": ([6, 6, 6], [6, 6, 6], [0, 3, 3]),
+    "empty": ([0, 5, 4, 0], [3, 5, 0, 0], [1, 2, 0, 0]),
+    "fewer-queries": ([2, 1, 7], [9, 8, 7], [2, 1, 7]),
+    "more-queries": ([9, 5, 4], [4, 5, 1], [2, 0, 1]),
+    "many": ([3, 5, 0, 8] * 9, [3, 6, 2, 4] * 9, [1, 0, 2] * 12),
+    "several-blocks": ([300, 2], [310, 2], [150, 0]),
+    "no-segments": ([], [], []),
+}
+
+
+@pytest.fixture(params=MASKED_LENGTHS)
+def masked_lengths(request):
+    return MASKED_LENGTHS[request.param]
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_and_masks(activation, mask, assert_accurate, offsets_of):
+    q_lengths, kv_lengths, targets = [7, 0, 9, 7, 3], [7, 4, 5, 7, 0], [2, 1, 3, 2, 0]
+    tensors = make_qkv(sum(q_lengths), sum(kv_lengths), heads=4, kv_heads=2, v_dim=5)
+    options = dict(activation=activation, mask=mask_of(mask, targets), output_scale=1.0 if activation == "softmax" else 0.3)
+    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths), **options)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_activations_in_every_dtype(activation, dtype, assert_accurate, offsets_of):
+    tensors = make_qkv(12, 13, dtype=DTYPES[dtype])
+    mask = mask_of("hstu", [1, 2])
+    check_against_reference(assert_accurate, *tensors, offsets_of([5, 7]), offsets_of([6, 7]), activation=activation, mask=mask)
+
+
+@pytest.mark.parametrize("mask", MASKS[1:])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_lengths_under_masks(activation, mask, masked_lengths, assert_accurate, offsets_of):
+    q_lengths, kv_lengths, targets = masked_lengths
+    tensors = make_qkv(sum(q_lengths), sum(kv_lengths))
+    options = dict(activation=activation, mask=mask_of(mask, targets)) if targets else dict(activation=activation)
+    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths), **options)
+
+
+@pytest.mark.parametrize("rows, scores, most", [(1, 1, 1), (2, 60, 10**6), (10**6, 150, 40), (3, 10**6, 30)])
+@pytest.mark.parametrize("mask", ["none", "hstu"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_blocks_of_any_size(activation, mask, rows, scores, most, monkeypatch, assert_accurate, offsets_of):
+    """Cut by rows, by heads and by segments."""
+    monkeypatch.setattr(cpu_blocks, "ROWS", rows)
+    monkeypatch.setattr(cpu_blocks, "MOST_SCORES", most)
+    for module in (cpu, cpu_blocks):
+        monkeypatch.setattr(module, "scores_at_a_time", lambda: scores)
+    lengths, targets = [5, 5, 3, 5, 9, 5], [2, 2, 0, 2, 1, 2]
+    tensors = make_qkv(32, 32, heads=4, kv_heads=2, v_dim=5)
+    check_against_reference(assert_accurate, *tensors, offsets_of(lengths), None, activation=activation, mask=mask_of(mask, targets))
+    tensors = make_qkv(4, 32, heads=4, kv_heads=2, v_dim=5)
+    check_against_reference(assert_accurate, *tensors, "shared", offsets_of(lengths), activation=activation, mask=mask_of(mask, targets))
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mask", ["none", "causal", "hstu"])
+@pytest.mark.parametrize("activation", ["softmax", "gelu"])
+def test_shared_queries_of_every_kind(activation, mask, dtype, assert_accurate, offsets_of):
+    tensors = make_qkv(4, 13, heads=4, kv_heads=2, v_dim=12, dtype=DTYPES[dtype])
+    options = dict(activation=activation, mask=mask_of(mask, [2, 0, 1, 0]))
+    check_against_reference(assert_accurate, *tensors, "shared", offsets_of([6, 0, 1, 6]), **options)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("activation", ["relu", "gelu_taylor"])
+def test_shared_keys_of_every_activation(activation, dtype, assert_accurate, offsets_of):
+    tensors = make_qkv(13, 6, heads=4, kv_heads=2, v_dim=12, dtype=DTYPES[dtype])
+    check_against_reference(assert_accurate, *tensors, offsets_of([6, 0, 7]), "shared", activation=activation, output_scale=0.2)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shared", ["none", "q", "kv"])
+def test_a_scale_for_each_segment(shared, dtype, requires_grad, assert_accurate, offsets_of):
+    offsets, factor = offsets_of([6, 0, 7]), torch.tensor([0.5, 2.0, -3.0], dtype=DTYPES[dtype], requires_grad=requires_grad)
+    q_offsets, kv_offsets = ("shared" if name == shared else offsets for name in ("q", "kv"))
+    tensors = make_qkv(4 if shared == "q" else 13, 4 if shared == "kv" else 13, heads=4, kv_heads=2, dtype=DTYPES[dtype])
+    check_against_reference(assert_accurate, *tensors, q_offsets, kv_offsets, activation="silu", output_scale=factor)
+
+
+def test_scales_in_another_dtype_keep_that_of_the_output(offsets_of):
+    tensors, factor = make_qkv(13, 13, dtype=torch.bfloat16), torch.tensor([0.5, 0.25], dtype=torch.float64)
+    for output_scale in (factor, factor.clone().requires_grad_()):
+        out = F.jagged_attention(*tensors, offsets_of([6, 7]), activation="relu", output_scale=output_scale)
+        assert out.dtype == torch.bfloat16
+        scaled = F.jagged_attention(*tensors, offsets_of([6, 7]), activation="relu")  # powers of 2 round nothing
+        assert torch.equal(out[:6], scaled[:6] * 0.5) and torch.equal(out[6:], scaled[6:] * 0.25)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
+def test_rows_that_see_nothing_give_zero(activation, offsets_of):
+    """Two rows before the first column."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(6, 4))
+    out = F.jagged_attention(q, k, v, offsets_of([6]), offsets_of([4]), activation=activation, mask=jm.AttentionMask(causal=True))
+    dq, dk, dv = torch.autograd.grad(out.sum(), [q, k, v])
+    assert not out[:2].any() and not dq[:2].any()
+    assert out[2:].all() and dq[3:].all() and all(x.isfinite().all() for x in (out, dq, dk, dv))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu", "identity"])
+def test_masked_columns_reach_nothing(activation, offsets_of):
+    """Values and gradients are those of the segment without the columns; huge numbers there change no bit."""
+    tensors, mask = make_qkv(8, 8), jm.AttentionMask(window=(2, 0))
+    inputs = [x.requires_grad_() for x in tensors]
+    out = F.jagged_attention(*inputs, offsets_of([8]), activation=activation, mask=mask)[-1]
+    grads = torch.autograd.grad(out.sum(), inputs)
+    assert not any(x[:5].any() for x in grads)
+    changed = [torch.cat([1e30 * x[:5], x[5:]]) for x in tensors]
+    assert torch.equal(F.jagged_attention(*changed, offsets_of([8]), activation=activation, mask=mask)[-1], out)
+
+
+def test_gradients_at_the_kink_are_torchs(offsets_of):
+    """All scores are exactly 0."""
+    q, k, v = torch.zeros(3, 1, 2, requires_grad=True), torch.ones(3, 1, 2), torch.ones(3, 1, 2)
+    for activation, slope in [("relu", 0.0), ("leaky_relu", 0.01), ("gelu_taylor", 0.5), ("hardswish", 0.5), ("sigmoid", 0.25)]:
+        (dq,) = torch.autograd.grad(F.jagged_attention(q, k, v, offsets_of([3]), activation=activation, scale=1.0).sum(), q)
+        torch.testing.assert_close(dq, torch.full_like(q, 6 * slope))
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_offset_dtypes_give_the_same(dtype, offsets_of):
     q, k, v = make_qkv(9, 6)
@@ -128,8 +272,9 @@ def test_gradients_of_any_strides(grad, assert_accurate, offsets_of):
     check_against_reference(assert_accurate, *make_qkv(14, 14), offsets_of([9, 5]), None, grad=grad)
 
 
+@pytest.mark.parametrize("activation, mask", [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))])
 @pytest.mark.parametrize("lengths", [[9, 9, 6, 9], [1, 300, 2, 290]])
-def test_nan_in_a_segment_stays_there(lengths, offsets_of):
+def test_nan_in_a_segment_stays_there(lengths, activation, mask, offsets_of):
     """Values and gradients of the others are as without it, of segments of equal length too, computed in one call."""
     offsets, total = offsets_of(lengths), sum(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -140,7 +285,7 @@ def test_nan_in_a_segment_stays_there(lengths, offsets_of):
         for x in (q, k, v, grad):
             x[rows == 1] += poison
         inputs = [x.requires_grad_() for x in (q, k, v)]
-        out = F.jagged_attention(*inputs, offsets)
+        out = F.jagged_attention(*inputs, offsets, activation=activation, mask=mask)
         return [out, *torch.autograd.grad(out, inputs, grad)]
 
     for clean, poisoned in zip(run(0.0), run(float("nan")), strict=True):
@@ -194,12 +339,43 @@ def test_gradcheck(q_offsets, kv_offsets):
     assert torch.autograd.gradcheck(lambda q, k, v: F.jagged_attention(q, k, v, q_offsets, kv_offsets, scale=-0.4), inputs)
 
 
-def test_two_runs_are_bitwise_equal(offsets_of):
+@pytest.mark.parametrize("activation, output_scale", [("silu", 0.3), ("gelu_taylor", torch.tensor([0.5, 2.0, -1.0], dtype=torch.float64))])
+@pytest.mark.parametrize("q_shared", [False, True])
+def test_gradcheck_of_masked_activations(q_shared, activation, output_scale, offsets_of):
+    inputs = [x.requires_grad_() for x in make_qkv(3, 8, heads=2, kv_heads=1, dim=3, v_dim=2, dtype=torch.float64)]
+    if isinstance(output_scale, torch.Tensor):
+        inputs.append(output_scale.clone().requires_grad_())
+    q_offsets, mask = "shared" if q_shared else offsets_of([2, 0, 1]), mask_of("hstu", [2, 1, 0])
+
+    def attend(q, k, v, output_scale=output_scale):
+        return F.jagged_attention(q, k, v, q_offsets, offsets_of([5, 1, 2]), activation=activation, mask=mask, output_scale=output_scale)
+
+    assert torch.autograd.gradcheck(attend, inputs)
+
+
+def test_gradcheck_of_masked_softmax(offsets_of):
+    inputs = [x.requires_grad_() for x in make_qkv(8, 5, heads=2, kv_heads=1, dim=3, v_dim=2, dtype=torch.float64)]
+    mask = jm.AttentionMask(window=(2, 0))
+    assert torch.autograd.gradcheck(lambda q, k, v: F.jagged_attention(q, k, v, offsets_of([6, 2]), offsets_of([3, 2]), mask=mask), inputs)
+
+
+def test_gradcheck_of_a_scale_with_shared_keys(offsets_of):
+    inputs = [x.requires_grad_() for x in make_qkv(5, 4, dim=3, dtype=torch.float64)]
+    factor = torch.tensor([0.5, 2.0], dtype=torch.float64, requires_grad=True)
+
+    def attend(q, k, v, output_scale):
+        return F.jagged_attention(q, k, v, offsets_of([2, 3]), "shared", activation="gelu", output_scale=output_scale)
+
+    assert torch.autograd.gradcheck(attend, [*inputs, factor])
+
+
+@pytest.mark.parametrize("activation, mask", [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))])
+def test_two_runs_are_bitwise_equal(activation, mask, offsets_of):
     inputs = [x.requires_grad_() for x in make_qkv(400, 400)]
     offsets = offsets_of([100, 7, 280, 13])
 
     def run():
-        out = F.jagged_attention(*inputs, offsets)
+        out = F.jagged_attention(*inputs, offsets, activation=activation, mask=mask)
         return [out, *torch.autograd.grad(out.square().sum(), inputs)]
 
     assert all(torch.equal(a, b) for a, b in zip(run(), run(), strict=True))
@@ -219,6 +395,78 @@ def test_work_is_that_of_the_real_rows(offsets_of):
     real = 3 * sum(n * m for n, m in zip(q_lengths, kv_lengths))
     assert scores("aten::_scaled_dot_product_flash_attention_for_cpu", 0) == real
     assert scores("aten::_scaled_dot_product_flash_attention_for_cpu_backward", 1) == real
+
+
+def products(profile) -> int:
+    """Multiply-adds of all batched matrix products."""
+    operands = {"aten::bmm": (0, 1), "aten::baddbmm_": (1, 2)}
+    shapes = [[event.input_shapes[i] for i in operands[event.name]] for event in profile.events() if event.name in operands]
+    return sum(left[0] * left[1] * left[2] * right[2] for left, right in shapes)
+
+
+@pytest.mark.parametrize("name, share", [("none", 1.0), ("causal", 0.6), ("window", 0.1)])
+def test_products_of_an_activation(name, share, offsets_of):
+    """2 products forward and 5 backward over the real pairs of rows, of which the columns that a block of rows sees."""
+    lengths = [1500, 0, 40, 1, 40] if name == "none" else [2000]
+    inputs = [x.requires_grad_() for x in make_qkv(sum(lengths), sum(lengths), heads=4, kv_heads=2)]
+    mask = None if name == "none" else mask_of(name, [0])
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+        F.jagged_attention(*inputs, offsets_of(lengths), activation="silu", mask=mask).sum().backward()
+    real = 7 * 4 * 8 * sum(n * n for n in lengths)
+    assert products(profile) == real if mask is None else share / 2 * real < products(profile) <= share * real
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_no_scores_are_kept(activation, offsets_of, one_thread):
+    """The backward of 2000 rows keeps q, k and v, with softmax also the output and a number for each row; and the scores of a few rows
+    exist at a time."""
+    rows, heads = 2000, 2
+    inputs = [x.requires_grad_() for x in make_qkv(rows, rows, heads)]
+    saved = []
+
+    def save(x):
+        saved.append(x.untyped_storage().nbytes())
+        return x
+
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile,
+        torch.autograd.graph.saved_tensors_hooks(save, lambda x: x),
+    ):
+        mask = jm.AttentionMask(causal=True, num_targets=torch.tensor([30]))
+        F.jagged_attention(*inputs, offsets_of([rows]), activation=activation, mask=mask).sum().backward()
+    size = inputs[0].nbytes
+    assert max(saved) == size and saved.count(size) == (4 if activation == "softmax" else 3)
+    largest = max(event.self_cpu_memory_usage for event in profile.events())
+    assert size <= largest <= heads * rows * rows * 4 / 10
+
+
+@settings(max_examples=150)
+@given(data=st.data())
+def test_any_activation_and_mask(data, assert_accurate, offsets_of):
+    segments = data.draw(st.integers(1, 5))
+    q_lengths, kv_lengths = (data.draw(st.lists(st.integers(0, 20), min_size=segments, max_size=segments)) for _ in "qk")
+    targets = torch.tensor([data.draw(st.integers(0, n)) for n in kv_lengths])
+    side = st.none() | st.integers(0, 12)
+    max_attn_len = data.draw(st.integers(0, 9))
+    mask = jm.AttentionMask(
+        causal=data.draw(st.booleans()),
+        window=data.draw(st.none() | st.tuples(side, side)),
+        num_targets=data.draw(st.sampled_from([None, targets])),
+        target_group_size=data.draw(st.integers(1, 4)),
+        contextual_seqlen=data.draw(st.integers(0, 4)),
+        max_attn_len=max_attn_len,
+        min_full_attn_seqlen=data.draw(st.integers(0, 4)) if max_attn_len else 0,
+    )
+    activation = data.draw(st.sampled_from(ACTIVATIONS))
+    output_scale = 1.0 if activation == "softmax" else data.draw(st.sampled_from([0.25, torch.rand(segments)]))
+    kv_heads, group = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
+    dim, v_dim = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 20))
+    q_offsets, q_rows = offsets_of(q_lengths), sum(q_lengths)
+    if data.draw(st.booleans()):
+        q_offsets, q_rows = "shared", 5
+    tensors = make_qkv(q_rows, sum(kv_lengths), kv_heads * group, kv_heads, dim, v_dim, data.draw(st.sampled_from([*DTYPES.values()])))
+    options = dict(activation=activation, mask=mask, output_scale=output_scale)
+    check_against_reference(assert_accurate, *tensors, q_offsets, offsets_of(kv_lengths), **options)
 
 
 @given(data=st.data())
@@ -307,6 +555,7 @@ def test_vmap_of_the_reference(offsets_of):
 GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
 SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n=16, num_workers=1)
 SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
+SILU, TARGETS = dict(activation="silu"), jm.AttentionMask(causal=True, num_targets=torch.tensor([3, 4]))
 BAD = [
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
     (dict(v=[1.0]), TypeError, "v must be a torch.Tensor, got list"),
@@ -339,6 +588,19 @@ BAD = [
     (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
     (dict(scale="big"), TypeError, "scale must be a number, got str"),
     (dict(activation="relux"), ValueError, "activation must be one of .*softmax.*, got 'relux'"),
+    (dict(activation=None), ValueError, "activation must be one of .*softmax.*, got None"),
+    (SILU | dict(output_scale="1"), TypeError, r"output_scale must be a number or a tensor \[B\], got str"),
+    (SILU | dict(output_scale=torch.tensor([1, 2])), TypeError, "output_scale must be floating point, got torch.int64"),
+    (SILU | dict(output_scale=torch.ones(3)), ValueError, r"output_scale must have shape \[B\] = \[2\], got \[3\]"),
+    (SILU | dict(output_scale=torch.tensor(0.5)), ValueError, r"output_scale must have shape \[B\] = \[2\], got \[\]"),
+    (SILU | dict(output_scale=torch.ones(2, device="meta")), ValueError, "output_scale must be on q's device, cpu, or the host, got meta"),
+    (dict(output_scale=0.5), ValueError, "output_scale must be 1 with softmax, got 0.5"),
+    (dict(output_scale=torch.ones(2)), ValueError, "output_scale must be 1 with softmax, got tensor"),
+    (dict(mask=torch.ones(6, 6)), TypeError, "mask must be an AttentionMask, got Tensor"),
+    (dict(mask=TARGETS, kv_offsets="shared"), ValueError, "mask must be None where keys are shared by all segments"),
+    (dict(mask=jm.AttentionMask(num_targets=torch.tensor([1]))), ValueError, r"mask.num_targets must have shape \[B\] = \[2\], got \[1\]"),
+    (dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2], device="meta"))), ValueError, "mask.num_targets must be on q's device"),
+    (dict(mask=TARGETS), ValueError, "mask.num_targets must be at most the segment's length, got 3 of 2 at segment 0"),
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),

@@ -3,19 +3,29 @@
 import pytest
 import torch
 
+from jagged_modules.masks import AttentionMask
 from jagged_modules.reference import attention_reference
 
 
-def dense_attention(q, k, v, q_lengths, kv_lengths, scale):
-    """Every query row against every key row, the pairs of different segments masked out."""
+def dense_attention(q, k, v, q_lengths, kv_lengths, scale, function=None, mask=None, targets=None, output_scale=None):
+    """Every query row against every key row, the pairs of different segments, and those that the mask hides, masked out.
+
+    function: of the scores, softmax if None. targets, output_scale: of each segment.
+    """
     q_segment, kv_segment = (torch.arange(len(n)).repeat_interleave(torch.tensor(n, dtype=torch.int64)) for n in (q_lengths, kv_lengths))
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = torch.einsum("ihd,jhd->hij", q, k) * scale
-    scores = scores.masked_fill(q_segment[:, None] != kv_segment, float("-inf"))
-    visible = (q_segment[:, None] == kv_segment).any(1)
+    seen = q_segment[:, None] == kv_segment
+    if mask is not None:
+        seen &= torch.block_diag(*(mask.keep(*sizes) for sizes in zip(q_lengths, kv_lengths, targets)))
     p = torch.zeros_like(scores)
-    p[:, visible] = torch.softmax(scores[:, visible], dim=-1)
+    if function is None:
+        p[:, seen.any(1)] = torch.softmax(scores.masked_fill(~seen, float("-inf"))[:, seen.any(1)], dim=-1)
+    else:
+        p[:, seen] = function(scores[:, seen])
+    if output_scale is not None:
+        p = p * output_scale[q_segment][:, None]
     return torch.einsum("hij,jhd->ihd", p, v)
 
 
@@ -37,6 +47,31 @@ def test_reference_is_masked_dense_attention(q_lengths, kv_lengths, heads, kv_he
     torch.testing.assert_close(torch.autograd.grad(actual, [q, k, v], **options), torch.autograd.grad(expected, [q, k, v], **options))
 
 
+@pytest.mark.parametrize("activation", ["softmax", "identity", "silu"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_activations_and_scales(causal, activation, offsets_of):
+    """With rows that see nothing: queries before the first key."""
+    q_lengths, kv_lengths, targets = [3, 5, 0, 4], [3, 2, 2, 9], [1, 0, 2, 3]
+    mask = AttentionMask(causal, (7, 2), torch.tensor(targets), target_group_size=2, max_attn_len=4, min_full_attn_seqlen=1)
+    options = dict(mask=mask, output_scale=None if activation == "softmax" else torch.tensor([0.5, 3.0, 1.0, -0.25], dtype=torch.float64))
+    inputs = [torch.randn(n, h, 3, dtype=torch.float64, requires_grad=True) for n, h in ((12, 4), (16, 2), (16, 2))]
+    function = {"softmax": None, "identity": lambda x: x, "silu": lambda x: x * torch.sigmoid(x)}[activation]
+    expected = dense_attention(*inputs, q_lengths, kv_lengths, 0.3, function, targets=targets, **options)
+    options["output_scale"] = 1.0 if activation == "softmax" else options["output_scale"]
+    actual = attention_reference(*inputs, offsets_of(q_lengths), offsets_of(kv_lengths), scale=0.3, activation=activation, **options)
+    assert not causal or not expected[3:6].any()
+    torch.testing.assert_close(actual, expected)
+    grad = torch.randn_like(expected)
+    torch.testing.assert_close(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad))
+
+
+def test_one_scale_for_all_segments(offsets_of):
+    q, k, v = torch.randn(3, 7, 2, 4, dtype=torch.float64)
+    options = dict(scale=0.3, activation="relu")
+    expected = attention_reference(q, k, v, offsets_of([4, 3]), offsets_of([4, 3]), **options) * 0.2
+    torch.testing.assert_close(attention_reference(q, k, v, offsets_of([4, 3]), offsets_of([4, 3]), output_scale=0.2, **options), expected)
+
+
 def test_shared_queries_are_every_segments_queries(offsets_of):
     seeds = torch.randn(3, 2, 4, dtype=torch.float64)
     k, v = torch.randn(6, 2, 4, dtype=torch.float64), torch.randn(6, 2, 5, dtype=torch.float64)
@@ -48,3 +83,9 @@ def test_reference_passes_gradcheck(offsets_of):
     q, k, v = (torch.randn(n, h, 3, dtype=torch.float64, requires_grad=True) for n, h in ((5, 2), (6, 1), (6, 1)))
     offsets, kv_offsets = offsets_of([2, 0, 3]), offsets_of([4, 2, 0])
     assert torch.autograd.gradcheck(lambda *x: attention_reference(*x, offsets, kv_offsets, scale=0.7), (q, k, v))
+    output_scale = torch.tensor([0.5, 2.0, 1.0], dtype=torch.float64, requires_grad=True)
+    options = dict(scale=0.7, activation="gelu_taylor", mask=AttentionMask(causal=True))
+    assert torch.autograd.gradcheck(
+        lambda q, k, v, output_scale: attention_reference(q, k, v, offsets, kv_offsets, output_scale=output_scale, **options),
+        (q, k, v, output_scale),
+    )

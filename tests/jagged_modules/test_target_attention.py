@@ -92,15 +92,6 @@ def test_gradcheck(offsets_of):
     assert torch.autograd.gradcheck(lambda q, k, v: F.target_attention(q, k, v, index, offsets_of([3, 1, 1])), inputs)
 
 
-@pytest.fixture
-def one_thread():
-    """Each thread of torch's fused attention has scratch memory of its own."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
 def test_memory_does_not_grow_with_candidates_times_history(shuffled, one_thread):
     """In a training step nothing is allocated, or saved for the backward, that is larger than what exists once: the candidates'
@@ -128,6 +119,24 @@ def test_memory_does_not_grow_with_candidates_times_history(shuffled, one_thread
     assert 0 < max(saved) <= rows, "k and v of the histories are the largest tensors saved"
     largest = max(event.self_cpu_memory_usage for event in profile.events())
     assert 0 < largest <= rows, "far from a score or a copy of a key for every candidate and history row"
+
+
+@pytest.mark.parametrize("users", [[0, 0, 2, 2, 2], [2, 0, 2, 2, 0]], ids=["grouped", "shuffled"])
+def test_activations_with_a_scale_for_each_user(users, offsets_of, assert_accurate):
+    """Each candidate's row alone, as a segment of its own."""
+    index, offsets, q = jm.CandidateIndex.from_map(torch.tensor(users), 3), offsets_of([4, 6, 3]), torch.randn(5, 1, 2, 8)
+    tensors = q, torch.randn(13, 2, 8), torch.randn(13, 2, 8), torch.tensor([0.5, 2.0, 0.1])
+
+    def reference(q, k, v, scale):
+        rows = torch.cat([torch.arange(*offsets[user : user + 2].tolist()) for user in users])
+        kv_offsets = offsets_of(offsets.diff()[users].tolist())
+        options = dict(activation="silu", output_scale=scale[users], implementation="reference")
+        return F.jagged_attention(q.flatten(0, 1), k[rows], v[rows], offsets_of([1] * 5), kv_offsets, **options)[:, None]
+
+    def operator(q, k, v, scale):
+        return F.target_attention(q, k, v, index, offsets, activation="silu", output_scale=scale)
+
+    assert_accurate(operator, reference, *tensors)
 
 
 # -- the layer -----------------------------------------------------------------------------------------------------------------

@@ -3,10 +3,14 @@
 import pytest
 import torch
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules import zigzag_schedule
+from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.schedule import host_schedule
 
+SELF = [3, 0, 1, 70, 40]
+MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets"]
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -30,6 +34,31 @@ def test_head_dims(check_attention, dims):
 @pytest.mark.parametrize("shared", ["q", "kv"])
 def test_shared_operands(check_attention, shared, dtype):
     check_attention("mixed", dtype, "cpu", shared=shared)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activations(check_attention, activation, dtype):
+    check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), dtype, "cpu", activation=activation, scale=0.3, output_scale=0.02)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks(check_attention, mask, activation):
+    lengths = (SELF, SELF) if activation == "softmax" else ([80, 3, 0, 9], [70, 90, 5, 0])
+    check_attention(lengths, torch.float32, "cpu", heads=(2, 1), activation=activation, mask=mask)
+
+
+@pytest.mark.parametrize("shared", ["q", "kv"])
+def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
+    output_scale = torch.rand(4) + 0.1
+    check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), torch.float32, "cpu", shared=shared, activation="sigmoid", output_scale=output_scale)
+
+
+def test_masked_host_schedule(check_attention):
+    lengths, mask = torch.tensor(SELF), jm.AttentionMask(causal=True)
+    schedule = host_schedule(lengths, lengths, num_heads=2, num_kv_heads=1, head_dim=40, itemsize=4, mask=mask)
+    check_attention((SELF, SELF), torch.float32, "cpu", heads=(2, 1), activation="silu", mask=mask, schedule=schedule)
 
 
 def test_empty_shared_operands(check_empty_shared_operands):

@@ -1,0 +1,86 @@
+"""The blocks that tiles visit under a mask, against the mask's dense form."""
+
+import random
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from jagged_kernels.masks import column_blocks, first_target_column, num_partial_blocks, partial_block, row_blocks
+from jagged_kernels.tile_work import key_tile_work, query_tile_work
+
+import jagged_modules as jm
+
+
+@triton.jit
+def _visit_kernel(
+    visits_ptr, full_ptr, targets_ptr, q_len, kv_len, num_blocks,
+    MASK: tl.constexpr, KEYS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0)
+    first_target = first_target_column(targets_ptr, 0, kv_len, MASK)
+    if KEYS:
+        blocks = row_blocks(tile * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
+    else:
+        first = tile * BLOCK_M + kv_len - q_len
+        last = tl.minimum(first + BLOCK_M, kv_len) - 1
+        blocks = column_blocks(first, last, kv_len, first_target, MASK, BLOCK_N)
+    for number in range(0, num_partial_blocks(blocks)):
+        at = tile * num_blocks + partial_block(number, blocks)
+        tl.store(visits_ptr + at, tl.load(visits_ptr + at) + 1)
+    for block in range(blocks[7], blocks[7] + blocks[8]):
+        at = tile * num_blocks + block
+        tl.store(visits_ptr + at, tl.load(visits_ptr + at) + 1)
+        tl.store(full_ptr + at, 1)
+
+
+def random_case(choose: random.Random):
+    num_keys = choose.randint(1, 14)
+    num_queries = choose.choice([num_keys, num_keys, choose.randint(1, 16)])
+    max_attn_len = choose.choice([0, 0, 1, 3, 9])
+    num_targets = choose.choice([None, choose.randint(0, num_keys)])
+    mask = jm.AttentionMask(
+        causal=choose.random() < 0.6,
+        window=choose.choice([None, None, (2, 1), (None, 2), (3, None)]),
+        num_targets=None if num_targets is None else torch.tensor([num_targets]),
+        target_group_size=choose.choice([1, 1, 3]),
+        contextual_seqlen=choose.choice([0, 0, 2, 5]),
+        max_attn_len=max_attn_len,
+        min_full_attn_seqlen=choose.choice([0, 3]) if max_attn_len else 0,
+    )
+    return mask, num_queries, num_keys, num_targets or 0
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
+    mask, num_queries, num_keys, num_targets = random_case(random.Random(seed))
+    keep = mask.keep(num_queries, num_keys, num_targets)
+    block_m, block_n = random.Random(seed).choice([(2, 2), (4, 2), (2, 4)])
+    blocks = triton.cdiv(num_queries, block_m), triton.cdiv(num_keys, block_n)
+    targets = torch.tensor([num_targets])
+    sizes = dict(MASK=tuple(mask.spec), BLOCK_M=block_m, BLOCK_N=block_n)
+    for keys, work_of in ((False, query_tile_work), (True, key_tile_work)):
+        visits, full = torch.zeros(2, *(reversed(blocks) if keys else blocks), dtype=torch.int32)
+        _visit_kernel[(len(visits),)](visits, full, targets, num_queries, num_keys, visits.shape[1], KEYS=keys, **sizes)
+        tiles = torch.arange(len(visits), dtype=torch.int32)
+        lengths = (torch.full_like(tiles, length) for length in (num_queries, num_keys))
+        own, other = (block_n, block_m) if keys else (block_m, block_n)
+        assert torch.equal(work_of(tiles, *lengths, num_targets, mask.spec, own, other), visits.sum(1, dtype=torch.int32))
+        if keys:
+            visits, full = visits.T, full.T
+        for m in range(blocks[0]):
+            for n in range(blocks[1]):
+                seen = keep[m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
+                assert visits[m, n] <= 1 and visits[m, n] >= int(seen.any())
+                if full[m, n]:
+                    assert seen.all() and seen.shape[keys - 1] == (block_m if keys else block_n)
+
+
+@pytest.mark.parametrize("causal_window", [None, 100])
+def test_causal_tiles_skip_what_is_hidden(causal_window):
+    """Of 8 x 8 blocks a causal mask shows 36, and a window of 100 columns back at most 3 to a tile."""
+    mask = jm.AttentionMask(causal=True, window=None if causal_window is None else (causal_window, None))
+    visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
+    _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=tuple(mask.spec), KEYS=False, BLOCK_M=64, BLOCK_N=64)
+    assert visits.sum(1).tolist() == ([1, 2, 3, 3, 3, 3, 3, 3] if causal_window else list(range(1, 9)))
+    assert full.sum() == (0 if causal_window else 28)

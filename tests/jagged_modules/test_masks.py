@@ -1,0 +1,170 @@
+"""AttentionMask: every small mask against the written rule, as loops over rows and columns."""
+
+import copy
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+import jagged_modules as jm
+from jagged_modules.masks import AttentionMask
+
+SIZES = [(n, t) for n in range(8) for t in range(n + 1)]  # columns, targets
+WINDOWS = [None, (0, 0), (2, None), (None, 1), (1, 3)]
+LIMITS = [(0, 0), *itertools.product([1, 2, 4], [0, 1, 3])]  # max_attn_len, min_full_attn_seqlen
+
+
+def seen(mask: AttentionMask, i: int, j: int, n: int, t: int) -> bool:
+    """Whether row i sees column j, of n columns the last t of which are targets."""
+    c = mask.contextual_seqlen
+    M = n - t - c + 1 if c else n - t
+
+    def identity(x):
+        return min(max(x - c + 1, 0) if c else x, M)
+
+    first_target, group = n - t, mask.target_group_size
+    if mask.causal:
+        keep = i == j or identity(i) > identity(j)
+        distance = identity(i) - identity(j)
+    else:
+        keep = i == j or j < first_target
+        distance = abs(identity(i) - identity(j))
+    if mask.max_attn_len:
+        exempt = mask.min_full_attn_seqlen > 0 and identity(i) >= M - mask.min_full_attn_seqlen
+        keep = keep and (distance <= mask.max_attn_len or exempt)
+    if c:
+        keep = keep or (identity(i) == 0 and identity(j) < M)
+    if first_target <= j <= i and (i - first_target) // group == (j - first_target) // group:
+        keep = True
+    if mask.window is not None:
+        left, right = mask.window
+        keep = keep and (left is None or i - j <= left) and (right is None or -right <= i - j)
+    return keep
+
+
+def intervals(row: list[bool]) -> int:
+    return sum(now and not before for before, now in zip([False, *row], row))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("limits", LIMITS, ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_every_small_mask_is_the_written_rule(causal, limits, window):
+    for group, c in itertools.product([1, 2, 3], [0, 1, 2, 3]):
+        mask = AttentionMask(causal, window, None, group, c, *limits)
+        for n, t in SIZES:
+            keep = mask.keep(n, n, t).tolist()
+            assert keep == [[seen(mask, i, j, n, t) for j in range(n)] for i in range(n)], (mask, n, t)
+            assert all(intervals(row) <= 2 for row in keep), (mask, n, t)
+            assert all(row[i] for i, row in enumerate(keep)), "a row sees its own column"
+
+
+@pytest.mark.parametrize("num_queries", [0, 1, 3, 5, 8])
+@pytest.mark.parametrize("mask", [AttentionMask(True), AttentionMask(window=(1, 0)), AttentionMask(True, None, None, 2, 2, 1, 1)], ids=repr)
+def test_queries_are_aligned_with_the_end_of_the_keys(mask, num_queries):
+    """Rows before the first column, where queries are more than keys, follow the same rule."""
+    n, t = 5, 2
+    expected = [[seen(mask, i + n - num_queries, j, n, t) for j in range(n)] for i in range(num_queries)]
+    assert mask.keep(num_queries, n, t).tolist() == expected
+    if num_queries <= n:
+        assert mask.keep(num_queries, n, t).tolist() == mask.keep(n, n, t)[n - num_queries :].tolist()
+
+
+def test_rows_by_position():
+    mask = AttentionMask(True, (4, None), None, 2, 2, 3, 1)
+    rows = torch.tensor([8, 0, 3])
+    assert torch.equal(mask.rule(rows, 9, 2), mask.keep(9, 9, 2)[rows])
+
+
+def test_targets_see_all_history_and_no_other_target():
+    picture = """\
+# . . . . .
+# # . . . .
+# # # . . .
+# # # # . .
+# # # . # .
+# # # . . #"""
+    mask = jm.AttentionMask(causal=True, num_targets=torch.tensor([0, 3]))
+    assert mask.picture(6, segment=1) == picture
+    assert mask.picture(6, segment=1, num_queries=2) == "\n".join(picture.splitlines()[-2:])
+    assert mask.picture(2) == "# .\n# #"
+    assert mask.picture(0) == ""
+
+
+def test_context_groups_and_a_limited_reach():
+    mask = jm.AttentionMask(True, None, torch.tensor([4]), target_group_size=2, contextual_seqlen=2, max_attn_len=2, min_full_attn_seqlen=1)
+    picture = """\
+# # # # # # . . . .
+# # # # # # . . . .
+# # # . . . . . . .
+# # # # . . . . . .
+. . # # # . . . . .
+# # # # # # . . . .
+# # # # # # # . . .
+# # # # # # # # . .
+# # # # # # . . # .
+# # # # # # . . # #"""
+    assert mask.picture(10) == picture
+
+
+@pytest.mark.parametrize("mask, expected", [
+    (AttentionMask(), True),
+    (AttentionMask(window=(None, None)), True),
+    (AttentionMask(target_group_size=3, contextual_seqlen=2), True),
+    (AttentionMask(causal=True), False),
+    (AttentionMask(window=(None, 4)), False),
+    (AttentionMask(max_attn_len=4), False),
+    (AttentionMask(num_targets=torch.tensor([0])), False),
+])  # fmt: skip
+def test_hides_nothing(mask, expected):
+    assert mask.hides_nothing() == expected
+    assert not expected or mask.keep(9, 9).all()
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_spec_round_trip(window):
+    num_targets = torch.tensor([1, 2])
+    mask = AttentionMask(True, window, num_targets, 2, 3, 4, 5)
+    again = AttentionMask.from_spec(mask.spec, num_targets)
+    assert again.spec == mask.spec and again.num_targets is num_targets
+    assert torch.equal(again.keep(9, 9, 2), mask.keep(9, 9, 2))
+    assert all(type(x) is int for x in mask.spec)
+
+
+def test_masks_do_not_change():
+    mask = AttentionMask(causal=True, window=[3, 0])
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        mask.causal = False
+    assert copy.deepcopy(mask).spec == mask.spec == [1, 3, 0, 0, 1, 0, 0, 0]
+
+
+BAD = [
+    (dict(causal=1), TypeError, "causal must be a bool, got int"),
+    (dict(window=3), TypeError, r"window must be a pair \(left, right\) or None, got 3"),
+    (dict(window=(1, 2, 3)), TypeError, r"window must be a pair \(left, right\) or None, got \(1, 2, 3\)"),
+    (dict(window=(1.5, 2)), TypeError, "window's left must be an int, got float"),
+    (dict(window=(1, -2)), ValueError, "window's right must be at least 0, got -2"),
+    (dict(num_targets=3), TypeError, "num_targets must be a torch.Tensor, got int"),
+    (dict(num_targets=torch.ones(2)), TypeError, "num_targets must be int32 or int64, got torch.float32"),
+    (dict(num_targets=torch.ones(2, 1, dtype=torch.int32)), ValueError, r"num_targets must be 1-D, got shape \[2, 1\]"),
+    (dict(num_targets=torch.tensor([1, -3])), ValueError, "num_targets must not be negative, got -3"),
+    (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
+    (dict(target_group_size=True), TypeError, "target_group_size must be an int, got bool"),
+    (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),
+    (dict(max_attn_len="8"), TypeError, "max_attn_len must be an int, got str"),
+    (dict(max_attn_len=-8), ValueError, "max_attn_len must be at least 0, got -8"),
+    (dict(max_attn_len=1, min_full_attn_seqlen=-1), ValueError, "min_full_attn_seqlen must be at least 0, got -1"),
+    (dict(min_full_attn_seqlen=2), ValueError, "min_full_attn_seqlen needs a max_attn_len to be exempt from, got 2 and 0"),
+]
+
+
+@pytest.mark.parametrize("fields, error, message", BAD, ids=[message[:40] for _, _, message in BAD])
+def test_bad_fields(fields, error, message):
+    with pytest.raises(error, match=message):
+        AttentionMask(**fields)
+
+
+def test_bad_picture():
+    with pytest.raises(ValueError, match="length must be at least 0, got -1"):
+        AttentionMask().picture(-1)
