@@ -1,6 +1,7 @@
 # Every command works in a fresh clone: the first one makes .venv and installs what all of them need, later ones find it ready.
 #
 #   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
+#   make train EXAMPLE=hstu ...         train the example next-item model
 #   make test [ARGS=...]                run the tests; ARGS are options of pytest
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check the style
@@ -20,6 +21,7 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
+EXAMPLE ?= dlrm
 
 # Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.
 cpu_torch := torch==2.13.0
@@ -40,7 +42,7 @@ interpreter_tests := tests/jagged_kernels/interpreter
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
 train: $(ENV)
-	$(PY) examples/train_dlrm.py $(if $(DATA),--data $(DATA)) $(ARGS)
+	$(PY) examples/train_$(EXAMPLE).py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 test: test-interpreter test-all-others
 

@@ -2,7 +2,7 @@
 
 Items fall into clusters. A user likes some clusters and dislikes others, and that taste drifts from rating to rating, so
 what the user thought of *similar* items *lately* tells most about the next one: the structure that target attention can use and
-an average over the whole history blurs.
+an average over the whole history blurs. Where users are selective, what they took lately also tells which items they take next.
 """
 
 import numpy as np
@@ -10,7 +10,13 @@ from movielens import RatingLog
 
 
 def generate_log(
-    num_users: int = 800, num_items: int = 1200, num_clusters: int = 24, mean_length: int = 100, drift: float = 0.15, seed: int = 0
+    num_users: int = 800,
+    num_items: int = 1200,
+    num_clusters: int = 24,
+    mean_length: int = 100,
+    drift: float = 0.15,
+    selectivity: float = 0.0,
+    seed: int = 0,
 ) -> RatingLog:
     """Draws a log of about `num_users * mean_length` ratings.
 
@@ -21,6 +27,7 @@ def generate_log(
         num_users, num_items, num_clusters: sizes; every item belongs to one cluster, given as the side feature `genre`.
         mean_length: mean ratings per user; lengths are log-normal, at least 20, as in MovieLens, at most `num_items`.
         drift: in [0, 1]; 0 keeps every taste for ever.
+        selectivity: how much taste decides which item a user takes next, against popularity; 0 not at all.
         seed: of the generator.
     """
     if not 0 <= drift <= 1:
@@ -36,9 +43,14 @@ def generate_log(
 
     columns: dict[str, list[np.ndarray]] = {"user": [], "item": [], "rating": [], "timestamp": []}
     for user, length in enumerate(lengths):
-        # Sampling without replacement by popularity: the largest of Gumbel-perturbed log weights, in order.
-        item = np.argsort(-(np.log(popularity) + random.gumbel(size=num_items)))[:length]
-        score = _drifting_tastes(random, length, num_clusters, drift)[np.arange(length), cluster[item]] + quality[item]
+        # Sampling without replacement by popularity and taste: the largest of Gumbel-perturbed log weights, one after the other.
+        appeal = np.log(popularity) + random.gumbel(size=num_items)
+        tastes = _drifting_tastes(random, length, num_clusters, drift)
+        item = np.empty(length, dtype=np.int64)
+        for step, taste in enumerate(tastes):
+            item[step] = np.argmax(appeal + selectivity * taste[cluster])
+            appeal[item[step]] = -np.inf
+        score = tastes[np.arange(length), cluster[item]] + quality[item]
         score = score + random.normal(0.0, 0.7, size=length)
         columns["user"].append(np.full(length, user))
         columns["item"].append(item)

@@ -101,6 +101,9 @@ class RankingBatch:
     items: KeyedJaggedTensor
     labels: torch.Tensor
 
+    def __len__(self) -> int:
+        return len(self.labels)
+
     def to(self, device: torch.device) -> "RankingBatch":
         move = dict(non_blocking=True)
         return RankingBatch(
@@ -169,9 +172,9 @@ def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTens
 
 
 def make_loader(
-    dataset: RankingDataset, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0, pin_memory: bool = False
+    dataset: Dataset, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader:
-    """Batches of `batch_size` chunks, in order, or shuffled by `shuffle_seed` alone."""
+    """`dataset[indices]` of `batch_size` indices each, in order, or shuffled by `shuffle_seed` alone."""
     if shuffle_seed is None:
         sampler = SequentialSampler(dataset)
     else:

@@ -12,6 +12,7 @@ import torch
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import binary_auroc
+from torchrec import JaggedTensor
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
 # Lines that say nothing about this program: the profiler logs two at every use, and torch 2.13 one about a function torchrec asks.
@@ -53,6 +54,27 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
     return {"auc": binary_auroc(probabilities, labels.long()).item(), "normalized_entropy": entropy.item()}
 
 
+def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:
+    """How many other items that the user has not seen score at least as high as the target, int64 [B]: ties and NaN count against it.
+
+    Args:
+        scores: [B, items]; targets: int64 [B].
+        seen: B rows of items that do not compete.
+    """
+    rows = torch.arange(len(targets), device=targets.device)
+    own = scores[rows, targets, None]
+    competes = torch.ones_like(scores, dtype=torch.bool)
+    competes[rows, targets] = False
+    competes[rows.repeat_interleave(seen.lengths()), seen.values()] = False
+    return (~(scores < own) & competes).sum(dim=1)
+
+
+def next_item_metrics(ranks: torch.Tensor, k: int = 10) -> dict[str, float]:
+    """Hit rate and NDCG of the first k, means over targets at `ranks` [N], counted from 0; a ranking has one target."""
+    hits = ranks < k
+    return {f"hr@{k}": hits.double().mean().item(), f"ndcg@{k}": (hits / torch.log2(ranks.double() + 2)).mean().item()}
+
+
 # -- files -------------------------------------------------------------------------------------------------------------------------------
 
 
@@ -83,14 +105,15 @@ def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) 
     return state
 
 
-def save_curves(path: Path, curves: dict[str, list[dict[str, float]]]) -> None:
-    """Draws training loss and validation AUC by epoch, one line per name in `curves`."""
-    write_atomically(path, lambda file: draw_curves(curves).savefig(file, dpi=120))
+def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> None:
+    write_atomically(path, lambda file: draw_curves(curves, metric, label).savefig(file, dpi=120))
 
 
-def draw_curves(curves: dict[str, list[dict[str, float]]]) -> Figure:
+def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> Figure:
+    """Training loss and the validation `metric`, called `label`, by epoch, one line per name in `curves`."""
     figure = Figure(figsize=(10, 4), layout="constrained")
-    for axis, key, title in zip(figure.subplots(1, 2), ("loss", "valid_auc"), ("training loss", "held-out AUC (validation)"), strict=True):
+    titles = {"loss": "training loss", f"valid_{metric}": f"held-out {label} (validation)"}
+    for axis, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for name, epochs in curves.items():
             axis.plot([epoch["epoch"] for epoch in epochs], [epoch[key] for epoch in epochs], marker="o", label=name)
         axis.set(title=title, xlabel="epoch")

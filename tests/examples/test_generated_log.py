@@ -36,6 +36,15 @@ def test_clusters_predict_and_tastes_drift():
     assert same_cluster_agreement(steady, 60, 80) > 0.5
 
 
+def test_selective_users_stay_with_the_clusters_they_took_lately():
+    def share_of_neighbours_in_one_cluster(selectivity):
+        log = generate_log(num_users=50, selectivity=selectivity, seed=0)
+        cluster = log.item_features["genre"].values[log.item]
+        return (np.diff(cluster) == 0)[np.diff(log.user) == 0].mean()
+
+    assert share_of_neighbours_in_one_cluster(0.0) < 0.06 < 0.12 < share_of_neighbours_in_one_cluster(1.0)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"), [({"drift": 1.5}, "drift must lie in"), ({"num_items": 5}, "num_items must be at least 20")]
 )

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import train_dlrm
 from ranking_model import INTERACTIONS
 
@@ -16,25 +15,6 @@ TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8"
 def train(out, *arguments):
     train_dlrm.main([*TINY, "--out", str(out), *arguments])
     return json.loads((out / "metrics.json").read_text())
-
-
-def without_speed(metrics):
-    return {
-        name: {
-            "test": result["test"],
-            "epochs": [{key: epoch[key] for key in epoch if key != "examples_per_second"} for epoch in result["epochs"]],
-        }
-        for name, result in metrics["results"].items()
-    }
-
-
-def assert_equal_checkpoints(first, second):
-    first, second = (torch.load(path, weights_only=True) for path in (first, second))
-    assert first["settings"] == second["settings"]
-    for part in ("model", "average", "best_average"):
-        assert first[part].keys() == second[part].keys()
-        for name, tensor in first[part].items():
-            assert torch.equal(tensor, second[part][name]), name
 
 
 @pytest.mark.parametrize("interaction", INTERACTIONS)
@@ -50,7 +30,7 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
     assert f"{result['test']['auc']:.4f}" in capsys.readouterr().out
 
 
-def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path):
+def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, assert_equal_checkpoints):
     whole = train(tmp_path / "whole", "--epochs", "3")
     train(tmp_path / "parts", "--epochs", "1")
     resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
@@ -58,7 +38,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path):
     assert_equal_checkpoints(tmp_path / "whole" / "attention.pt", tmp_path / "parts" / "attention.pt")
 
 
-def test_a_run_with_another_seed_ends_elsewhere(tmp_path):
+def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
     assert without_speed(train(tmp_path / "0")) != without_speed(train(tmp_path / "1", "--seed", "1"))
 
 

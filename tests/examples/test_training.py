@@ -2,11 +2,16 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional
+from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
+from torchrec import JaggedTensor
 from training import (
     draw_curves,
     load_checkpoint,
+    next_item_metrics,
     peak_memory,
     pick_device,
+    rank_unseen,
     ranking_metrics,
     save_checkpoint,
     seed_epoch,
@@ -29,6 +34,26 @@ def test_auc_and_normalized_entropy_of_a_worked_case():
 def test_metrics_need_both_labels():
     with pytest.raises(ValueError, match="all 3 labels are equal"):
         ranking_metrics(torch.randn(3), torch.ones(3))
+
+
+def test_rank_counts_unseen_items_that_score_at_least_as_high():
+    scores = torch.tensor([[0.9, 0.5, 0.7, 0.5, 0.1]]).repeat(4, 1)
+    scores[3, 2] = math.nan  # a target without a score comes last
+    targets = torch.tensor([3, 3, 0, 2])
+    seen = JaggedTensor(values=torch.tensor([0, 0, 0, 2, 4]), lengths=torch.tensor([0, 1, 1, 3]))
+    # The third user has seen the target before: it is ranked all the same.
+    assert rank_unseen(scores, targets, seen).tolist() == [3, 2, 0, 2]
+
+
+def test_hit_rate_and_ndcg_are_those_of_torchmetrics():
+    scores = torch.rand(50, 30)
+    targets = torch.randint(30, (50,))
+    nothing = JaggedTensor(values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(50, dtype=torch.int64))
+    metrics = next_item_metrics(rank_unseen(scores, targets, nothing), k=5)
+    relevant = functional.one_hot(targets, 30)
+    for name, metric in (("hr@5", retrieval_hit_rate), ("ndcg@5", retrieval_normalized_dcg)):
+        expected = torch.stack([metric(*pair, top_k=5) for pair in zip(scores, relevant, strict=True)]).mean().item()
+        assert 0 < metrics[name] == pytest.approx(expected, rel=1e-6)
 
 
 def test_epochs_draw_the_same_whatever_came_before():

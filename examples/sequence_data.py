@@ -1,0 +1,98 @@
+"""From a rating log to sequences for next-item recommendation: the leave-one-out split, the windows, the batches.
+
+The task: which item will the user rate next, given the items rated so far? What the ratings were is not used. Ratings of one user at one
+time stay in the order of the file.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from movielens import RatingLog
+from ranking_data import SPLITS, first_of_equal, keyed, ranges
+from torch.utils.data import Dataset
+from torchrec import KeyedJaggedTensor
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Rows `start:end` of a log, ratings of one user each, int64 [W]: the inputs. The item after each input is the row after it."""
+
+    start: np.ndarray
+    end: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
+    """Windows of at most `max_history` inputs by split; users of fewer than three ratings are trained on only.
+
+    Tested is the last item of each user, after the latest inputs before it, and validated the one before that. What comes before is
+    trained on: cut into windows, from the latest input back, so that every item but a user's first is predicted once.
+    """
+    if max_history < 1:
+        raise ValueError(f"max_history must be at least 1, not {max_history}")
+    rows = np.arange(len(log))
+    first = rows[first_of_equal(log.user) == rows]
+    end = np.append(first[1:], len(log))
+    held_out = np.where(end - first >= 3, 2, 0)
+    number, windows = ranges(np.zeros_like(first), -((first + 1 + held_out - end) // max_history))  # rounded up
+    latest, earliest = (np.repeat(row, windows) for row in (end - 1 - held_out, first))
+    train_end = latest - number * max_history
+    split = {"train": Windows(np.maximum(earliest, train_end - max_history), train_end)}
+    for name, back in (("valid", 2), ("test", 1)):
+        split[name] = Windows(np.maximum(first, end - back - max_history)[held_out > 0], (end - back)[held_out > 0])
+    return split
+
+
+@dataclass
+class SequenceBatch:
+    """B windows with L inputs in all.
+
+    Args:
+        ids: keys `item` and `position` (in the window), N_b ids each per row, and `seen`, the user's items up to the window's last input.
+        targets: int64 [L], the item after each input.
+    """
+
+    ids: KeyedJaggedTensor
+    targets: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def next_items(self) -> torch.Tensor:
+        """The item after each window, int64 [B]."""
+        return self.targets[self.ids["item"].offsets()[1:].long() - 1]
+
+    def to(self, device: torch.device) -> "SequenceBatch":
+        return SequenceBatch(self.ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+
+    def pin_memory(self) -> "SequenceBatch":
+        return SequenceBatch(self.ids.pin_memory(), self.targets.pin_memory())
+
+
+class SequenceDataset(Dataset):
+    """Batches of windows: `dataset[[4, 0, 7]]` is the batch of those three windows."""
+
+    def __init__(self, log: RatingLog, windows: Windows):
+        self.log, self.windows, self.first = log, windows, first_of_equal(log.user)
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def __getitem__(self, indices: list[int]) -> SequenceBatch:
+        item, start, end = self.log.item, self.windows.start[indices], self.windows.end[indices]
+        inputs, lengths = ranges(start, end)
+        seen, seen_lengths = ranges(self.first[start], end)
+        position = inputs - np.repeat(start, lengths)
+        ids = keyed({"item": (item[inputs], lengths), "position": (position, lengths), "seen": (item[seen], seen_lengths)})
+        return SequenceBatch(ids, torch.from_numpy(item[inputs + 1]))
+
+
+def make_datasets(log: RatingLog, max_history: int = 200) -> dict[str, SequenceDataset]:
+    """The datasets by split. Raises ValueError where no user has the three ratings that a split takes."""
+    windows = leave_one_out(log, max_history)
+    if not len(windows["test"]):
+        raise ValueError(f"none of the {log.num_users} users has 3 ratings: one to start from, one to validate on and one to test on")
+    return {name: SequenceDataset(log, windows[name]) for name in SPLITS}

@@ -1,0 +1,93 @@
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from generated_log import generate_log
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from movielens import RatingLog
+from ranking_data import make_loader
+from sequence_data import SequenceDataset, leave_one_out, make_datasets
+
+
+@st.composite
+def rating_logs(draw):
+    """Small logs, users of one and two ratings included."""
+    lengths = draw(st.lists(st.integers(1, 9), min_size=1, max_size=6))
+    user = np.repeat(np.arange(len(lengths)), lengths)
+    return RatingLog.from_columns(user, np.arange(len(user)) % 7, np.full(len(user), 3.0), np.arange(len(user)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(rating_logs(), st.integers(1, 5))
+def test_the_last_item_is_tested_the_one_before_validated_and_the_others_are_trained_on_once(log, max_history):
+    expected = {"train": [], "valid": [], "test": []}  # (target row, input rows)
+    for user in range(log.num_users):
+        rows = np.flatnonzero(log.user == user).tolist()
+        held_out = len(rows) >= 3
+        if held_out:
+            for name, back in (("valid", 2), ("test", 1)):
+                expected[name].append((rows[-back], rows[:-back][-max_history:]))
+        trained = rows[: len(rows) - 2 * held_out]
+        # Counted from the latest input back, the windows hold `max_history` inputs each; an input sees its window up to itself.
+        for position, row in enumerate(trained[:-1]):
+            from_the_end = len(trained) - 1 - position
+            window_start = max(len(trained) - 1 - -(-from_the_end // max_history) * max_history, 0)
+            expected["train"].append((row + 1, trained[window_start : position + 1]))
+    for name, windows in leave_one_out(log, max_history).items():
+        spans = [(int(start), int(end)) for start, end in zip(windows.start, windows.end, strict=True)]
+        if name == "train":
+            found = [(row + 1, list(range(start, row + 1))) for start, end in spans for row in range(start, end)]
+        else:
+            found = [(end, list(range(start, end))) for start, end in spans]
+        assert sorted(found) == sorted(expected[name])
+        assert all(0 < end - start <= max_history for start, end in spans)
+
+
+def test_batch_holds_what_a_loop_would_collect():
+    log = generate_log(num_users=20, num_items=60, mean_length=30, seed=0)
+    for dataset in make_datasets(log, max_history=9).values():
+        picked = [3, 0, 11, 4]
+        batch = dataset[picked]
+        assert len(batch) == len(batch.targets)
+        targets, next_items = [], []
+        for row, index in enumerate(picked):
+            start, end = int(dataset.windows.start[index]), int(dataset.windows.end[index])
+            own = np.flatnonzero(log.user == log.user[start])
+            jagged = {key: batch.ids[key].to_dense()[row].tolist() for key in batch.ids.keys()}
+            assert jagged["item"] == log.item[start:end].tolist()
+            assert jagged["position"] == list(range(end - start))
+            assert jagged["seen"] == log.item[own[own < end]].tolist()
+            targets += log.item[start + 1 : end + 1].tolist()
+            next_items.append(log.item[end])
+        assert batch.targets.tolist() == targets
+        assert batch.next_items().tolist() == next_items
+
+
+def test_inputs_do_not_depend_on_the_held_out_items():
+    log = generate_log(num_users=20, num_items=60, mean_length=30, seed=0)
+    datasets = make_datasets(log, max_history=9)
+    held_out = {"train": ("valid", "test"), "valid": ("valid", "test"), "test": ("test",)}
+    for name, dataset in datasets.items():
+        altered = log.item.copy()
+        for split in held_out[name]:
+            altered[datasets[split].windows.end] = 59 - altered[datasets[split].windows.end]
+        everything = list(range(len(dataset)))
+        before, after = (each[everything] for each in (dataset, SequenceDataset(replace(log, item=altered), dataset.windows)))
+        assert torch.equal(before.ids.values(), after.ids.values())
+        assert torch.equal(before.targets, after.targets) == (name == "train")
+
+
+def test_loader_serves_every_window_once():
+    dataset = make_datasets(generate_log(num_users=20, num_items=60, mean_length=30, seed=0), max_history=9)["train"]
+    shuffled, in_order = (torch.cat([batch.targets for batch in make_loader(dataset, 8, seed)]) for seed in (1, None))
+    assert torch.equal(shuffled.sort().values, in_order.sort().values) and not torch.equal(shuffled, in_order)
+
+
+def test_bad_arguments():
+    log = generate_log(num_users=2, num_items=30, mean_length=20)
+    with pytest.raises(ValueError, match="max_history must be at least 1, not 0"):
+        leave_one_out(log, 0)
+    with pytest.raises(ValueError, match="none of the 2 users has 3 ratings"):
+        make_datasets(RatingLog.from_columns(np.array([0, 0, 1]), np.arange(3), np.full(3, 3.0), np.arange(3)))

@@ -1,0 +1,95 @@
+import pytest
+import torch
+from generated_log import generate_log
+from sequence_data import make_datasets
+from sequence_model import ENCODERS, SASRecBlock, SequenceModel
+from torch import nn
+from torch.nn import functional
+from torchrec import JaggedTensor
+
+NUM_ITEMS, MAX_HISTORY = 60, 9
+PICKED = [3, 0, 11, 4, 30]
+
+
+@pytest.fixture(scope="module")
+def dataset():
+    log = generate_log(num_users=20, num_items=NUM_ITEMS, num_clusters=4, mean_length=30, seed=0)
+    assert log.num_items == NUM_ITEMS
+    return make_datasets(log, MAX_HISTORY)["train"]
+
+
+@pytest.fixture(params=ENCODERS)
+def model(request):
+    return SequenceModel(NUM_ITEMS, request.param, embedding_dim=16, num_heads=2, max_history=MAX_HISTORY).eval()
+
+
+def test_every_parameter_learns(dataset, model):
+    model.loss(*vars(dataset[PICKED]).values(), num_negatives=20).backward()
+    idle = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
+    assert idle == []
+
+
+def test_sequences_do_not_mix_and_no_query_sees_a_later_item(dataset, model):
+    batch = dataset[PICKED]
+    queries = model(batch.ids).values()
+    alone = torch.cat([model(dataset[[index]].ids).values() for index in PICKED])
+    torch.testing.assert_close(alone, queries, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(queries.norm(dim=1), torch.ones(len(queries)))
+
+    last = batch.ids["item"].offsets()[1:] - 1  # rows of the windows' last inputs, which come first among the ids
+    batch.ids.values()[last] = (batch.ids.values()[last] + 1) % NUM_ITEMS
+    changed = (model(batch.ids).values() != queries).any(dim=1)
+    assert changed.nonzero().flatten().tolist() == last.tolist()
+
+
+def test_scores_are_cosines_of_the_last_query_with_every_item(dataset, model):
+    batch = dataset[PICKED]
+    table = dict(model.embeddings.embeddings.items())["item"].weight
+    last = [rows[-1] for rows in model(batch.ids).to_dense()]
+    expected = torch.stack([functional.cosine_similarity(query[None], table) for query in last])
+    torch.testing.assert_close(model.scores(batch.ids), expected)
+
+
+def test_loss_is_the_softmax_over_the_target_and_the_drawn_items_but_the_target(dataset, model):
+    batch = dataset[PICKED]
+    torch.manual_seed(3)
+    loss = model.loss(batch.ids, batch.targets, num_negatives=40)
+    torch.manual_seed(3)
+    drawn = torch.randint(NUM_ITEMS, (40,))
+    assert set(drawn.tolist()) & set(batch.targets.tolist())  # so that leaving the target out of the drawn items counts
+    cosines = model(batch.ids).values() @ model.vectors(torch.arange(NUM_ITEMS)).T / model.temperature
+    losses = []
+    for row, target in zip(cosines, batch.targets, strict=True):
+        logits = torch.cat([row[target][None], row[drawn[drawn != target]]])
+        losses.append(logits.logsumexp(dim=0) - logits[0])
+    torch.testing.assert_close(loss, torch.stack(losses).mean())
+
+
+def test_autocast_gives_nearly_the_same(dataset, model):
+    batch = dataset[PICKED]
+    with torch.autocast("cpu", torch.bfloat16):
+        scores = model.scores(batch.ids)
+    # bf16 keeps 8 bits: 2**-8 relative per rounding, a few roundings of terms of size about 1.
+    torch.testing.assert_close(scores.float(), model.scores(batch.ids), rtol=0, atol=0.05)
+
+
+def test_sasrec_block_computes_what_a_causal_transformer_layer_computes():
+    block = SASRecBlock(16, num_heads=2, dropout=0.0)
+    layer = nn.TransformerEncoderLayer(16, 2, dim_feedforward=16, dropout=0.0, batch_first=True, norm_first=True)
+    with torch.no_grad():
+        layer.self_attn.in_proj_weight.copy_(torch.cat([block.attention.q_proj.weight, block.attention.kv_proj.weight]))
+        layer.self_attn.in_proj_bias.copy_(torch.cat([block.attention.q_proj.bias, block.attention.kv_proj.bias]))
+        layer.self_attn.out_proj.load_state_dict(block.attention.out_proj.state_dict())
+        linear = (layer.linear1, layer.linear2)
+        for ours, theirs in ((block.feed_forward[0], linear[0]), (block.feed_forward[3], linear[1])):
+            theirs.load_state_dict(ours.state_dict())
+    x = JaggedTensor(values=torch.randn(9, 16), lengths=torch.tensor([5, 1, 3]))
+    expected = [layer(rows[None], nn.Transformer.generate_square_subsequent_mask(len(rows)), is_causal=True)[0] for rows in x.to_dense()]
+    torch.testing.assert_close(block(x).values(), torch.cat(expected))
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match=r"encoder must be one of .*'hstu'.*, not 'gru'"):
+        SequenceModel(NUM_ITEMS, "gru")
+    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
+        SequenceModel(NUM_ITEMS, "hstu", temperature=0.0)
