@@ -128,9 +128,10 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shar
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0
     q_offsets, kv_offsets = (x.to(q.device, non_blocking=True) for x in (q_offsets, kv_offsets))
-    for name in ("num_targets", "segment_scale"):
-        if flags[name] is not None:
-            flags[name] = flags[name].to(q.device, non_blocking=True)
+    if flags["num_targets"] is not None:
+        flags["num_targets"] = flags["num_targets"].to(q.device, non_blocking=True).contiguous()
+    if flags["segment_scale"] is not None:
+        flags["segment_scale"] = flags["segment_scale"].to(q.device, torch.float32, non_blocking=True).contiguous()
     head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
@@ -173,7 +174,8 @@ def target_attention(
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
         k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
         candidates: which user each candidate belongs to.
-        schedule: of the grouped queries, from `Jagged.schedule(queries=candidates.queries(n_q), ...)`.
+        schedule: of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
+        mask: takes a user's query rows, candidate after candidate in the order of q, for the last rows of the history.
         Others: as in `jagged_attention`; max_seqlen_q counts the query rows of a user.
 
     Returns:

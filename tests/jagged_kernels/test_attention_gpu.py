@@ -268,6 +268,27 @@ def test_peak_memory_does_not_grow_with_candidates_times_history():
     assert peaks[2] - peaks[1] < 32 * extra_rows, peaks  # a replicated K and V would add 2 · 4096 rows for each candidate
 
 
+@pytest.mark.parametrize("shared", ["q", "kv"])
+def test_shared_operands_are_not_replicated(shared):
+    """What a forward holds for its backward is its output, and the peak of a step is far below a copy of K and V for each segment."""
+    segments = torch.arange(257, device="cuda") * 64
+    rows = dict(q=64, k=64 * 256, v=64 * 256) if shared == "q" else dict(q=64 * 256, k=1024, v=1024)
+    q, k, v = (torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in rows.values())
+    offsets = ("shared", segments) if shared == "q" else (segments, "shared")
+    for measured in (False, True):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        out = F.jagged_attention(q, k, v, *offsets, activation="gelu_tanh")
+        held = torch.cuda.memory_allocated() - before
+        torch.autograd.grad(out.sum(), (q, k, v))
+        peak = torch.cuda.max_memory_allocated() - before
+        if measured:
+            assert held < 1.2 * out.nbytes, (held, out.nbytes)
+            assert peak < 8 * out.nbytes, (peak, out.nbytes)  # with 1024 rows of K and V for each of 256 segments: 32 outputs
+        del out
+
+
 def test_autocast(offsets):
     q, k, v = (torch.randn(300, 4, 64, device="cuda") for _ in range(3))
     segments = offsets([70, 100, 130], "cuda")

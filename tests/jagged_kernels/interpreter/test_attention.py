@@ -51,8 +51,9 @@ def test_masks(check_attention, mask, activation):
 
 @pytest.mark.parametrize("shared", ["q", "kv"])
 def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
-    output_scale = torch.rand(4) + 0.1
-    check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), torch.float32, "cpu", shared=shared, activation="sigmoid", output_scale=output_scale)
+    lengths = [3, 70, 0, 20], [65, 20, 4, 0]
+    for output_scale in (torch.rand(4) + 0.1, torch.rand(8, dtype=torch.float64)[::2], torch.rand(()).expand(4)):
+        check_attention(lengths, torch.float32, "cpu", shared=shared, activation="sigmoid", output_scale=output_scale)
 
 
 def test_masked_host_schedule(check_attention):
