@@ -1,19 +1,25 @@
 """The triton operators inside torch.compile's and torch.export's graphs, whose launches the interpreter runs."""
 
+import pytest
 import torch
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 
 
 class CrossAttention(torch.nn.Module):
-    def __init__(self):
+    def __init__(self, masked=False):
         super().__init__()
-        self.projection = torch.nn.Linear(16, 48)
+        self.projection, self.masked = torch.nn.Linear(16, 48), masked
 
     def forward(self, x, x_offsets, y, y_offsets):
         q = self.projection(x)[:, :16].unflatten(1, (2, 8))
         k, v = self.projection(y)[:, 16:].unflatten(1, (2, 2, 8)).unbind(1)
-        return F.jagged_attention(q, k, v, x_offsets, y_offsets, implementation="triton")
+        options = {}
+        if self.masked:
+            mask = jm.AttentionMask(causal=True, num_targets=y_offsets.diff() // 3)
+            options = dict(mask=mask, activation="silu", output_scale=1 / (1 + x_offsets.diff().float()))
+        return F.jagged_attention(q, k, v, x_offsets, y_offsets, implementation="triton", **options)
 
 
 def batches(offsets):
@@ -21,8 +27,9 @@ def batches(offsets):
         yield torch.randn(sum(q_lengths), 16), offsets(q_lengths), torch.randn(sum(kv_lengths), 16), offsets(kv_lengths)
 
 
-def test_compiled_without_recompiling_per_batch(offsets):
-    model = CrossAttention()
+@pytest.mark.parametrize("masked", [False, True], ids=["softmax", "silu-masked"])
+def test_compiled_without_recompiling_per_batch(offsets, masked):
+    model = CrossAttention(masked)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
     for number, batch in enumerate(batches(offsets)):
         with torch._dynamo.config.patch(error_on_recompile=number > 0):
