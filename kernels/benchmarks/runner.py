@@ -271,8 +271,10 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
         eager = setup.reference(setup.dtype)
     except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
         return [{**blank, "implementation": "(setup)", **failure(error)}]
-    eps = torch.finfo(setup.dtype).eps
-    bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), eps) for key in expected}
+    # A row in which plain torch happens to be exact has room for a rounding. torch's fused CPU attention, which the CPU path calls, takes
+    # exponentials of up to 20 ulp of fp32.
+    exact = max(torch.finfo(setup.dtype).eps, 32 * torch.finfo(torch.float32).eps if protocol.device == "cpu" else 0.0)
+    bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), exact) for key in expected}
     del eager
 
     chosen = {name: build for name, build in setup.implementations.items() if implementation_filter.search(name)}
