@@ -1,0 +1,201 @@
+"""Linear compression: the registered operators that launch the kernels of linear_compress_kernels.py, and autograd.
+
+    out[b] = Σ_l (W_l @ E_l)[index_l[b]]                       the last level has no index: its row b is b
+    G_l[u] = Σ dO[b] over the b with index_l[b] = u,  dW_l = Σ_u G_l[u] E_l[u]ᵀ,  dE_l[u] = W_lᵀ G_l[u]
+
+The shared levels' products are kept in fp32, and added to the candidates' before its one rounding. Every output tile has one owner
+and every sum a fixed order, so results are deterministic.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .configs import gradient_config, padded_dim, product_config
+from .launch import device_properties, precision
+from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_rows_kernel
+from .operators import below_autograd, differentiate, operator
+
+
+def _fake(weights, embeddings, indices, orders, offsets):
+    return embeddings[-1].new_empty((embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2]))
+
+
+@operator("linear_compress", fake=_fake)
+def triton_linear_compress(
+    weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None]
+) -> Tensor:
+    """Multiply every shared level at its own batch size, then the last one, adding the others.
+
+    Args:
+        weights: `[M, K_l]`, embeddings: `[B_l, K_l, N]`; fp32, fp16 or bf16, the last level's batch B being the output's.
+        indices: `[B]` for every level but the last.
+        orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for the backward. Offsets None: sorted
+            there; order None with offsets: grouped already.
+
+    Returns:
+        `[B, M, N]`.
+    """
+    shared = [_product(weight, embedding, [], [], torch.float32) for weight, embedding in zip(weights, embeddings[:-1])]
+    return _product(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype)
+
+
+def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) if w else x.new_empty(0) for x, w in zip([*weights, *embeddings], wanted)]
+
+
+@operator("linear_compress_backward", fake=_backward_fake)
+def triton_linear_compress_backward(
+    do: Tensor, weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None],
+    offsets: list[Tensor | None], wanted: list[bool],
+) -> list[Tensor]:  # fmt: skip
+    """Gradients of the weights and the embeddings that are `wanted` (first of all weights, then of all embeddings); the others empty."""
+    do = do.contiguous()
+    levels = len(weights)
+    gradients = [do.new_empty(0) for _ in wanted]
+    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
+        if not wanted[level] and not wanted[levels + level]:
+            continue
+        gradient = do
+        if level < levels - 1:
+            grouped = (orders[level], offsets[level]) if offsets[level] is not None else _group(indices[level], embedding.shape[0])
+            gradient = _sum_rows(do, *grouped)
+        if wanted[level]:
+            gradients[level] = _weight_gradient(gradient, embedding)
+        if wanted[levels + level]:
+            gradients[levels + level] = _product(weight.t(), gradient, [], [], embedding.dtype)
+    return gradients
+
+
+def _product(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]` of that dtype."""
+    weight, embedding = _aligned_rows(weight), embedding if embedding.stride(2) == 1 else embedding.contiguous()
+    (m, k), (batch, _, n) = weight.shape, embedding.shape
+    out = embedding.new_empty((batch, m, n), dtype=dtype)
+    if out.numel() == 0:
+        return out
+    capability, processors = device_properties(embedding.device)
+    many = batch * triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 2 * processors
+    config = product_config(embedding.element_size(), capability, n, many)
+    tail = config.tail(m)
+    tiles = batch * triton.cdiv(m, config.rows) * triton.cdiv(n, config.columns)
+    matrices = weight.unsqueeze(0)
+    align, (stride_w, stride_eb, stride_e) = _strides((weight, 0), (embedding, 0), (embedding, 1))
+    chunk = min(config.chunk, config.columns)
+    linear_compress_fwd_kernel[(min(tiles, processors * config.ctas_per_sm),)](
+        weight, embedding, out, tuple(addends), tuple(indices),
+        _descriptor(matrices, config.rows, config.depth), _descriptor(matrices, tail, config.depth),
+        _descriptor(embedding, config.depth, config.columns),
+        _descriptor(out, config.rows, chunk), _descriptor(out, tail, chunk),
+        *(_descriptor(addends[0], rows, chunk) if len(addends) == 1 else None for rows in (config.rows, tail)),
+        batch, stride_w, stride_eb, stride_e,
+        M=m, K=k, N=n, BLOCK_M=config.rows, TAIL_M=tail, BLOCK_N=config.columns, BLOCK_K=config.depth, CHUNK=chunk,
+        ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return out
+
+
+def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
+    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, from fp32 parts of equal work, summed in order."""
+    embedding = embedding if embedding.stride(2) == 1 else embedding.contiguous()
+    (batch, m, n), k = gradient.shape, embedding.shape[1]
+    capability, processors = device_properties(embedding.device)
+    config = gradient_config(embedding.element_size(), capability)
+    tail = config.tail(m)
+    wide = config.columns * config.rows // tail
+    short = m % config.rows if tail < config.rows else 0
+    tiles = triton.cdiv(m - short, config.rows) * triton.cdiv(k, config.columns) + (triton.cdiv(k, wide) if short else 0)
+    steps = batch * triton.cdiv(n, config.depth)
+    parts = max(1, min(processors * config.ctas_per_sm // max(tiles, 1), steps // 8))
+    partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
+    if partial.numel() == 0 or steps == 0:
+        return gradient.new_zeros((m, k))
+    align, strides = _strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
+    linear_compress_bwd_dw_kernel[(tiles, parts)](
+        gradient, embedding, partial,
+        _descriptor(gradient, config.rows, config.depth), _descriptor(gradient, tail, config.depth),
+        _descriptor(embedding, config.columns, config.depth), _descriptor(embedding, wide, config.depth),
+        batch, *strides,
+        M=m, K=k, N=n, BLOCK_M=config.rows, TAIL_M=tail, BLOCK_K=config.columns, BLOCK_N=config.depth,
+        ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
+    return partial.sum(0).to(gradient.dtype)
+
+
+def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
+    """Order that groups equal indices, and the groups' offsets."""
+    groups, order = torch.sort(index, stable=True)
+    return order, torch.searchsorted(groups, torch.arange(num_groups + 1, dtype=groups.dtype, device=groups.device))
+
+
+def _sum_rows(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
+    """Sums of groups of x's first dimension, in x's dtype with one rounding."""
+    out = x.new_empty((offsets.shape[0] - 1, *x.shape[1:]))
+    size, rows, block = x[0].numel() if x.shape[0] else 0, 4, 1024
+    if size == 0 or out.numel() == 0:
+        return out.zero_()
+    sum_rows_kernel[(triton.cdiv(size, block), out.shape[0])](x, order, offsets, out, size, x.stride(0), ROWS=rows, BLOCK=block, num_warps=4)
+    return out
+
+
+def _aligned_rows(weight: Tensor) -> Tensor:
+    """The weight, copied if its rows do not start at 16-byte boundaries: 4-byte loads took half the time of a product."""
+    step = 16 // weight.element_size()
+    if weight.stride(1) == 1 and weight.stride(0) % step == 0 and weight.data_ptr() % 16 == 0:
+        return weight
+    rows, columns = weight.shape
+    return weight.new_empty((rows, triton.cdiv(columns, step) * step))[:, :columns].copy_(weight)
+
+
+def _strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
+    """Strides of (tensor, dimension) in units of `align` elements, as in attention.py."""
+    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x, dim in dims]
+    align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
+    return align, [stride // align for stride in strides]
+
+
+def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
+    """TMA descriptor of `[batch, rows, columns]` for blocks [1, rows, columns], where there is TMA and rows start at 16-byte boundaries."""
+    strides = [x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (0, 1)]
+    unaligned = any(stride * x.element_size() % 16 or stride == 0 for stride in strides)
+    if x.device.type != "cuda" or device_properties(x.device)[0] < (9, 0) or unaligned or x.data_ptr() % 16 or x.numel() == 0:
+        return None
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, columns])
+
+
+class _LinearCompress(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, levels: int, *tensors):
+        ctx.levels = levels
+        ctx.save_for_backward(*tensors)
+        with below_autograd():
+            return triton_linear_compress(*_unflatten(levels, tensors))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, do):
+        wanted = list(ctx.needs_input_grad[1 : 1 + 2 * ctx.levels])
+        gradients = triton_linear_compress_backward(do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted)
+        gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
+        return None, *gradients, *(None,) * 3 * (ctx.levels - 1)
+
+
+def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
+    """Weights, embeddings, indices, orders, offsets."""
+    sizes = [levels, levels, *[levels - 1] * 3]
+    ends = [sum(sizes[: i + 1]) for i in range(5)]
+    return [list(tensors[end - size : end]) for size, end in zip(sizes, ends)]
+
+
+def _apply(*lists):
+    return _LinearCompress.apply(len(lists[0]), *(x for tensors in lists for x in tensors))
+
+
+differentiate(triton_linear_compress, _apply)
