@@ -126,7 +126,7 @@ def product_config(itemsize: int, capability: tuple[int, int], columns: int, man
     if itemsize == 4:
         return ProductConfig(rows=64, columns=64, depth=32, num_warps=4, num_stages=2, ctas_per_sm=2)
     if capability >= (9, 0) and many and columns > 128:
-        return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=3)
+        return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=4)
     return ProductConfig(rows=64, columns=min(128, padded_dim(columns)), depth=32 if capability < (9, 0) else 64, num_warps=4, num_stages=3, ctas_per_sm=2)
 
 
@@ -135,5 +135,5 @@ def gradient_config(itemsize: int, capability: tuple[int, int]) -> ProductConfig
     if itemsize == 4:
         return ProductConfig(rows=64, columns=64, depth=32, num_warps=4, num_stages=2, ctas_per_sm=2)
     if capability >= (9, 0):
-        return ProductConfig(rows=128, columns=128, depth=64, num_warps=4, num_stages=3, ctas_per_sm=2)
+        return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=3)
     return ProductConfig(rows=64, columns=128, depth=32, num_warps=4, num_stages=3, ctas_per_sm=2)

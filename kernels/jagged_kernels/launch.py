@@ -13,7 +13,7 @@ def precision(x: Tensor) -> str:
     arithmetic; tf32 where the user allowed it for matrix products. Triton's interpreter knows neither."""
     if x.device.type != "cuda":
         return "ieee"
-    return "bf16x6" if torch.get_float32_matmulprecision() == "highest" else "tf32"
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
 @functools.cache

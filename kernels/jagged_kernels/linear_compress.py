@@ -43,8 +43,8 @@ def triton_linear_compress(
     Returns:
         `[B, M, N]`.
     """
-    shared = [_product(weight, embedding, [], [], torch.float32) for weight, embedding in zip(weights, embeddings[:-1])]
-    return _product(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype)
+    shared = [_shared_product(weight, embedding, torch.float32) for weight, embedding in zip(weights, embeddings[:-1])]
+    return _compress(weights[-1], embeddings[-1], shared, indices)
 
 
 def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
@@ -70,15 +70,25 @@ def triton_linear_compress_backward(
         if wanted[level]:
             gradients[level] = _weight_gradient(gradient, embedding)
         if wanted[levels + level]:
-            gradients[levels + level] = _product(weight.t(), gradient, [], [], embedding.dtype)
+            gradients[levels + level] = _shared_product(weight.t(), gradient, embedding.dtype)
     return gradients
 
 
-def _product(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]` of that dtype."""
+def _shared_product(weight: Tensor, embedding: Tensor, dtype: torch.dtype) -> Tensor:
+    """weight `[M, K]` @ embedding[b] `[K, N]`, by the vendor's library: without anything to add, nothing is gained over it."""
+    weights = weight.expand(embedding.shape[0], -1, -1)
+    if dtype == embedding.dtype:
+        return torch.bmm(weights, embedding)
+    if embedding.device.type == "cuda":
+        return torch.bmm(weights, embedding, out_dtype=dtype)
+    return torch.bmm(weights.to(dtype), embedding.to(dtype))
+
+
+def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+    """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
     weight, embedding = _aligned_rows(weight), embedding if embedding.stride(2) == 1 else embedding.contiguous()
     (m, k), (batch, _, n) = weight.shape, embedding.shape
-    out = embedding.new_empty((batch, m, n), dtype=dtype)
+    out = embedding.new_empty((batch, m, n))
     if out.numel() == 0:
         return out
     capability, processors = device_properties(embedding.device)
@@ -93,8 +103,6 @@ def _product(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indic
         weight, embedding, out, tuple(addends), tuple(indices),
         _descriptor(matrices, config.rows, config.depth), _descriptor(matrices, tail, config.depth),
         _descriptor(embedding, config.depth, config.columns),
-        _descriptor(out, config.rows, chunk), _descriptor(out, tail, chunk),
-        *(_descriptor(addends[0], rows, chunk) if len(addends) == 1 else None for rows in (config.rows, tail)),
         batch, stride_w, stride_eb, stride_e,
         M=m, K=k, N=n, BLOCK_M=config.rows, TAIL_M=tail, BLOCK_N=config.columns, BLOCK_K=config.depth, CHUNK=chunk,
         ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,

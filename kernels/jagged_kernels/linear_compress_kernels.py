@@ -18,38 +18,45 @@ def _halves(x):
 
 @triton.jit
 def _add_and_store(
-    acc, addends, indices_ptr, out, batch, row, column, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    acc, addends_ptr, indices_ptr, out, batch, row, column, M: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
 ):  # fmt: skip
     """out[batch] = acc + the addends' rows that `batch` asks for. Wide tiles in chunks of columns: what the layouts of loads and
     products exchange goes through shared memory, where all columns at once do not fit."""
     if BLOCK_N > CHUNK:
         left, right = _halves(acc)
-        _add_and_store(left, addends, indices_ptr, out, batch, row, column, M, N, BLOCK_M, BLOCK_N // 2, CHUNK)
-        _add_and_store(right, addends, indices_ptr, out, batch, row, column + BLOCK_N // 2, M, N, BLOCK_M, BLOCK_N // 2, CHUNK)
+        _add_and_store(left, addends_ptr, indices_ptr, out, batch, row, column, M, N, BLOCK_M, BLOCK_N // 2, CHUNK)
+        _add_and_store(right, addends_ptr, indices_ptr, out, batch, row, column + BLOCK_N // 2, M, N, BLOCK_M, BLOCK_N // 2, CHUNK)
     else:
         for level in tl.static_range(len(indices_ptr)):
             index = tl.load(indices_ptr[level] + batch)
-            acc += load_block((addends[0][level], addends[1], M * N, N), index, row, column, M, N, BLOCK_M, BLOCK_N)
+            acc += load_block((addends_ptr[level], None, M * N, N), index, row, column, M, N, BLOCK_M, BLOCK_N)
         store_block(out, batch, row, column, acc, M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def _product_tile(
-    w, e, addends, indices_ptr, out, batch, row, column, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
+    w, e, addends_ptr, indices_ptr, out, batch, row, column, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if CHUNK == 0:
+        for level in tl.static_range(len(indices_ptr)):
+            index = tl.load(indices_ptr[level] + batch)
+            acc += load_block((addends_ptr[level], None, M * N, N), index, row, column, M, N, BLOCK_M, BLOCK_N)
     for k in range(0, K, BLOCK_K):
         w_block = load_block(w, 0, row, k, M, K, BLOCK_M, BLOCK_K)
         e_block = load_block(e, batch, k, column, K, N, BLOCK_K, BLOCK_N)
         acc = tl.dot(w_block, e_block, acc, input_precision=PRECISION)
-    _add_and_store(acc, addends, indices_ptr, out, batch, row, column, M, N, BLOCK_M, BLOCK_N, CHUNK)
+    if CHUNK == 0:
+        _add_and_store(acc, (), (), out, batch, row, column, M, N, BLOCK_M, BLOCK_N, 64)
+    else:
+        _add_and_store(acc, addends_ptr, indices_ptr, out, batch, row, column, M, N, BLOCK_M, BLOCK_N, CHUNK)
 
 
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_fwd_kernel(
-    w_ptr, e_ptr, out_ptr, addends_ptr, indices_ptr, w_desc, w_tail_desc, e_desc, out_desc, out_tail_desc, add_desc, add_tail_desc, batch,
+    w_ptr, e_ptr, out_ptr, addends_ptr, indices_ptr, w_desc, w_tail_desc, e_desc, batch,
     stride_w, stride_eb, stride_e,
     M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, CHUNK: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -71,11 +78,11 @@ def linear_compress_fwd_kernel(
         row, column = part // COLUMNS * BLOCK_M, part % COLUMNS * BLOCK_N
         if TAIL_M == BLOCK_M or row + BLOCK_M <= M:
             _product_tile(
-                (w_ptr, w_desc, 0, stride_w * ALIGN), e, (addends_ptr, add_desc), indices_ptr, (out_ptr, out_desc, M * N, N), b, row, column, M, K, N, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, PRECISION
+                (w_ptr, w_desc, 0, stride_w * ALIGN), e, addends_ptr, indices_ptr, (out_ptr, None, M * N, N), b, row, column, M, K, N, BLOCK_M, BLOCK_N, BLOCK_K, CHUNK, PRECISION
             )  # fmt: skip
         else:
             _product_tile(
-                (w_ptr, w_tail_desc, 0, stride_w * ALIGN), e, (addends_ptr, add_tail_desc), indices_ptr, (out_ptr, out_tail_desc, M * N, N), b, row, column, M, K, N, TAIL_M, BLOCK_N, BLOCK_K, CHUNK, PRECISION
+                (w_ptr, w_tail_desc, 0, stride_w * ALIGN), e, addends_ptr, indices_ptr, (out_ptr, None, M * N, N), b, row, column, M, K, N, TAIL_M, BLOCK_N, BLOCK_K, CHUNK, PRECISION
             )  # fmt: skip
 
 
