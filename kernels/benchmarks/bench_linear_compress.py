@@ -25,7 +25,7 @@ from jagged_modules import functional as F
 
 REPLICATED = "replicated"
 CUBLAS = "cuBLAS candidate product alone"
-# bytes/s of the data sheet; FLOP/s of dense fp16 products as measured under the card's power limit
+# bytes/s of the data sheet; FLOP/s taken as attainable for dense fp16 products
 ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
 PEERS = {  # (B, candidates per user) -> ms forward of FBGEMM's Triton kernel and Meta's TLX kernel, measured earlier on an H200
     (1024, 70): (0.567, 0.494),
