@@ -16,7 +16,6 @@ and their dq is summed over the segments.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -26,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, padded_dim
-from .launch import device_properties, precision
+from .launch import aligned_strides, device_properties, precision
 from .operators import below_autograd, differentiate, operator
 from .tile_list import tile_list
 
@@ -62,7 +61,7 @@ def triton_attention(
     out, lse = _empty_outputs(q, v, q_offsets, q_shared, activation)
     config, common = _launch("fwd", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
     if grid := _grid(config, tiles):
-        align, strides = _strides(q, k, v, out)
+        align, strides = _row_and_head_strides(q, k, v, out)
         factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
@@ -100,7 +99,7 @@ def triton_attention_backward(
         tiles, num_tiles = tile_list(q_offsets, kv_offsets, do.shape[0], q.shape[1], tile, config.block)
     if grid := _grid(config, tiles):
         out = do if out is None else out
-        align, strides = _strides(q, k, v, out, do, dq)
+        align, strides = _row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(align, (k, config.block), (v, config.block)),
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
@@ -118,7 +117,7 @@ def triton_attention_backward(
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     config, common = _launch("dkdv", q, k, v, block_m, do.shape[0], q_offsets, activation, mask)
     if grid := _grid(config, key_tiles):
-        align, strides = _strides(q, k, v, do, dk, dv)
+        align, strides = _row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
             *_descriptors(align, (q, config.block), (k, key_block), (do, config.block)),
@@ -172,15 +171,8 @@ def _constants(kernel, group, head_dim, v_dim, dtype, query_tile, long, device, 
     )
 
 
-def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
-    """Row and head strides of each tensor in units of `align` elements, the most that divides all of them, up to 16 bytes.
-
-    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
-    multiply by the constant `align` instead, which tells the compiler how wide a load may be.
-    """
-    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x in tensors for dim in (0, 1)]
-    align = math.gcd(16 // min(x.element_size() for x in tensors), *strides)
-    return align, [stride // align for stride in strides]
+def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    return aligned_strides(*((x, dim) for x in tensors for dim in (0, 1)))
 
 
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -22,3 +23,14 @@ def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     if device.type != "cuda":
         return (9, 0), 4
     return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
+    """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
+
+    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
+    multiply by the constant `align` instead, which tells the compiler how wide a load may be.
+    """
+    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x, dim in dims]
+    align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
+    return align, [stride // align for stride in strides]

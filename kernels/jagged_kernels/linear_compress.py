@@ -9,18 +9,18 @@ and every sum a fixed order, so results are deterministic.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 import triton
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import gradient_config, padded_dim, product_config
-from .launch import device_properties, precision
-from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_rows_kernel
+from .configs import linear_compress_config, weight_gradient_config
+from .launch import aligned_strides, device_properties, precision
+from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 from .operators import below_autograd, differentiate, operator
 
 
@@ -48,7 +48,9 @@ def triton_linear_compress(
 
 
 def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
-    return [torch.empty_like(x, memory_format=torch.contiguous_format) if w else x.new_empty(0) for x, w in zip([*weights, *embeddings], wanted)]
+    gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
+    gradients += [x.new_empty((x.shape[0], _multiple_of_8(x.shape[1]), x.shape[2]))[:, : x.shape[1]] for x in embeddings]
+    return [x if want else x.new_empty(0) for x, want in zip(gradients, wanted)]
 
 
 @operator("linear_compress_backward", fake=_backward_fake)
@@ -66,16 +68,16 @@ def triton_linear_compress_backward(
         gradient = do
         if level < levels - 1:
             grouped = (orders[level], offsets[level]) if offsets[level] is not None else _group(indices[level], embedding.shape[0])
-            gradient = _sum_rows(do, *grouped)
+            gradient = _sum_groups(do, *grouped)
         if wanted[level]:
             gradients[level] = _weight_gradient(gradient, embedding)
         if wanted[levels + level]:
-            gradients[levels + level] = _shared_product(weight.t(), gradient, embedding.dtype)
+            gradients[levels + level] = _embedding_gradient(weight, gradient)
     return gradients
 
 
 def _shared_product(weight: Tensor, embedding: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight `[M, K]` @ embedding[b] `[K, N]`, by the vendor's library: without anything to add, nothing is gained over it."""
+    """weight `[M, K]` @ embedding[b] `[K, N]` by cuBLAS, which is the faster where there is nothing to add."""
     weights = weight.expand(embedding.shape[0], -1, -1)
     if dtype == embedding.dtype:
         return torch.bmm(weights, embedding)
@@ -84,54 +86,57 @@ def _shared_product(weight: Tensor, embedding: Tensor, dtype: torch.dtype) -> Te
     return torch.bmm(weights.to(dtype), embedding.to(dtype))
 
 
+def _embedding_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
+    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, a view of as many rows as K is padded to: cuBLAS takes five times as long without."""
+    columns = weight.shape[1]
+    padded = functional.pad(weight, (0, _multiple_of_8(columns) - columns))
+    return _shared_product(padded.t(), gradient, gradient.dtype)[:, :columns]
+
+
+def _multiple_of_8(size: int) -> int:
+    return (size + 7) // 8 * 8
+
+
 def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
     """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
-    weight, embedding = _aligned_rows(weight), embedding if embedding.stride(2) == 1 else embedding.contiguous()
-    (m, k), (batch, _, n) = weight.shape, embedding.shape
+    weight, embedding = _aligned_rows(weight).unsqueeze(0), embedding if embedding.stride(2) == 1 else embedding.contiguous()
+    (batch, k, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n))
-    if out.numel() == 0:
-        return out
     capability, processors = device_properties(embedding.device)
-    many = batch * triton.cdiv(m, 128) * triton.cdiv(n, 256) >= 2 * processors
-    config = product_config(embedding.element_size(), capability, n, many)
-    tail = config.tail(m)
+    config = linear_compress_config(embedding.element_size(), capability, n)
+    half = config.rows // 2
+    tail = half if half >= 64 and 0 < m % config.rows <= half else config.rows
     tiles = batch * triton.cdiv(m, config.rows) * triton.cdiv(n, config.columns)
-    matrices = weight.unsqueeze(0)
-    align, (stride_w, stride_eb, stride_e) = _strides((weight, 0), (embedding, 0), (embedding, 1))
-    chunk = min(config.chunk, config.columns)
+    if tiles == 0:
+        return out
+    align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
     linear_compress_fwd_kernel[(min(tiles, processors * config.ctas_per_sm),)](
         weight, embedding, out, tuple(addends), tuple(indices),
-        _descriptor(matrices, config.rows, config.depth), _descriptor(matrices, tail, config.depth),
+        _descriptor(weight, config.rows, config.depth),
+        _descriptor(weight, tail, config.depth) if tail < config.rows else None,
         _descriptor(embedding, config.depth, config.columns),
-        batch, stride_w, stride_eb, stride_e,
-        M=m, K=k, N=n, BLOCK_M=config.rows, TAIL_M=tail, BLOCK_N=config.columns, BLOCK_K=config.depth, CHUNK=chunk,
+        batch, *strides, M=m, K=k, N=n, BLOCK_M=config.rows, TAIL_M=tail, BLOCK_N=config.columns, BLOCK_K=config.depth,
         ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return out
 
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
-    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, from fp32 parts of equal work, summed in order."""
+    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, from as many fp32 parts as keep the GPU busy, summed in order."""
     embedding = embedding if embedding.stride(2) == 1 else embedding.contiguous()
     (batch, m, n), k = gradient.shape, embedding.shape[1]
     capability, processors = device_properties(embedding.device)
-    config = gradient_config(embedding.element_size(), capability)
-    tail = config.tail(m)
-    wide = config.columns * config.rows // tail
-    short = m % config.rows if tail < config.rows else 0
-    tiles = triton.cdiv(m - short, config.rows) * triton.cdiv(k, config.columns) + (triton.cdiv(k, wide) if short else 0)
-    steps = batch * triton.cdiv(n, config.depth)
-    parts = max(1, min(processors * config.ctas_per_sm // max(tiles, 1), steps // 8))
-    partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
-    if partial.numel() == 0 or steps == 0:
+    config = weight_gradient_config(embedding.element_size(), capability, m, k)
+    tiles, steps = triton.cdiv(m, config.rows) * triton.cdiv(k, config.columns), batch * triton.cdiv(n, config.depth)
+    if tiles == 0 or steps == 0:
         return gradient.new_zeros((m, k))
-    align, strides = _strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
+    parts = max(1, min(processors * config.ctas_per_sm // tiles, steps // 8))
+    partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
+    align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     linear_compress_bwd_dw_kernel[(tiles, parts)](
         gradient, embedding, partial,
-        _descriptor(gradient, config.rows, config.depth), _descriptor(gradient, tail, config.depth),
-        _descriptor(embedding, config.columns, config.depth), _descriptor(embedding, wide, config.depth),
-        batch, *strides,
-        M=m, K=k, N=n, BLOCK_M=config.rows, TAIL_M=tail, BLOCK_K=config.columns, BLOCK_N=config.depth,
+        _descriptor(gradient, config.rows, config.depth), _descriptor(embedding, config.columns, config.depth),
+        batch, *strides, M=m, K=k, N=n, BLOCK_M=config.rows, BLOCK_K=config.columns, BLOCK_N=config.depth,
         ALIGN=align, PRECISION=precision(embedding), num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
     return partial.sum(0).to(gradient.dtype)
@@ -143,30 +148,22 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(groups, torch.arange(num_groups + 1, dtype=groups.dtype, device=groups.device))
 
 
-def _sum_rows(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
-    """Sums of groups of x's first dimension, in x's dtype with one rounding."""
+def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
+    """Sums of groups of x's first dimension, with one rounding."""
     out = x.new_empty((offsets.shape[0] - 1, *x.shape[1:]))
-    size, rows, block = x[0].numel() if x.shape[0] else 0, 4, 1024
-    if size == 0 or out.numel() == 0:
-        return out.zero_()
-    sum_rows_kernel[(triton.cdiv(size, block), out.shape[0])](x, order, offsets, out, size, x.stride(0), ROWS=rows, BLOCK=block, num_warps=4)
-    return out
+    if out.numel() and x.numel():
+        size, block = x.stride(0), 1024
+        sum_groups_kernel[(triton.cdiv(size, block), out.shape[0])](x, order, offsets, out, size, ROWS=8, BLOCK=block, num_warps=4)
+        return out
+    return out.zero_()
 
 
 def _aligned_rows(weight: Tensor) -> Tensor:
-    """The weight, copied if its rows do not start at 16-byte boundaries: 4-byte loads took half the time of a product."""
-    step = 16 // weight.element_size()
-    if weight.stride(1) == 1 and weight.stride(0) % step == 0 and weight.data_ptr() % 16 == 0:
+    """The weight, copied if its rows do not start at 16-byte boundaries: loads would be of 4 bytes and take most of the time."""
+    if weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0:
         return weight
     rows, columns = weight.shape
-    return weight.new_empty((rows, triton.cdiv(columns, step) * step))[:, :columns].copy_(weight)
-
-
-def _strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
-    """Strides of (tensor, dimension) in units of `align` elements, as in attention.py."""
-    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x, dim in dims]
-    align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
-    return align, [stride // align for stride in strides]
+    return weight.new_empty((rows, _multiple_of_8(columns)))[:, :columns].copy_(weight)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:

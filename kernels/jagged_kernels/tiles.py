@@ -92,12 +92,8 @@ def load_block(
 def store_block(
     operand, batch, row, column, block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Store what lies within the matrix of a block; operand as in load_block."""
-    ptr, desc, stride_batch, stride_row = operand
-    block = block.to(ptr.dtype.element_ty)
-    if desc is not None:
-        desc.store([tl.cast(batch, tl.int32), row, column], tl.reshape(block, 1, BLOCK_R, BLOCK_C))
-    else:
-        rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
-        ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
-        tl.store(ptrs, block, mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :])
+    """Store what lies within the matrix of a block; operand: pointer, batch stride, row stride."""
+    ptr, stride_batch, stride_row = operand
+    rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
+    ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :])
