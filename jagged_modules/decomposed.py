@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 
@@ -34,7 +33,6 @@ class _SharedProduct(torch.autograd.Function):
         return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do: Tensor) -> tuple[Tensor | None, Tensor | None]:
         weight, embedding = ctx.saved_tensors
         wants_weight, wants_embedding = ctx.needs_input_grad

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -184,12 +183,22 @@ class _LinearCompress(torch.autograd.Function):
             return triton_linear_compress(*_unflatten(levels, tensors))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, do):
         wanted = list(ctx.needs_input_grad[1 : 1 + 2 * ctx.levels])
         gradients = triton_linear_compress_backward(do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted)
         gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
         return None, *gradients, *(None,) * 3 * (ctx.levels - 1)
+
+
+class _LinearCompressBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, do, levels: int, wanted: list[bool], *tensors):
+        with below_autograd():
+            return tuple(triton_linear_compress_backward(do, *_unflatten(levels, tensors), wanted))
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("linear_compress is not differentiable twice: its backward kernels have no derivative of their own")
 
 
 def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tensor | None]]:
@@ -199,8 +208,12 @@ def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tenso
     return [list(tensors[end - size : end]) for size, end in zip(sizes, ends)]
 
 
-def _apply(*lists):
-    return _LinearCompress.apply(len(lists[0]), *(x for tensors in lists for x in tensors))
+def _flatten(lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
+    return [x for tensors in lists for x in tensors]
 
 
-differentiate(triton_linear_compress, _apply)
+differentiate(triton_linear_compress, lambda *lists: _LinearCompress.apply(len(lists[0]), *_flatten(lists)))
+differentiate(
+    triton_linear_compress_backward,
+    lambda do, *lists: list(_LinearCompressBackward.apply(do, len(lists[0]), lists[-1], *_flatten(lists[:-1]))),
+)
