@@ -289,7 +289,7 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
         for name, x in (("weights", weight), ("embeddings", embedding)):
             if x.device != embeddings[0].device:
                 raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
-            if _autocast_dtype(x) != _autocast_dtype(embeddings[0]):
+            if x.dtype != embeddings[0].dtype and _autocast_dtype(x) != _autocast_dtype(embeddings[0]):
                 raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     for level, index in enumerate(indices):

@@ -61,7 +61,8 @@ def triton_linear_compress_backward(
     do = do.contiguous()
     levels = len(weights)
     gradients = [do.new_empty(0) for _ in wanted]
-    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
+    for level in reversed(range(levels)):  # the longest kernels first: the host gets ahead
+        weight, embedding = weights[level], embeddings[level]
         if not wanted[level] and not wanted[levels + level]:
             continue
         gradient = do
