@@ -13,7 +13,6 @@ from .functional import linear_compress
 from .jagged import is_keyed_tensor
 
 torch.fx.wrap("linear_compress")
-ROW_ALIGNMENT = 8  # elements: 16 bytes in 16-bit dtypes, the widest load
 
 
 class LinearCompressEmbedding(nn.Module):
@@ -27,8 +26,8 @@ class LinearCompressEmbedding(nn.Module):
         num_user_embeddings: embeddings of each user; or of each row of several shared levels, coarsest first. 0: none are shared.
         device: device of the parameters.
 
-    The weights `[M, K_l]` are `weights[l]`, coarsest level first, the candidates' last. In memory each of their rows starts at a 16-byte
-    boundary (8 elements) through `.to()` and `load_state_dict`; results do not depend on it.
+    The weights `[M, K_l]` are `weights[l]`, coarsest level first, the candidates' last. They are contiguous whatever K_l is: fused
+    optimizers refuse parameters with gaps between their rows, or update them wrongly.
 
     Raises:
         TypeError, ValueError: sizes that are no positive integers.
@@ -55,7 +54,6 @@ class LinearCompressEmbedding(nn.Module):
             shared = [num_user_embeddings] if num_user_embeddings else []
         self.num_embeddings, self.num_compressed = [*shared, num_candidate_embeddings], num_compressed
         self.weights = nn.ParameterList(torch.empty(num_compressed, size, device=device) for size in self.num_embeddings)
-        self._align_rows()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -83,22 +81,10 @@ class LinearCompressEmbedding(nn.Module):
         levels, indices = len(self.num_embeddings) - 1, _levels(candidates)
         for name, given in (("user_embeddings", shared), ("candidates", indices)):
             if len(given) != levels:
-                raise ValueError(f"{name} must be given for each of the {levels} shared levels, got {len(given)}")
+                raise ValueError(f"{name} must be one per shared level, {levels}, got {len(given)}")
         names = ["user_embeddings" if levels == 1 else f"user_embeddings[{level}]" for level in range(levels)]
         given = zip([*names, "candidate_embeddings"], [*shared, candidate_embeddings], self.num_embeddings)
         return linear_compress(list(self.weights), [_dense(*level) for level in given], indices)
-
-    def _apply(self, fn, recurse: bool = True):
-        super()._apply(fn, recurse)
-        self._align_rows()
-        return self
-
-    def _align_rows(self) -> None:
-        for weight in self.weights:
-            size = weight.shape[1]
-            missing = -size % ROW_ALIGNMENT
-            if missing and weight.stride(0) == size:
-                weight.data = nn.functional.pad(weight.data, (0, missing))[:, :size]
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings

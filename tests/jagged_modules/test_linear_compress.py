@@ -186,12 +186,6 @@ def layer_and_inputs(levels, dtype=torch.float32):
     return layer, (candidate, shared or None, indices or None)
 
 
-def with_gradients(layer, arguments):
-    """The layer's output and the gradients of its parameters."""
-    out = layer(*arguments)
-    return [out, *torch.autograd.grad(out.sin().sum(), list(layer.parameters()))]
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("levels", SHARED)
 def test_layer_applies_its_weights(levels, dtype, assert_accurate):
@@ -261,48 +255,24 @@ def test_gradients_reach_embedding_bags():
     assert all(x.grad.any() for module in (users, items, layer) for x in module.parameters())
 
 
-def assert_rows_aligned(layer):
-    """Rows of 11 and 5 elements 16 and 8 apart."""
-    assert [x.stride() for x in layer.weights] == [(-(-x.shape[1] // 8) * 8, 1) for x in layer.weights]
-
-
-@pytest.mark.parametrize("levels", SHARED)
-def test_rows_of_the_weights_stay_aligned(levels):
-    layer, arguments = layer_and_inputs(levels)
-    assert_rows_aligned(layer)
-    assert_rows_aligned(layer.half())
-    assert_rows_aligned(torch.nn.Sequential(layer).to("meta")[0])
-    assert_rows_aligned(layer.to_empty(device="cpu").bfloat16())
-    assert_rows_aligned(layer.float())
-    layer.reset_parameters()
-    optimizer = torch.optim.Adam(layer.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        layer(*arguments).square().sum().backward()
-        optimizer.step()
-    assert_rows_aligned(layer)
-    twin = jm.LinearCompressEmbedding(5, 3, SHARED[levels])
-    twin.load_state_dict(layer.state_dict())
-    assert_rows_aligned(twin)
-    assert torch.equal(twin(*arguments), layer(*arguments))
-
-
-def test_what_lies_between_the_rows_does_not_matter():
-    layer, arguments = layer_and_inputs("two", torch.float64)
-    expected = with_gradients(layer, arguments)
-    for weight in layer.weights:
-        assert not weight.detach().as_strided((3, weight.stride(0)), weight.stride())[:, weight.shape[1] :].any()
-        weight.data.as_strided((3, weight.stride(0)), weight.stride())[:, weight.shape[1] :] = float("nan")
-    torch.testing.assert_close(with_gradients(layer, arguments), expected, rtol=0, atol=0)
-    for weight in layer.weights:
-        weight.data = weight.data.contiguous()
-    torch.testing.assert_close(with_gradients(layer, arguments), expected, rtol=1e-14, atol=1e-14)
+@pytest.mark.parametrize("optimizer", [torch.optim.Adam, torch.optim.Adagrad, torch.optim.SGD])
+def test_fused_optimizers_step_as_others_do(optimizer):
+    """They take parameters for dense memory, so rows of K = 11 and 5 must follow one another without gaps."""
+    layer, arguments = layer_and_inputs("three")
+    twin = copy.deepcopy(layer)
+    for module, fused in ((layer, True), (twin, False)):
+        optimize = optimizer(module.parameters(), lr=0.1, fused=fused)
+        for _ in range(3):
+            optimize.zero_grad()
+            module(*arguments).square().mean().backward()
+            optimize.step()
+    torch.testing.assert_close(list(layer.parameters()), list(twin.parameters()))
 
 
 def test_state_dict_round_trip():
     (layer, arguments), (other, _) = layer_and_inputs("three"), layer_and_inputs("three")
     assert not torch.equal(layer(*arguments), other(*arguments))
-    other.load_state_dict({name: x.contiguous() for name, x in layer.state_dict().items()})
+    other.load_state_dict(layer.state_dict())
     assert torch.equal(layer(*arguments), other(*arguments))
     assert list(layer.state_dict()) == ["weights.0", "weights.1", "weights.2"]
 
@@ -395,9 +365,9 @@ BAD_FORWARDS = [
     ((CANDIDATE[1], CANDIDATE[1], INDEX), ValueError, r"user_embeddings must have shape .* K = 4, got \[3, 6, 9\]"),
     ((CANDIDATE[1].flatten(1), USER[1], INDEX), ValueError, r"candidate_embeddings must have shape \[B, K, N\], got \[3, 54\]"),
     (("candidates", USER[1], INDEX), TypeError, "candidate_embeddings must be a torch.Tensor, got str"),
-    ((CANDIDATE[1],), ValueError, "user_embeddings must be given for each of the 1 shared levels, got 0"),
-    ((CANDIDATE[1], USER[1]), ValueError, "candidates must be given for each of the 1 shared levels, got 0"),
-    ((CANDIDATE[1], [USER[1]] * 2, INDEX), ValueError, "user_embeddings must be given for each of the 1 shared levels, got 2"),
+    ((CANDIDATE[1],), ValueError, "user_embeddings must be one per shared level, 1, got 0"),
+    ((CANDIDATE[1], USER[1]), ValueError, "candidates must be one per shared level, 1, got 0"),
+    ((CANDIDATE[1], [USER[1]] * 2, INDEX), ValueError, "user_embeddings must be one per shared level, 1, got 2"),
     ((CANDIDATE[1], USER[1], torch.tensor([0, 1])), ValueError, r"indices\[0\] must have one entry per row of the last .* 3, got 2"),
     ((CANDIDATE[1], USER[1][..., :8], INDEX), ValueError, r"embeddings\[1\] must have embeddings\[0\]'s N, 8, got 9"),
 ]
