@@ -5,8 +5,6 @@ import pickle
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -124,22 +122,7 @@ def test_padding_of_k_is_neutral(levels):
     torch.testing.assert_close(*results, rtol=1e-14, atol=1e-14)
 
 
-class Sizes(TorchDispatchMode):
-    """Records the number of elements of every tensor that an operator makes; views make none."""
-
-    def __init__(self):
-        super().__init__()
-        self.made = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        before = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        out = function(*args, **(kwargs or {}))
-        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in before]
-        self.made += [x.untyped_storage().nbytes() // x.element_size() for x in made]
-        return out
-
-
-def test_nothing_is_replicated():
+def test_nothing_is_replicated(tensor_sizes):
     """No embedding of a user once per candidate [B, Ku, N], no gradient of a weight once per row [B, M, K]: nothing is made that is
     larger than the larger of the output and the candidates' embeddings."""
     users, candidates, user_size, size, compressed, width = 4, 500, 256, 24, 32, 16
@@ -147,10 +130,10 @@ def test_nothing_is_replicated():
     leaves = [x.requires_grad_() for x in (*weights, *embeddings)]
     largest = candidates * max(compressed, size) * width
     assert largest < candidates * compressed * size and largest < candidates * user_size * width
-    with Sizes() as sizes:
+    with tensor_sizes() as sizes:
         compress("auto", indices)(*leaves).square().sum().backward()
     assert max(sizes.made) == largest
-    with Sizes() as sizes:
+    with tensor_sizes() as sizes:
         compress("reference", indices)(*leaves).square().sum().backward()
     assert max(sizes.made) >= candidates * (user_size + size) * width, "what the count would show"
 
