@@ -112,7 +112,7 @@ def test_inputs_of_any_stride(implementation, assert_accurate):
 
 @pytest.mark.parametrize("levels", ["one", "two", "three"])
 def test_padding_of_k_is_neutral(levels):
-    """To the last bit: zeros add nothing, and products in fp64 of sums this short are not reordered."""
+    """Zeros add nothing; only the order of the sums may differ."""
     weights, embeddings, indices = random_levels(*LEVELS[levels], dtype=torch.float64)
     results = []
     for implementation in ("decomposed", "padded"):
