@@ -235,7 +235,7 @@ def linear_compress(
 
     Args:
         weights: W `[M, K]`, or one `[M, K_l]` per level, coarsest first. fp32, fp16 or bf16, on the CPU also fp64. Rows that start at
-            16-byte boundaries load fastest (`LinearCompressEmbedding` keeps its weights so); others are copied to such rows.
+            16-byte boundaries load fastest; others are copied to such rows.
         embeddings: E `[B, K, N]`, or one `[B_l, K_l, N]` per level, the candidates' last.
         indices: for every level but the last, the row of it that each of the last level's B rows takes: `[B]` int32 or int64 in any
             order, or a `CandidateIndex`. None with one level. Rows that none asks for are legal.
