@@ -157,14 +157,10 @@ class Problem:
         return leaves(**{name: pad(x, (0, -k[name] % 8) if x.dim() == 2 else (0, 0, 0, -k[name] % 8)) for name, x in self.inputs.items()})
 
     def ours(self, stage: str, note: str = "") -> Implementation:
-        """The weights as LinearCompressEmbedding keeps them: rows of padded ones."""
-        weights = {name: self.padded_inputs[name].detach()[:, : self.inputs[name].shape[1]] for name in ("w_user", "w_cand")}
-        inputs = self.inputs | {name: x.requires_grad_() for name, x in weights.items()}
-
         def forward(w_user, w_cand, e_user, e_cand):
             return F.linear_compress([w_user, w_cand], [e_user, e_cand], self.candidates, implementation=stage)
 
-        return self.implementation(forward, inputs, note=note)
+        return self.implementation(forward, self.inputs, note=note)
 
     def replicated(self) -> Implementation:
         def forward(w, e_user, e_cand):

@@ -9,15 +9,15 @@ and every sum a fixed order, so results are deterministic.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .configs import linear_compress_config, weight_gradient_config
+from .configs import ProductConfig, linear_compress_config, weight_gradient_config
 from .launch import aligned_strides, device_properties, precision
 from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 from .operators import below_autograd, differentiate, operator
@@ -42,13 +42,13 @@ def triton_linear_compress(
     Returns:
         `[B, M, N]`.
     """
-    shared = [_shared_product(weight, embedding, torch.float32) for weight, embedding in zip(weights, embeddings[:-1])]
-    return _compress(weights[-1], embeddings[-1], shared, indices)
+    shared = [_shared_product(weight, embedding) for weight, embedding in zip(weights, embeddings[:-1])]
+    return _compress(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype)
 
 
 def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
-    gradients += [x.new_empty((x.shape[0], _multiple_of_8(x.shape[1]), x.shape[2]))[:, : x.shape[1]] for x in embeddings]
+    gradients += [x.new_empty((x.shape[0], _ceil(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]] for x in embeddings]
     return [x if want else x.new_empty(0) for x, want in zip(gradients, wanted)]
 
 
@@ -76,41 +76,41 @@ def triton_linear_compress_backward(
     return gradients
 
 
-def _shared_product(weight: Tensor, embedding: Tensor, dtype: torch.dtype) -> Tensor:
-    """weight `[M, K]` @ embedding[b] `[K, N]` by cuBLAS, which is the faster where there is nothing to add."""
-    weights = weight.expand(embedding.shape[0], -1, -1)
-    if dtype == embedding.dtype:
-        return torch.bmm(weights, embedding)
-    if embedding.device.type == "cuda":
-        return torch.bmm(weights, embedding, out_dtype=dtype)
-    return torch.bmm(weights.to(dtype), embedding.to(dtype))
+def _product(weight: Tensor, embedding: Tensor) -> Tensor:
+    """weight `[M, K]` @ embedding[b] `[K, N]` by cuBLAS, in their dtype."""
+    return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
+
+
+def _shared_product(weight: Tensor, embedding: Tensor) -> Tensor:
+    """The same in fp32, to be added to the candidates' product."""
+    if embedding.dtype == torch.float32:
+        return _product(weight, embedding)
+    if embedding.device.type != "cuda":
+        return _product(weight.float(), embedding.float())
+    batch, columns = embedding.shape[0], embedding.shape[2]
+    if batch * _ceil(weight.shape[0], 128) * _ceil(columns, 256) > device_properties(embedding.device)[1]:
+        return _compress(weight, embedding, (), (), torch.float32)
+    return torch.bmm(weight.expand(batch, -1, -1), embedding, out_dtype=torch.float32)  # few tiles: less time on the host
 
 
 def _embedding_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
     """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, a view of as many rows as K is padded to: cuBLAS takes five times as long without."""
     columns = weight.shape[1]
-    padded = functional.pad(weight, (0, _multiple_of_8(columns) - columns))
-    return _shared_product(padded.t(), gradient, gradient.dtype)[:, :columns]
+    if columns % 8:
+        weight = functional.pad(weight, (0, -columns % 8))
+    return _product(weight.t(), gradient)[:, :columns]
 
 
-def _multiple_of_8(size: int) -> int:
-    return (size + 7) // 8 * 8
-
-
-def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
     weight, embedding = _aligned_rows(weight).unsqueeze(0), embedding if embedding.stride(2) == 1 else embedding.contiguous()
     (batch, k, n), m = embedding.shape, weight.shape[1]
-    out = embedding.new_empty((batch, m, n))
-    capability, processors = device_properties(embedding.device)
-    config = linear_compress_config(embedding.element_size(), capability, n)
-    half = config.rows // 2
-    tail = half if half >= 64 and 0 < m % config.rows <= half else config.rows
-    tiles = batch * triton.cdiv(m, config.rows) * triton.cdiv(n, config.columns)
-    if tiles == 0:
+    out = embedding.new_empty((batch, m, n), dtype=dtype)
+    config, tail, tiles, workers = _compress_plan(m, n, embedding.element_size(), embedding.device)
+    if batch * tiles == 0:
         return out
     align, strides = aligned_strides((weight, 1), (embedding, 0), (embedding, 1))
-    linear_compress_fwd_kernel[(min(tiles, processors * config.ctas_per_sm),)](
+    linear_compress_fwd_kernel[(min(batch * tiles, workers),)](
         weight, embedding, out, tuple(addends), tuple(indices),
         _descriptor(weight, config.rows, config.depth),
         _descriptor(weight, tail, config.depth) if tail < config.rows else None,
@@ -121,16 +121,25 @@ def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indi
     return out
 
 
+@functools.cache
+def _compress_plan(rows: int, columns: int, itemsize: int, device: torch.device) -> tuple[ProductConfig, int, int, int]:
+    """Launch configuration, height of the last tile, tiles of a batch row, programs at a time."""
+    capability, processors = device_properties(device)
+    config = linear_compress_config(itemsize, capability, columns)
+    half = config.rows // 2
+    tail = half if half >= 64 and 0 < rows % config.rows <= half else config.rows
+    return config, tail, _ceil(rows, config.rows) * _ceil(columns, config.columns), processors * config.ctas_per_sm
+
+
 def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
     """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, from as many fp32 parts as keep the GPU busy, summed in order."""
     embedding = embedding if embedding.stride(2) == 1 else embedding.contiguous()
     (batch, m, n), k = gradient.shape, embedding.shape[1]
-    capability, processors = device_properties(embedding.device)
-    config = weight_gradient_config(embedding.element_size(), capability, m, k)
-    tiles, steps = triton.cdiv(m, config.rows) * triton.cdiv(k, config.columns), batch * triton.cdiv(n, config.depth)
-    if tiles == 0 or steps == 0:
+    config, tiles, workers = _weight_gradient_plan(m, k, embedding.element_size(), embedding.device)
+    steps = batch * _ceil(n, config.depth)
+    if tiles * steps == 0:
         return gradient.new_zeros((m, k))
-    parts = max(1, min(processors * config.ctas_per_sm // tiles, steps // 8))
+    parts = max(1, min(workers // tiles, steps // 8))
     partial = gradient.new_empty((parts, m, k), dtype=torch.float32)
     align, strides = aligned_strides((gradient, 0), (gradient, 1), (embedding, 0), (embedding, 1))
     linear_compress_bwd_dw_kernel[(tiles, parts)](
@@ -142,6 +151,14 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
     return partial.sum(0).to(gradient.dtype)
 
 
+@functools.cache
+def _weight_gradient_plan(rows: int, columns: int, itemsize: int, device: torch.device) -> tuple[ProductConfig, int, int]:
+    """Launch configuration, tiles, programs at a time."""
+    capability, processors = device_properties(device)
+    config = weight_gradient_config(itemsize, capability, rows, columns)
+    return config, _ceil(rows, config.rows) * _ceil(columns, config.columns), processors * config.ctas_per_sm
+
+
 def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     """Order that groups equal indices, and the groups' offsets."""
     groups, order = torch.sort(index, stable=True)
@@ -150,12 +167,15 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
     """Sums of groups of x's first dimension, with one rounding."""
-    out = x.new_empty((offsets.shape[0] - 1, *x.shape[1:]))
-    if out.numel() and x.numel():
-        size, block = x.stride(0), 1024
-        sum_groups_kernel[(triton.cdiv(size, block), out.shape[0])](x, order, offsets, out, size, ROWS=8, BLOCK=block, num_warps=4)
-        return out
-    return out.zero_()
+    groups = offsets.shape[0] - 1
+    out = x.new_empty((groups, *x.shape[1:]))
+    if out.numel() == 0 or x.numel() == 0:
+        return out.zero_()
+    size = x.stride(0)
+    few = groups * _ceil(size, 1024) < 4 * device_properties(x.device)[1]
+    block, rows = (256, 16) if few else (1024, 8)
+    sum_groups_kernel[(_ceil(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
+    return out
 
 
 def _aligned_rows(weight: Tensor) -> Tensor:
@@ -163,7 +183,11 @@ def _aligned_rows(weight: Tensor) -> Tensor:
     if weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0:
         return weight
     rows, columns = weight.shape
-    return weight.new_empty((rows, _multiple_of_8(columns)))[:, :columns].copy_(weight)
+    return weight.new_empty((rows, _ceil(columns, 8) * 8))[:, :columns].copy_(weight)
+
+
+def _ceil(size: int, block: int) -> int:
+    return (size + block - 1) // block
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
