@@ -60,7 +60,7 @@ def triton_linear_compress_backward(
     """Gradients of the weights and the embeddings that are `wanted` (first of all weights, then of all embeddings); the others empty."""
     do = do.contiguous()
     levels = len(weights)
-    gradients = [do.new_empty(0) for _ in wanted]
+    gradients: list[Tensor | None] = [None] * len(wanted)
     for level in reversed(range(levels)):  # the longest kernels first: the host gets ahead
         weight, embedding = weights[level], embeddings[level]
         if not wanted[level] and not wanted[levels + level]:
@@ -73,7 +73,7 @@ def triton_linear_compress_backward(
             gradients[level] = _weight_gradient(gradient, embedding)
         if wanted[levels + level]:
             gradients[levels + level] = _embedding_gradient(weight, gradient)
-    return gradients
+    return [do.new_empty(0) if x is None else x for x in gradients]
 
 
 def _product(weight: Tensor, embedding: Tensor) -> Tensor:
