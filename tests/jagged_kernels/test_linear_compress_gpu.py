@@ -13,7 +13,9 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
 @pytest.mark.parametrize(
-    "batches, depths", [([37], [33]), ([3, 70], [1178, 866]), ([40, 200], [99, 40]), ([2, 30, 50], [40, 331, 170]), ([1, 1], [1, 70])], ids=str
+    "batches, depths",
+    [([37], [33]), ([3, 70], [1178, 866]), ([40, 200], [99, 40]), ([2, 30, 50], [40, 331, 170]), ([1, 1], [1, 70])],
+    ids=str,
 )
 def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, dtype):
     check_linear_compress(batches, depths, 433, 256, dtype, "cuda", grouped)
