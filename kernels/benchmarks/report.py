@@ -169,7 +169,8 @@ def save_picture(results: dict, stem: Path) -> None:
             draw_bars(axes, rows, column, factor, colours)
             axes.set_title(f"{table}: {title}", fontsize=10)
             axes.set_ylabel(unit)
-        line[len(panels) - 1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # a panel may lack some
+        line[len(panels) - 1].legend(bars.values(), bars, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
     plt.close(figure)

@@ -25,6 +25,27 @@ def test_nothing_to_multiply(check_linear_compress, batches, depths):
     check_linear_compress(batches, depths, 5, 8, torch.float32, "cpu")
 
 
+@pytest.mark.parametrize("rows", [5, 64, 150])
+def test_a_shared_levels_own_product(rows):
+    """What the kernel makes of a shared level of many rows: fp32, with nothing added."""
+    from jagged_kernels.linear_compress import _compress
+
+    weight, embedding = torch.randn(rows, 33).half(), torch.randn(7, 33, 40).half()
+    out = _compress(weight, embedding, (), (), torch.float32)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, weight.float() @ embedding.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [2, 600])
+def test_sums_of_few_and_of_many_groups(groups):
+    """Blocks are small where groups are few."""
+    from jagged_kernels.linear_compress import _group, _sum_groups
+
+    x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))
+    expected = torch.zeros(groups, 7, 40).index_add(0, index, x)
+    torch.testing.assert_close(_sum_groups(x, *_group(index, groups)), expected)
+
+
 def test_only_the_gradients_asked_for(compress_inputs):
     weights, embeddings, indices = compress_inputs([2, 3], [8, 9], 5, 8, torch.float32, "cpu")
     expected = torch.autograd.grad(F.linear_compress(weights, [x.requires_grad_() for x in embeddings], indices).sum(), embeddings)
