@@ -248,7 +248,7 @@ def linear_compress(
 
     Raises:
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
-        RuntimeError: a second derivative; the reference has it.
+        RuntimeError: a second derivative of the fused implementation; the others have it.
     """
     weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
     indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
