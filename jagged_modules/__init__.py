@@ -7,6 +7,7 @@ from .checks import debug_checks
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
 from .hstu import HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
+from .linear_compress import LinearCompressEmbedding
 from .masks import AttentionMask
 from .target_attention import JaggedTargetAttention
 
@@ -21,6 +22,7 @@ __all__ = [
     "Jagged",
     "JaggedGDPA",
     "JaggedTargetAttention",
+    "LinearCompressEmbedding",
     "TileSchedule",
     "debug_checks",
     "zigzag_schedule",

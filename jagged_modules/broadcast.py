@@ -28,6 +28,7 @@ class CandidateIndex:
     def __init__(self, offsets: Tensor, order: Tensor | None = None, inverse: Tensor | None = None, host_counts: Tensor | None = None):
         self.offsets, self.order, self.inverse, self.host_counts = offsets, order, inverse, host_counts
         self._query_offsets: dict[int, Tensor] = {}
+        self._users: Tensor | None = None
         self._token: tuple[int, int] | None = None
 
     @classmethod
@@ -90,6 +91,17 @@ class CandidateIndex:
         users = torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
         return users if self.inverse is None else users[self.inverse]
 
+    def users(self, num_candidates: int) -> Tensor:
+        """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""
+        if self._users is not None:
+            return self._users
+        positions = torch.arange(num_candidates, dtype=self.offsets.dtype, device=self.offsets.device)
+        users = torch.searchsorted(self.offsets, positions, right=True) - 1
+        users = users if self.inverse is None else users[self.inverse]
+        if not torch.compiler.is_compiling():
+            self._users = users
+        return users
+
     @property
     def token(self) -> tuple[int, int]:
         """Names the candidates' segmentation: equal for all copies of the index, in every process."""
@@ -127,14 +139,15 @@ class CandidateIndex:
             moved._token = self.token
         return moved
 
-    def check(self, num_candidates: int, num_users: int | None) -> None:
+    def check(self, num_candidates: int, num_users: int | None, names: tuple[str, str] = ("the queries have", "the history has")) -> None:
         """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
         if num_users is not None and self.num_users != num_users:
-            raise ValueError(f"candidates describe {self.num_users} users, the history has {num_users} segments")
-        if self.order is not None and self.order.shape[0] != num_candidates:
-            raise ValueError(f"candidates describe {self.order.shape[0]} candidates, the queries have {num_candidates}")
-        if self.host_counts is not None and not torch.compiler.is_compiling() and int(self.host_counts.sum()) != num_candidates:
-            raise ValueError(f"candidates describe {int(self.host_counts.sum())} candidates, the queries have {num_candidates}")
+            raise ValueError(f"candidates describe {self.num_users} users, {names[1]} {num_users}")
+        described = None if self.order is None else self.order.shape[0]
+        if described is None and self.host_counts is not None and not torch.compiler.is_compiling():
+            described = int(self.host_counts.sum())
+        if described is not None and described != num_candidates:
+            raise ValueError(f"candidates describe {described} candidates, {names[0]} {num_candidates}")
 
     def __repr__(self) -> str:
         return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"

@@ -290,5 +290,14 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
 
 
 def _is_torchrec(x) -> bool:
+    return _is_one_of(x, "JaggedTensor", "KeyedJaggedTensor")
+
+
+def is_keyed_tensor(x) -> bool:
+    """Whether x is TorchRec's KeyedTensor: dense `[B, Σ widths]` values of named features."""
+    return _is_one_of(x, "KeyedTensor")
+
+
+def _is_one_of(x, *names: str) -> bool:
     torchrec = sys.modules.get("torchrec.sparse.jagged_tensor")  # not imported: then x is none of its classes
-    return torchrec is not None and isinstance(x, (torchrec.JaggedTensor, torchrec.KeyedJaggedTensor))
+    return torchrec is not None and isinstance(x, tuple(getattr(torchrec, name) for name in names))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -44,6 +46,12 @@ def attention_reference(
             p = p * (output_scale[b] if isinstance(output_scale, Tensor) and output_scale.numel() else output_scale)
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
     return torch.cat(outputs)
+
+
+def linear_compress_reference(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+    """[W_0 | W_1 | ...] @ [E_0[index_0[b]]; E_1[index_1[b]]; ...] for every row b of the last embeddings, all levels replicated to it."""
+    replicated = [embedding.index_select(0, index) for embedding, index in zip(embeddings, indices)]
+    return torch.cat(list(weights), dim=1) @ torch.cat([*replicated, embeddings[-1]], dim=1)
 
 
 def segments(offsets: Tensor, shared: bool = False) -> list[slice]:

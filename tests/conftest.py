@@ -3,6 +3,8 @@
 import pytest
 import torch
 from hypothesis import settings
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
 
@@ -100,6 +102,27 @@ def _assert_accurate(operator, reference, *tensors, grad=None, fp32_roundings=32
 @pytest.fixture(scope="session")
 def assert_accurate():
     return _assert_accurate
+
+
+class _TensorSizes(TorchDispatchMode):
+    """Puts into `made` the number of elements of every tensor that operators make; views make none."""
+
+    def __init__(self):
+        super().__init__()
+        self.made: list[int] = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        made = [x for x in tree_leaves(out) if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in given]
+        self.made += [x.untyped_storage().nbytes() // x.element_size() for x in made]
+        return out
+
+
+@pytest.fixture(scope="session")
+def tensor_sizes():
+    """A mode, `with tensor_sizes() as sizes`, in which sizes.made lists the number of elements of every tensor that is made."""
+    return _TensorSizes
 
 
 def pytest_collection_modifyitems(items):

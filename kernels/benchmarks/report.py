@@ -69,6 +69,13 @@ COLUMNS = {  # heading -> text of a cell
     "forward GB/s": lambda row: number(row.get("forward_gbytes_per_s")),
     "backward GB/s": lambda row: number(row.get("backward_gbytes_per_s")),
     "fwd+bwd GB/s": lambda row: number(row.get("forward_backward_gbytes_per_s")),
+    "forward GB": lambda row: number(row.get("forward_gbytes")),
+    "backward GB": lambda row: number(row.get("backward_gbytes")),
+    "fwd+bwd GB": lambda row: number(row.get("forward_backward_gbytes")),
+    "forward % of floor": lambda row: number(row.get("forward_floor_percent")),
+    "fwd+bwd % of floor": lambda row: number(row.get("forward_backward_floor_percent")),
+    "forward speed-up": lambda row: number(row.get("forward_speedup")),
+    "fwd+bwd speed-up": lambda row: number(row.get("forward_backward_speedup")),
     "inputs MB": lambda row: megabytes(row.get("input_bytes")),
     "forward peak MB": lambda row: megabytes(row.get("forward_peak_bytes")),
     "fwd+bwd peak MB": lambda row: megabytes(row.get("forward_backward_peak_bytes")),
@@ -103,14 +110,16 @@ def markdown(results: dict) -> str:
 
 # -- picture -------------------------------------------------------------------------------------------------------
 
-PANELS = {  # axis label -> (column, unit); the first one of a pair that was measured is drawn
-    "forward": [("forward_tflops", "TFLOP/s", 1), ("forward_gbytes_per_s", "GB/s", 1), ("forward_ms", "ms", 1)],
-    "backward": [("backward_tflops", "TFLOP/s", 1), ("backward_gbytes_per_s", "GB/s", 1), ("backward_ms", "ms", 1)],
-    "forward + backward": [
-        ("forward_backward_tflops", "TFLOP/s", 1),
-        ("forward_backward_gbytes_per_s", "GB/s", 1),
-        ("forward_backward_ms", "ms", 1),
-    ],
+PANELS = {  # axis label -> (column, unit, factor); the first one that was measured and fits the case's choice is drawn
+    **{
+        title: [
+            (f"{key}_tflops", "TFLOP/s", 1),
+            (f"{key}_gbytes_per_s", "GB/s", 1),
+            (f"{key}_ms", "ms", 1),
+            (f"{key}_speedup", "speed-up", 1),
+        ]
+        for title, key in (("forward", "forward"), ("backward", "backward"), ("forward + backward", "forward_backward"))
+    },
     "peak memory of a training step": [("forward_backward_peak_bytes", "MB above the inputs", 1e-6)],
 }
 
@@ -118,8 +127,9 @@ PANELS = {  # axis label -> (column, unit); the first one of a pair that was mea
 def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
     """(title, column, unit, factor) of the panels that have something to show."""
     panels = []
+    chosen = rows[0].get("picture", "")
     for title, choices in PANELS.items():
-        choices = [choice for choice in choices if any(row.get(choice[0]) is not None for row in rows)]
+        choices = [choice for choice in choices if choice[0].endswith(chosen) and any(row.get(choice[0]) is not None for row in rows)]
         panels += [(title, *choices[0])] if choices else []
     return panels
 
@@ -159,7 +169,8 @@ def save_picture(results: dict, stem: Path) -> None:
             draw_bars(axes, rows, column, factor, colours)
             axes.set_title(f"{table}: {title}", fontsize=10)
             axes.set_ylabel(unit)
-        line[len(panels) - 1].legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # a panel may lack some
+        line[len(panels) - 1].legend(bars.values(), bars, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
     plt.close(figure)

@@ -69,6 +69,7 @@ class Implementation:
         grad_output: the gradient of the output, in its layout.
         note: what a reader must know, printed beside the figures.
         host_ms: named times on the host outside the measured call, in ms.
+        whole: False where it computes a part of the case's work: of what follows from its times, nothing is reported.
     """
 
     forward: Callable[[], Tensor]
@@ -77,6 +78,7 @@ class Implementation:
     grad_output: Tensor | None = None
     note: str = ""
     host_ms: Mapping[str, float] = field(default_factory=dict)
+    whole: bool = True
 
     @property
     def differentiable(self) -> dict[str, Tensor]:
@@ -111,6 +113,8 @@ class Setup:
         backward_flops: of the backward alone.
         bytes: what the forward must read and write at least.
         backward_bytes: what the backward must read and write at least.
+        attainable: (bytes/s, FLOP/s) of the device, from which a floor of the time follows; None where they are not known.
+        baseline: the implementation over which the others' speed-up is reported.
     """
 
     implementations: Mapping[str, Callable[[], Implementation]]
@@ -120,17 +124,21 @@ class Setup:
     backward_flops: float = 0.0
     bytes: float = 0.0
     backward_bytes: float = 0.0
+    attainable: tuple[float, float] | None = None
+    baseline: str = ""
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row group of a table. ``timed=False`` takes peak memory only; ``backward_alone`` times that in place of forward+backward."""
+    """One row group of a table. ``timed=False`` takes peak memory only; ``backward_alone`` times that in place of forward+backward.
+    ``picture``: what the picture shows ("ms", "speedup"); where empty, work per time and memory."""
 
     table: str
     name: str
     setup: Callable[[], Setup]
     timed: bool = True
     backward_alone: bool = False
+    picture: str = ""
 
 
 class WrongResult(Exception):
@@ -264,7 +272,7 @@ def build_and_check(build: Callable[[], Implementation], row: dict, *reference) 
 
 def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) -> list[dict]:
     """Checks and measures a case: a row for every implementation the filter lets through, whatever became of it."""
-    blank = {"table": case.table, "case": case.name, "status": "ok"}
+    blank = {"table": case.table, "case": case.name, "picture": case.picture, "status": "ok"}
     try:
         setup = case.setup()
         expected = setup.reference(torch.float64)
@@ -291,23 +299,31 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
             except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
                 rows[name] |= failure(error, "timing")
                 del ready[name]
-    for name in ready:
-        derive(rows[name], setup)
+    baseline = rows[setup.baseline] if setup.baseline in ready else {}
+    for name, checked in ready.items():
+        derive(rows[name], setup, baseline, all(implementation.whole for implementation in checked.values()))
     return list(rows.values())
 
 
-def derive(row: dict, setup: Setup) -> None:
-    """The reported figures: the better round, TFLOP/s and GB/s."""
+def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:
+    """The reported figures: the better round, and what follows from it where the row's work is the ``whole`` of the setup's."""
     totals = {
         "forward": (setup.flops, setup.bytes),
         "backward": (setup.backward_flops, setup.backward_bytes),
         "forward_backward": (setup.flops + setup.backward_flops, setup.bytes + setup.backward_bytes),
     }
     for key, (flops, nbytes) in totals.items():
-        if f"{key}_rounds_ms" in row:
-            ms = row[f"{key}_ms"] = min(row[f"{key}_rounds_ms"])
+        if f"{key}_rounds_ms" not in row:
+            continue
+        ms = row[f"{key}_ms"] = min(row[f"{key}_rounds_ms"])
+        if whole:
             row[f"{key}_tflops"] = flops / ms / 1e9 if flops else None
+            row[f"{key}_gbytes"] = nbytes / 1e9 if nbytes else None
             row[f"{key}_gbytes_per_s"] = nbytes / ms / 1e6 if nbytes else None
+            if setup.attainable:
+                row[f"{key}_floor_percent"] = 1e5 / ms * max(work / rate for work, rate in zip((nbytes, flops), setup.attainable))
+            if f"{key}_rounds_ms" in baseline:
+                row[f"{key}_speedup"] = min(baseline[f"{key}_rounds_ms"]) / ms
 
 
 def release_memory(device: str) -> None:

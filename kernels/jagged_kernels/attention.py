@@ -16,7 +16,6 @@ and their dq is summed over the segments.
 from __future__ import annotations
 
 import functools
-import math
 
 import torch
 import triton
@@ -26,6 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, padded_dim
+from .launch import aligned_strides, device_properties, precision
 from .operators import below_autograd, differentiate, operator
 from .tile_list import tile_list
 
@@ -61,7 +61,7 @@ def triton_attention(
     out, lse = _empty_outputs(q, v, q_offsets, q_shared, activation)
     config, common = _launch("fwd", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
     if grid := _grid(config, tiles):
-        align, strides = _strides(q, k, v, out)
+        align, strides = _row_and_head_strides(q, k, v, out)
         factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
@@ -99,7 +99,7 @@ def triton_attention_backward(
         tiles, num_tiles = tile_list(q_offsets, kv_offsets, do.shape[0], q.shape[1], tile, config.block)
     if grid := _grid(config, tiles):
         out = do if out is None else out
-        align, strides = _strides(q, k, v, out, do, dq)
+        align, strides = _row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(align, (k, config.block), (v, config.block)),
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
@@ -117,7 +117,7 @@ def triton_attention_backward(
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     config, common = _launch("dkdv", q, k, v, block_m, do.shape[0], q_offsets, activation, mask)
     if grid := _grid(config, key_tiles):
-        align, strides = _strides(q, k, v, do, dk, dv)
+        align, strides = _row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
             *_descriptors(align, (q, config.block), (k, key_block), (do, config.block)),
@@ -144,18 +144,18 @@ def _launch(
     """
     dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
     long = mask is None and loop_rows >= LONG * (offsets.shape[0] - 1)
-    return _constants(kernel, *dims, q.dtype, block_m, long, q.device, _precision(q), activation, mask and tuple(mask))
+    return _constants(kernel, *dims, q.dtype, block_m, long, q.device, precision(q), activation, mask and tuple(mask))
 
 
 def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
     """As many programs as the GPU holds at a time; none, which is no grid, where there are no tiles."""
-    workers = min(_device(tiles.device)[1] * config.ctas_per_sm, tiles.shape[0])
+    workers = min(device_properties(tiles.device)[1] * config.ctas_per_sm, tiles.shape[0])
     return (workers,) if workers else ()
 
 
 @functools.cache
 def _constants(kernel, group, head_dim, v_dim, dtype, query_tile, long, device, precision, activation, mask) -> tuple[LaunchConfig, dict]:
-    config = getattr(attention_config(max(head_dim, v_dim), dtype.itemsize, _device(device)[0], query_tile, long), kernel)
+    config = getattr(attention_config(max(head_dim, v_dim), dtype.itemsize, device_properties(device)[0], query_tile, long), kernel)
     return config, dict(
         GROUP=group,
         HEAD_DIM=head_dim,
@@ -171,37 +171,14 @@ def _constants(kernel, group, head_dim, v_dim, dtype, query_tile, long, device, 
     )
 
 
-def _precision(x: Tensor) -> str:
-    """How fp32 products are made: six bf16 products carry all 24 bits on the matrix units, a tenth of the time of ordinary fp32
-    arithmetic; tf32 where the user allowed it for matrix products. Triton's interpreter knows neither."""
-    if x.device.type != "cuda":
-        return "ieee"
-    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-
-
-@functools.cache
-def _device(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
-    if device.type != "cuda":
-        return (9, 0), 4
-    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _strides(*tensors: Tensor) -> tuple[int, list[int]]:
-    """Row and head strides of each tensor in units of `align` elements, the most that divides all of them, up to 16 bytes.
-
-    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
-    multiply by the constant `align` instead, which tells the compiler how wide a load may be.
-    """
-    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x in tensors for dim in (0, 1)]
-    align = math.gcd(16 // min(x.element_size() for x in tensors), *strides)
-    return align, [stride // align for stride in strides]
+def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    return aligned_strides(*((x, dim) for x in tensors for dim in (0, 1)))
 
 
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
     device = blocks[0][0].device
-    if device.type != "cuda" or _device(device)[0] < (9, 0) or not all(_has_descriptor(x, align) for x, _ in blocks):
+    if device.type != "cuda" or device_properties(device)[0] < (9, 0) or not all(_has_descriptor(x, align) for x, _ in blocks):
         return [None] * len(blocks)
     return [
         # A dimension of size 1 may have any stride: one that TMA takes stands in for it.
@@ -223,7 +200,7 @@ def _has_descriptor(x: Tensor, align: int) -> bool:
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:
     """Offsets that cut the query rows into chunks, each against all keys, enough to fill the GPU: (q, kv, number of chunks)."""
     tiles = max(1, triton.cdiv(k.shape[0], key_block) * k.shape[1])
-    chunks = max(1, min(2 * _device(q.device)[1] // tiles, triton.cdiv(q.shape[0], 256)))
+    chunks = max(1, min(2 * device_properties(q.device)[1] // tiles, triton.cdiv(q.shape[0], 256)))
     boundaries = torch.arange(chunks + 1, device=q.device)
     return boundaries * q.shape[0] // chunks, boundaries * k.shape[0], chunks
 
@@ -263,5 +240,5 @@ class _AttentionBackward(torch.autograd.Function):
         raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
 
 
-differentiate(triton_attention, _Attention)
-differentiate(triton_attention_backward, _AttentionBackward)
+differentiate(triton_attention, _Attention.apply)
+differentiate(triton_attention_backward, _AttentionBackward.apply)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,3 +95,35 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         dq=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
         dkdv=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """A kernel of linear compression: rows and columns of its tiles, the length of the blocks of its sums, and its launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int = 1
+
+
+def linear_compress_config(itemsize: int, capability: tuple[int, int], columns: int) -> ProductConfig:
+    """Launch configuration of the candidates' product, whose result has that many columns."""
+    if itemsize == 4:
+        return ProductConfig(rows=64, columns=64, depth=32, num_warps=4, num_stages=2, ctas_per_sm=2)
+    if capability < (9, 0) or columns <= 128:
+        return ProductConfig(rows=128, columns=min(128, padded_dim(columns)), depth=32, num_warps=4, num_stages=3, ctas_per_sm=2)
+    return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=4)
+
+
+def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int, columns: int) -> ProductConfig:
+    """Launch configuration of the gradient of a weight `[rows, columns]`; `depth` divides the embeddings' width."""
+    if itemsize == 4:
+        return ProductConfig(rows=64, columns=64, depth=32, num_warps=4, num_stages=2, ctas_per_sm=2)
+    if capability < (9, 0):
+        return ProductConfig(rows=64, columns=128, depth=32, num_warps=4, num_stages=3, ctas_per_sm=2)
+    shapes = (256, 128), (128, 256)
+    tile = min(shapes, key=lambda tile: math.prod(math.ceil(size / side) * side for size, side in zip((rows, columns), tile)))
+    return ProductConfig(*tile, depth=64, num_warps=8, num_stages=3)

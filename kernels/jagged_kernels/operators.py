@@ -37,19 +37,20 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 def _on_the_tensors_device(launcher: Callable) -> Callable:
     """Triton launches on the current device, which need not be the tensors'."""
 
-    def launch(first: torch.Tensor, *args):
-        with torch.cuda.device(first.device):
+    def launch(first, *args):
+        with torch.cuda.device((first[0] if isinstance(first, (list, tuple)) else first).device):
             return launcher(first, *args)
 
     return launch
 
 
-def differentiate(op: Callable, function: type[torch.autograd.Function]) -> None:
-    """Route the operator's calls under autograd through `function`, whose forward calls `op` inside `below_autograd()`."""
+def differentiate(op: Callable, apply: Callable) -> None:
+    """Route the operator's calls under autograd through `apply`, that of an autograd function whose forward calls `op` inside
+    `below_autograd()`."""
 
     def call(*args):
         if torch.is_grad_enabled():
-            return function.apply(*args)
+            return apply(*args)
         with below_autograd():
             return op(*args)
 

@@ -71,3 +71,29 @@ def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl
     if DIM != BLOCK_D:
         mask = mask & (tl.arange(0, BLOCK_D)[None, :] < DIM)
     tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_block(
+    operand, batch, row, column, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """[BLOCK_R, BLOCK_C] block of matrix `batch` of an operand (pointer, descriptor or None, batch stride, row stride) from
+    (row, column) on. What lies past its NUM_ROWS rows and NUM_COLUMNS columns reads as 0."""
+    ptr, desc, stride_batch, stride_row = operand
+    if desc is not None:
+        return tl.reshape(desc.load([tl.cast(batch, tl.int32), row, column]), BLOCK_R, BLOCK_C)
+    else:
+        rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
+        ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+        return tl.load(ptrs, mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
+
+
+@triton.jit
+def store_block(
+    operand, batch, row, column, block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Store what lies within the matrix of a block; operand: pointer, batch stride, row stride."""
+    ptr, stride_batch, stride_row = operand
+    rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
+    ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :])

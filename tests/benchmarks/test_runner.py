@@ -1,5 +1,6 @@
 """The benchmark runner from command line to files, on the CPU with small row sums."""
 
+import dataclasses
 import json
 import os
 import re
@@ -192,6 +193,19 @@ def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
     assert row["backward_tflops"] == pytest.approx(64.0 / row["backward_ms"] / 1e9)
     assert sum(calls) == 2 + 2  # two checks, one graph a round however often its backward runs
     assert "| backward ms |" in path.with_suffix(".md").read_text()
+
+
+@pytest.mark.parametrize(("attainable", "floor_ms"), [((1e9, 1e6), 32e-3), ((1e6, 1e9), 256e-3)])
+def test_floor_and_speed_up(tmp_path, attainable, floor_ms):
+    """32 FLOP and 256 bytes forward: the longer of the two is the floor."""
+    setup = dataclasses.replace(squares_setup(4, power=power, multiply=multiply), attainable=attainable, baseline="multiply")
+    _, results, path = run(tmp_path, [Case("squares", "a", lambda: setup, picture="speedup")])
+    first, baseline = results["rows"]
+    assert baseline["forward_speedup"] == 1
+    assert first["forward_speedup"] == pytest.approx(baseline["forward_ms"] / first["forward_ms"])
+    assert first["forward_floor_percent"] == pytest.approx(100 * floor_ms / first["forward_ms"])
+    assert [column for _, column, _, _ in report.measured_panels(results["rows"])] == ["forward_speedup", "forward_backward_speedup"]
+    assert "| forward % of floor |" in path.with_suffix(".md").read_text()
 
 
 def test_the_summary_stands_above_the_tables(tmp_path):

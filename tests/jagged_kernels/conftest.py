@@ -1,4 +1,4 @@
-"""The attention check shared by interpreter and GPU tests."""
+"""The checks that interpreter and GPU tests share."""
 
 import pytest
 import torch
@@ -162,5 +162,38 @@ def check_attention(poisoned_memory, offsets, assert_accurate):
 
         grad = None if grad is None else grad(operator(*tensors))
         assert_accurate(operator, reference, *tensors, grad=grad, fp32_roundings=4)
+
+    return check
+
+
+@pytest.fixture
+def compress_inputs():
+    """Random weights, embeddings and indices; `batches` and `depths` (K) of the levels, coarsest first."""
+
+    def make(batches, depths, num_compressed, width, dtype, device, grouped=False):
+        weights = [(torch.randn(num_compressed, k, device=device) * max(k, 1) ** -0.5).to(dtype) for k in depths]
+        embeddings = [torch.randn(b, k, width, device=device).to(dtype) for b, k in zip(batches, depths)]
+        indices = [torch.randint(0, max(b, 1), (batches[-1],), device=device) for b in batches[:-1]]
+        if grouped:
+            indices = [jm.CandidateIndex.from_counts(torch.bincount(x.cpu(), minlength=b)).to(device) for x, b in zip(indices, batches)]
+        return weights, embeddings, indices
+
+    return make
+
+
+@pytest.fixture
+def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
+    """Hold implementation="fused", forward and every gradient, to the accuracy rule."""
+
+    def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None):
+        weights, embeddings, indices = compress_inputs(batches, depths, num_compressed, width, dtype, device, grouped)
+        tensors = [*weights, *embeddings]
+        tensors = tensors if change is None else [change(x) for x in tensors]
+
+        def run(implementation):
+            return lambda *x: F.linear_compress(x[: len(x) // 2], x[len(x) // 2 :], indices, implementation=implementation)
+
+        grad = None if grad is None else grad(run("fused")(*tensors))
+        assert_accurate(run("fused"), run("reference"), *tensors, grad=grad, fp32_roundings=4)
 
     return check

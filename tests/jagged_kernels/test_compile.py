@@ -6,9 +6,15 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels import attention_kernels, tile_list  # noqa: E402
+from jagged_kernels import attention_kernels, linear_compress_kernels, tile_list  # noqa: E402
 from jagged_kernels.activations import activation_function  # noqa: E402
-from jagged_kernels.configs import attention_config, attention_tile, padded_dim  # noqa: E402
+from jagged_kernels.configs import (  # noqa: E402
+    attention_config,
+    attention_tile,
+    linear_compress_config,
+    padded_dim,
+    weight_gradient_config,
+)
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -111,5 +117,55 @@ def test_tile_list_kernel_compiles(capability):
     pointers = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     signature = pointers | dict(num_segments="i32", num_heads="i32")
     constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256)
+    source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+def compile_linear_compress(name, capability, dtype, sizes):
+    """The compiled kernel of a weight `[M, K]` and embeddings `[B, K, N]`, with the launch configuration that they get."""
+    m, k, n = sizes
+    itemsize, generation = 4 if dtype == "fp32" else 2, divmod(capability, 10)
+    kernel = getattr(linear_compress_kernels, f"linear_compress_{name}_kernel")
+    blocks = dict(M=m, K=k, N=n, ALIGN=16 // itemsize, PRECISION="bf16x6" if dtype == "fp32" else "ieee")
+    pointers = dict(addends_ptr=("*fp32", "*fp32"), indices_ptr=("*i64", "*i32"), partial_ptr="*fp32")
+    if name == "fwd":
+        config = linear_compress_config(itemsize, generation, n)
+        blocks |= dict(BLOCK_M=config.rows, TAIL_M=64, BLOCK_N=config.columns, BLOCK_K=config.depth)
+        shapes = dict(w_desc=(config.rows, config.depth), w_tail_desc=(64, config.depth), e_desc=(config.depth, config.columns))
+    else:
+        config = weight_gradient_config(itemsize, generation, m, k)
+        blocks |= dict(BLOCK_M=config.rows, BLOCK_K=config.columns, BLOCK_N=config.depth)
+        shapes = dict(g_desc=(config.rows, config.depth), e_desc=(config.columns, config.depth))
+    descriptors = {arg: f"tensordesc<{dtype}[1, {rows}, {columns}]>" for arg, (rows, columns) in shapes.items() if capability >= 90}
+    constants = blocks | {arg: None for arg in shapes if arg not in descriptors}
+    signature = {}
+    for arg in kernel.arg_names:
+        signature[arg] = "constexpr" if arg in constants else descriptors.get(arg) or pointers.get(arg) or "i32"
+        if arg.endswith("_ptr") and arg not in pointers:
+            signature[arg] = f"*{dtype}"
+    aligned = {
+        (i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if isinstance(signature[arg], str) and "_ptr" in arg
+    }
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("name", ["fwd", "bwd_dw"])
+def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory):
+    for sizes in ((433, 866, 256), (200, 300, 64)):
+        compiled = compile_linear_compress(name, capability, dtype, sizes)
+        assert compiled.metadata.shared <= shared_memory * 1024
+        if capability == 90 and dtype != "fp32":
+            assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_sum_groups_kernel_compiles(capability):
+    kernel = linear_compress_kernels.sum_groups_kernel
+    signature = dict(x_ptr="*bf16", order_ptr="*i64", offsets_ptr="*i64", out_ptr="*bf16", size="i32")
+    constants = dict(ROWS=8, BLOCK=1024)
     source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]

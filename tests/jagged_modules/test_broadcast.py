@@ -65,6 +65,34 @@ def test_query_rows_of_a_user():
     assert index.query_lengths(4).tolist() == [12, 0, 8]
 
 
+@given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())
+def test_users_where_the_number_of_candidates_is_known(counts, data):
+    """Of candidates in any order, users without candidates among them."""
+    candidate_to_user = torch.tensor(data.draw(st.permutations([user for user, count in enumerate(counts) for _ in range(count)])))
+    candidate_to_user = candidate_to_user.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
+    index = jm.CandidateIndex.from_map(candidate_to_user, len(counts))
+    assert torch.equal(index.users(len(candidate_to_user)), candidate_to_user.long())
+    grouped = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64))
+    assert torch.equal(grouped.users(len(candidate_to_user)), candidate_to_user.sort().values.long())
+
+
+def test_users_are_computed_once_and_on_the_device_of_the_index():
+    index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3)
+    assert index.users(3) is index.users(3)
+    assert index.to("meta").users(3).device.type == "meta"
+    assert torch.equal(pickle.loads(pickle.dumps(index)).users(3), torch.tensor([2, 0, 2]))
+
+
+def test_users_under_compile():
+    torch._dynamo.reset()
+    graph = torch.compile(lambda index, count: index.users(count), fullgraph=True, dynamic=True, backend="aot_eager")
+    for candidate_to_user in ([2, 0, 2], [0, 0, 3, 3, 3], [1]):
+        candidate_to_user = torch.tensor(candidate_to_user)
+        index = jm.CandidateIndex.from_map(candidate_to_user, 4)
+        assert torch.equal(graph(index, len(candidate_to_user)), candidate_to_user)
+        assert index._users is None, "nothing made in a graph is kept"
+
+
 def test_copies_keep_the_name_of_the_segmentation():
     index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
     assert pickle.loads(pickle.dumps(index)).token != index.token, "nobody had asked for the name when it was pickled"

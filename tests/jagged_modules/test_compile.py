@@ -140,6 +140,28 @@ def test_target_attention(form):
     assert_compiles_once(attend, batches)
 
 
+def user_index(form, users, count):
+    """The input from which the graph makes the users of the candidates."""
+    return torch.randint(users, (count,)) if form in ("tensor", "map") else random_offsets(users, count)
+
+
+@pytest.mark.parametrize("form", ["tensor", "map", "offsets"])
+@pytest.mark.parametrize("implementation", ["reference", "decomposed", "padded"])
+def test_linear_compress(implementation, form):
+    def compress(w_user, w_candidate, users, candidates, index):
+        if form == "map":
+            index = jm.CandidateIndex.from_map(index, users.shape[0])
+        elif form == "offsets":
+            index = jm.CandidateIndex.from_offsets(index)
+        return F.linear_compress((w_user, w_candidate), (users, candidates), index, implementation=implementation)
+
+    batches = []
+    for users, _, count in SIZES:
+        embeddings = torch.randn(users, 9, WIDTH), torch.randn(count, 10, WIDTH)
+        batches.append((torch.randn(4, 9), torch.randn(4, 10), *embeddings, user_index(form, users, count)))
+    assert_compiles_once(compress, batches)
+
+
 @pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor", "nested"])
 def test_layer_with_every_container(kind):
     """The container is made outside of the graph, as a data loader or an embedding does."""
@@ -192,6 +214,25 @@ def test_layer_with_candidates(form):
     assert counter.frame_count == 1
 
 
+def compress_inputs(users, _, count):
+    """Candidate embeddings, user embeddings and vendor embeddings for 3 users of each vendor, and the maps of users and vendors."""
+    candidates, shared, vendors = torch.randn(count, 10, WIDTH), torch.randn(users, 9, WIDTH), torch.randn(3 * users, 8, WIDTH)
+    return candidates, shared, vendors, torch.randint(users, (count,)), torch.randint(3 * users, (count,))
+
+
+def test_compressing_layer_with_keyed_tensors():
+    torchrec = pytest.importorskip("torchrec")
+    layer = jm.LinearCompressEmbedding(10, 4, 9)
+    graph, counter = compiled(layer)
+    for sizes in SIZES:
+        candidates, shared, _, users_of, _ = compress_inputs(*sizes)
+        keyed = [torchrec.KeyedTensor(list(map(str, range(x.shape[1]))), [WIDTH] * x.shape[1], x.flatten(1)) for x in (candidates, shared)]
+        out = graph(*keyed, jm.CandidateIndex.from_map(users_of, sizes[0]))
+        torch.testing.assert_close(out, layer(candidates, shared, users_of))
+        out.sum().backward()
+    assert counter.frame_count == 1
+
+
 def test_inductor():
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     torch._dynamo.reset()
@@ -225,6 +266,28 @@ def test_export_with_users_candidates_and_rows_dynamic():
     exported = torch.export.export(model, ranker_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
     for sizes in [*SIZES, (2, 3, 400)]:
         inputs = ranker_inputs(*sizes)
+        torch.testing.assert_close(exported(*inputs), model(*inputs))
+
+
+class Compressor(torch.nn.Module):
+    """Three levels, the users' by a CandidateIndex made in the graph."""
+
+    def __init__(self):
+        super().__init__()
+        self.compress = jm.LinearCompressEmbedding(10, 4, (9, 8))
+
+    def forward(self, candidates, shared, vendors, users_of, vendors_of):
+        index = jm.CandidateIndex.from_map(users_of, shared.shape[0])
+        return self.compress(candidates, [shared, vendors], [index, vendors_of])
+
+
+def test_export_of_linear_compress_with_all_batch_sizes_dynamic():
+    model = Compressor()
+    count, users, vendors = (torch.export.Dim(name) for name in ("count", "users", "vendors"))
+    shapes = dict(candidates={0: count}, shared={0: users}, vendors={0: vendors}, users_of={0: count}, vendors_of={0: count})
+    exported = torch.export.export(model, compress_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
+    for sizes in [*SIZES, (2, 0, 400)]:
+        inputs = compress_inputs(*sizes)
         torch.testing.assert_close(exported(*inputs), model(*inputs))
 
 
@@ -270,3 +333,11 @@ def test_symbolic_trace_of_a_mask(offsets_of):
     traced = torch.fx.symbolic_trace(Attention())
     inputs = torch.randn(9, 2, 4), offsets_of([4, 5]), torch.rand(2)
     assert torch.equal(traced(*inputs), Attention()(*inputs))
+
+
+def test_symbolic_trace_of_linear_compress():
+    layer = jm.LinearCompressEmbedding(10, 4, 9)
+    traced = torch.fx.symbolic_trace(layer)
+    assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == ["_dense", "_dense", "linear_compress"]
+    candidates, shared, _, users_of, _ = compress_inputs(*SIZES[0])
+    assert torch.equal(traced(candidates, shared, users_of), layer(candidates, shared, users_of))

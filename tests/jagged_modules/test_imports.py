@@ -18,7 +18,9 @@ history.prepare(num_heads=2, head_dim=4)
 layer(torch.randn(2, 3, 8), history).sum().backward()
 index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
 layer(torch.randn(3, 1, 8), history, index).sum().backward()
-assert all(p.grad is not None for p in layer.parameters())
+compress = jm.LinearCompressEmbedding(3, 4, 5)
+compress(torch.randn(3, 3, 8), torch.randn(2, 5, 8), index).sum().backward()
+assert all(p.grad is not None for p in (*layer.parameters(), *compress.parameters()))
 """
 
 

@@ -1,0 +1,159 @@
+"""Trains a small Wukong (Zhang et al. 2024, arXiv:2403.02545) on generated rating histories: python examples/wukong.py [--epochs 4]
+
+Users and candidates meet in the first layer's linear compression. It multiplies the embeddings of a user once, however many candidates the
+user has, so nothing of a user is replicated. Prints the held-out AUC, and that of ranking items by how often they were liked.
+"""
+
+import argparse
+from functools import partial
+
+import numpy as np
+import torch
+from generated_log import generate_log
+from ranking_data import LIKED, SPLITS, RankingBatch, RankingDataset, add_popularity, make_chunks, make_loader, split_by_time
+from torch import nn
+from torch.nn import functional
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, JaggedTensor, KeyedJaggedTensor, PoolingType
+from tqdm import tqdm
+from training import pick_device, ranking_metrics, seed_epoch
+
+from jagged_modules import CandidateIndex, LinearCompressEmbedding
+
+
+class WukongLayer(nn.Module):
+    """LayerNorm([FM block(x); linear compression(x)] + x): from n embeddings of width d to as many.
+
+    Where users are given, x is itself a linear compression of the users' and the candidates' embeddings, and both are one product.
+
+    Args:
+        num_embeddings: n; each half makes n / 2.
+        embedding_dim: d.
+        num_candidate_embeddings, num_user_embeddings: what comes in, where that is not n embeddings.
+        rank: columns k of the projection Y, which keeps the interactions X Xᵀ Y at [n, k].
+    """
+
+    def __init__(self, num_embeddings: int, embedding_dim: int, num_candidate_embeddings=None, num_user_embeddings=0, rank: int = 8):
+        super().__init__()
+        half = num_embeddings // 2
+        self.sizes = [num_embeddings, half] if num_user_embeddings else [half]
+        self.compress = LinearCompressEmbedding(num_candidate_embeddings or num_embeddings, sum(self.sizes), num_user_embeddings)
+        self.project = LinearCompressEmbedding(num_embeddings, rank)  # Yᵀ
+        self.mlp = nn.Sequential(
+            nn.Flatten(),
+            nn.LayerNorm(num_embeddings * rank),
+            nn.Linear(num_embeddings * rank, 128),
+            nn.ReLU(),
+            nn.Linear(128, half * embedding_dim),
+            nn.Unflatten(1, (half, embedding_dim)),
+        )
+        self.norm = nn.LayerNorm(embedding_dim)
+
+    def forward(self, x, users=None, candidates: CandidateIndex | None = None) -> torch.Tensor:
+        """[C, n, d] of x [C, n, d], or of the candidates' and the users' embeddings, each at its own batch size."""
+        *merged, compressed = self.compress(x, users, candidates).split(self.sizes, dim=1)
+        x = merged[0] if merged else x
+        interactions = x @ self.project(x).mT
+        return self.norm(torch.cat([self.mlp(interactions), compressed], dim=1) + x)
+
+
+class Wukong(nn.Module):
+    """The log-odds that the user likes the candidate. A past rating is a row of a table with one for each item (genre) and rating."""
+
+    def __init__(self, dataset: RankingDataset, num_embeddings: int = 16, embedding_dim: int = 32, num_layers: int = 2):
+        super().__init__()
+        log, self.num_ratings = dataset.log, dataset.num_ratings
+        popularity, genres = (log.item_features[name].cardinality for name in ("popularity", "genre"))
+        items = {"item": log.num_items, "popularity": popularity, "genre": genres}
+        users = {"user": log.num_users, "rated_items": log.num_items * self.num_ratings, "rated_genres": genres * self.num_ratings}
+        self.item_bags, self.user_bags = bag_collection(items, embedding_dim), bag_collection(users, embedding_dim)
+        first = WukongLayer(num_embeddings, embedding_dim, len(items), len(users))
+        self.layers = nn.ModuleList([first, *(WukongLayer(num_embeddings, embedding_dim) for _ in range(num_layers - 1))])
+        self.head = nn.Sequential(
+            nn.Flatten(), nn.Dropout(0.3), nn.Linear(num_embeddings * embedding_dim, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0)
+        )
+
+    def tables(self) -> list[nn.Parameter]:
+        return [*self.item_bags.parameters(), *self.user_bags.parameters()]
+
+    def forward(self, batch: RankingBatch) -> torch.Tensor:
+        """Logits [C] of the batch's candidates."""
+        history, targets = batch.ids["history_item"], batch.ids["target_item"]
+        past, popularity, genre = len(history.values()), batch.items["popularity"].values(), batch.items["genre"].values()
+        items = {"item": targets.values(), "popularity": popularity[past:], "genre": genre[past:]}
+        one_each = torch.ones_like(targets.values(), dtype=torch.int32)
+        rated = {"rated_items": history.values(), "rated_genres": genre[:past]}
+        rated = {name: ids * self.num_ratings + batch.ids["history_rating"].values() for name, ids in rated.items()}
+        users = {"user": batch.users["user"]} | {name: JaggedTensor(ids, lengths=history.lengths()) for name, ids in rated.items()}
+
+        item_bags = {name: JaggedTensor(ids, lengths=one_each) for name, ids in items.items()}
+        embedded = (bags(KeyedJaggedTensor.from_jt_dict(x)) for bags, x in ((self.item_bags, item_bags), (self.user_bags, users)))
+        first, *others = self.layers
+        x = first(*embedded, CandidateIndex.from_jagged(targets))
+        for layer in others:
+            x = layer(x)
+        return self.head(x)
+
+
+def bag_collection(cardinalities: dict[str, int], embedding_dim: int) -> EmbeddingBagCollection:
+    """Means of the embeddings of each feature's ids."""
+    options = dict(embedding_dim=embedding_dim, pooling=PoolingType.MEAN, init_fn=partial(nn.init.normal_, std=0.05))
+    return EmbeddingBagCollection(
+        [EmbeddingBagConfig(name=name, num_embeddings=rows, feature_names=[name], **options) for name, rows in cardinalities.items()]
+    )
+
+
+@torch.no_grad()
+def held_out_auc(model: Wukong, dataset: RankingDataset, like_rate: np.ndarray, device: torch.device) -> dict[str, float]:
+    """AUC of the model, and of the share of likes [items] of the candidate's item."""
+    model.eval()
+    batches = [batch.to(device) for batch in make_loader(dataset, batch_size=256)]
+    labels = torch.cat([batch.labels for batch in batches])
+    likes = torch.cat([torch.from_numpy(like_rate).to(device)[batch.ids["target_item"].values()] for batch in batches])
+    logits = {"Wukong": torch.cat([model(batch) for batch in batches]), "item's share of likes": likes.logit()}
+    return {name: ranking_metrics(scores, labels)["auc"] for name, scores in logits.items()}
+
+
+def run(options: argparse.Namespace) -> dict:
+    """Trains; returns the mean loss of each epoch and the held-out AUC by name."""
+    device = pick_device(options.device)
+    log = generate_log(num_users=options.users, drift=0.05, seed=options.seed)  # means of histories blur tastes that drift faster
+    part = split_by_time(log)
+    train, test = part == SPLITS.index("train"), part == SPLITS.index("test")
+    log = add_popularity(log, train)
+    datasets = [RankingDataset(log, make_chunks(log, selected)) for selected in (train, test)]
+    torch.manual_seed(options.seed)
+    model = Wukong(datasets[0]).to(device)
+    tables = model.tables()
+    others = [parameter for parameter in model.parameters() if parameter not in set(tables)]
+    optimizer = torch.optim.AdamW([{"params": tables, "weight_decay": 1.0}, {"params": others, "weight_decay": 0.0}], lr=1e-3)
+    losses = []
+    for epoch in range(options.epochs):
+        model.train()
+        total = torch.zeros((), device=device)
+        loader = make_loader(datasets[0], options.batch_size, shuffle_seed=seed_epoch(options.seed, epoch))
+        for batch in tqdm(loader, desc=f"epoch {epoch + 1}", leave=False):
+            batch = batch.to(device)
+            loss = functional.binary_cross_entropy_with_logits(model(batch), batch.labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach() * len(batch)
+        losses.append(total.item() / int(train.sum()))
+        tqdm.write(f"epoch {epoch + 1}  loss {losses[-1]:.4f}")
+    liked, rated = (np.bincount(log.item[train], weights, log.num_items) for weights in (log.rating[train] >= LIKED, None))
+    return {"loss": losses, "auc": held_out_auc(model, datasets[1], (liked + 1) / (rated + 2), device)}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--users", type=int, default=400, help="users of the generated log")
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--seed", type=int, default=0)
+    for name, auc in run(parser.parse_args(arguments))["auc"].items():
+        print(f"held-out AUC {auc:.4f}  {name}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""Linear compression of user and candidate embeddings against plain torch, in the stages of the published ablation.
+
+    python kernels/benchmarks/bench_linear_compress.py                        # on a CUDA device, fp16
+    python kernels/benchmarks/bench_linear_compress.py --only "B=1024: 10 "   # one case
+    python kernels/benchmarks/bench_linear_compress.py --device cpu           # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_linear_compress.py --tiny --device cpu
+
+TFLOP/s count the useful work, 2·M·N·(Kc·B + Ku·U) forward and twice that backward, without padding; GB count every operand, result
+and gradient once. The floor is the longer of the two at what an H200 attains; speed-ups are over "replicated".
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import cached_property, partial
+
+import torch
+from bench_attention import OURS, leaves, random_tensors
+from runner import Case, Implementation, Setup, device_name, main
+from torch import Tensor
+from torch.nn.functional import pad
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+REPLICATED = "replicated"
+CUBLAS = "cuBLAS candidate product alone"
+# bytes/s of the data sheet; FLOP/s taken as attainable for dense fp16 products
+ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
+PEERS = {  # (B, candidates per user) -> ms forward of FBGEMM's Triton kernel and Meta's TLX kernel, measured earlier on an H200
+    (1024, 70): (0.567, 0.494),
+    (2048, 70): (1.198, 1.077),
+    (3072, 70): (1.822, 1.880),
+    (1024, 10): (0.646, 0.555),
+    (1024, 1000): (0.570, 0.498),
+}
+
+
+def peers_note(batch: int, ratio: int) -> str:
+    if (batch, ratio) not in PEERS:
+        return ""
+    fbgemm, tlx = PEERS[batch, ratio]
+    return f"not measured in this run but earlier on an H200, forward: FBGEMM Triton {fbgemm} ms, Meta TLX {tlx} ms"
+
+
+# -- plain torch ---------------------------------------------------------------------------------------------------
+
+
+def product(weight: Tensor, embedding: Tensor) -> Tensor:
+    """W @ E[b] for every b, without a copy of E. Autograd makes a weight gradient for every b and sums them."""
+    return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
+
+
+def decomposed(multiply: Callable[[Tensor, Tensor], Tensor], index: Tensor, w_user, w_cand, e_user, e_cand) -> Tensor:
+    return multiply(w_user, e_user).index_select(0, index) + multiply(w_cand, e_cand)
+
+
+# -- one shape -----------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the tables: W is ``[M, K]`` of users and of candidates, E ``[·, K, N]``."""
+
+    m: int
+    n: int
+    k_user: int
+    k_cand: int
+    batches: list[int]
+    ratio: int
+    ratios: list[int]
+    ratio_batch: int
+
+
+class Problem:
+    """Inputs of one shape, ways to compress them, and the definition on a sample: all candidates of the first and of the last user, and
+    three rows of the weights. Candidates are sorted by user, ``ratio`` of each."""
+
+    def __init__(self, device: str, dtype: torch.dtype, sizes: Sizes, batch: int, ratio: int):
+        self.device, self.dtype = device, dtype
+        users = torch.arange(batch) // ratio
+        counts = users.bincount()
+        self.index, self.candidates = users.to(device), jm.CandidateIndex.from_counts(counts).to(device)
+        shapes = [(sizes.m, k) for k in (sizes.k_user, sizes.k_cand)]
+        shapes += [(len(counts), sizes.k_user, sizes.n), (batch, sizes.k_cand, sizes.n), (batch, sizes.m, sizes.n)]
+        w_user, w_cand, e_user, e_cand, self.grad = random_tensors(device, dtype, *shapes)
+        w_user, w_cand = w_user * sizes.k_user**-0.5, w_cand * sizes.k_cand**-0.5
+        self.inputs = leaves(w_user=w_user, w_cand=w_cand, e_user=e_user, e_cand=e_cand)
+        rows = torch.tensor(sorted({0, sizes.m // 2, sizes.m - 1}), device=device)
+        some_users = torch.tensor(sorted({0, len(counts) - 1}), device=device)
+        some_candidates = torch.isin(self.index, some_users).nonzero().squeeze(1)
+        self.sampled = {
+            "out": (some_candidates,),
+            "dw_user": (rows, slice(sizes.k_user)),
+            "dw_cand": (rows, slice(sizes.k_cand)),
+            "dw": (rows,),
+            "de_user": (some_users, slice(sizes.k_user)),
+            "de_cand": (some_candidates, slice(sizes.k_cand)),
+        }
+
+    def setup(self, note: str) -> Setup:
+        implementations = {
+            OURS: partial(self.ours, "auto", note),
+            REPLICATED: self.replicated,
+            "decomposed": partial(self.plain, product, self.inputs),
+            "padded": partial(self.plain, product),
+            "padded, torch.matmul": partial(self.plain, torch.matmul),
+        }
+        if self.device == "cuda":
+            implementations[CUBLAS] = self.candidate_product
+        else:  # the stages of ours that run everywhere
+            implementations |= {f"{OURS}, {stage}": partial(self.ours, stage) for stage in ("reference", "decomposed", "padded")}
+        flops = 2.0 * self.grad[0].numel() * sum(self.inputs[name].shape[:2].numel() for name in ("e_user", "e_cand"))
+        operands, out = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes
+        return Setup(
+            implementations,
+            self.reference,
+            self.dtype,
+            flops=flops,
+            backward_flops=2 * flops,
+            bytes=operands + self.index.nbytes + out,
+            backward_bytes=2 * operands + out,
+            attainable=ATTAINABLE.get(device_name(self.device)),
+            baseline=REPLICATED,
+        )
+
+    def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        (candidates,), (users, _), (rows,) = (self.sampled[name] for name in ("out", "de_user", "dw"))
+        w_user, w_cand, e_user, e_cand = (x.detach() for x in self.inputs.values())
+
+        def differentiate(index, wanted, operands, grad):
+            operands = [x.to(dtype).requires_grad_(i in wanted) for i, x in enumerate(operands)]
+            out = decomposed(torch.matmul, index, *operands)
+            return out.detach(), *torch.autograd.grad(out, [operands[i] for i in wanted], grad.to(dtype))
+
+        index = torch.searchsorted(users, self.index[candidates])
+        sample = (w_user, w_cand, e_user[users], e_cand[candidates])
+        out, de_user, de_cand = differentiate(index, (2, 3), sample, self.grad[candidates])
+        _, dw_user, dw_cand = differentiate(self.index, (0, 1), (w_user[rows], w_cand[rows], e_user, e_cand), self.grad[:, rows])
+        return {
+            "out/sampled": out,
+            "out/product": w_cand.to(dtype) @ e_cand[candidates].to(dtype),
+            "dw_user/sampled": dw_user,
+            "dw_cand/sampled": dw_cand,
+            "dw/sampled": torch.cat([dw_user, dw_cand], dim=1),
+            "de_user/sampled": de_user,
+            "de_cand/sampled": de_cand,
+        }
+
+    def implementation(self, forward: Callable[..., Tensor], inputs: dict[str, Tensor], part: str = "sampled", **extra) -> Implementation:
+        return Implementation(lambda: forward(**inputs), inputs, lambda name, x: {part: x[self.sampled[name]]}, self.grad, **extra)
+
+    @cached_property
+    def padded_inputs(self) -> dict[str, Tensor]:
+        """Each K padded with zeros to a multiple of 8: the last dimension of a weight, the last but one of embeddings."""
+        k = {name: x.shape[1] for name, x in self.inputs.items()}
+        return leaves(**{name: pad(x, (0, -k[name] % 8) if x.dim() == 2 else (0, 0, 0, -k[name] % 8)) for name, x in self.inputs.items()})
+
+    def ours(self, stage: str, note: str = "") -> Implementation:
+        def forward(w_user, w_cand, e_user, e_cand):
+            return F.linear_compress([w_user, w_cand], [e_user, e_cand], self.candidates, implementation=stage)
+
+        return self.implementation(forward, self.inputs, note=note)
+
+    def replicated(self) -> Implementation:
+        def forward(w, e_user, e_cand):
+            return product(w, torch.cat([e_user.index_select(0, self.index), e_cand], dim=1))
+
+        w_user, w_cand, e_user, e_cand = self.inputs.values()
+        return self.implementation(forward, leaves(w=torch.cat([w_user, w_cand], dim=1)) | {"e_user": e_user, "e_cand": e_cand})
+
+    def plain(self, multiply: Callable[[Tensor, Tensor], Tensor], inputs: dict[str, Tensor] | None = None) -> Implementation:
+        """Decomposed; the inputs come padded where none are given."""
+        notes = [] if inputs else ["padded inputs"]
+        if multiply is torch.matmul:
+            notes.append("transposes a copy of E, and has one product for a weight's gradient")
+        return self.implementation(partial(decomposed, multiply, self.index), inputs or self.padded_inputs, note="; ".join(notes))
+
+    def candidate_product(self) -> Implementation:
+        inputs = {name: self.padded_inputs[name].detach() for name in ("w_cand", "e_cand")}
+        note = "a part of the work; padded inputs"
+        return self.implementation(lambda w_cand, e_cand: product(w_cand, e_cand), inputs, "product", note=note, whole=False)
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+RATIOS = [2, 5, 10, 50, 100, 1000]
+FULL = Sizes(m=433, n=256, k_user=1178, k_cand=866, batches=[512, 1024, 2048, 3072], ratio=70, ratios=RATIOS, ratio_batch=1024)
+CPU = Sizes(m=109, n=64, k_user=294, k_cand=218, batches=[128, 256], ratio=70, ratios=RATIOS, ratio_batch=128)
+TINY = Sizes(m=13, n=8, k_user=22, k_cand=18, batches=[10, 20], ratio=7, ratios=[2, 100], ratio_batch=10)
+
+
+def make_cases(device: str, tiny: bool) -> list[Case]:
+    """CUDA: fp16. CPU: fp32 and smaller shapes. ``tiny``: everything, small."""
+    sizes = TINY if tiny else FULL if device == "cuda" else CPU
+    dtype = torch.float16 if device == "cuda" else torch.float32
+
+    def case(table: str, name: str, batch: int, ratio: int, picture: str) -> Case:
+        def setup() -> Setup:
+            return Problem(device, dtype, sizes, batch, ratio).setup(peers_note(batch, ratio))
+
+        return Case(table, name, setup, picture=picture)
+
+    by_batch, by_ratio = f"batch size, {sizes.ratio} candidates per user", f"candidates per user, B={sizes.ratio_batch}"
+    cases = [case(by_batch, f"B={batch}", batch, sizes.ratio, "ms") for batch in sizes.batches]
+    return cases + [case(by_ratio, f"{ratio} per user", sizes.ratio_batch, ratio, "speedup") for ratio in sizes.ratios]
+
+
+if __name__ == "__main__":
+    sys.exit(main("linear_compress", make_cases))

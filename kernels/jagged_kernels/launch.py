@@ -1,0 +1,36 @@
+"""What launchers ask of the device."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import torch
+from torch import Tensor
+
+
+def precision(x: Tensor) -> str:
+    """How fp32 products are made: six bf16 products carry all 24 bits on the matrix units, a tenth of the time of ordinary fp32
+    arithmetic; tf32 where the user allowed it for matrix products. Triton's interpreter knows neither."""
+    if x.device.type != "cuda":
+        return "ieee"
+    return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+@functools.cache
+def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
+    """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
+    if device.type != "cuda":
+        return (9, 0), 4
+    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
+    """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
+
+    Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
+    multiply by the constant `align` instead, which tells the compiler how wide a load may be.
+    """
+    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x, dim in dims]
+    align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
+    return align, [stride // align for stride in strides]

@@ -1,0 +1,105 @@
+"""The linear compression kernels in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
+
+import pytest
+import torch
+
+from jagged_modules import functional as F
+
+DTYPES = [torch.float32, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
+@pytest.mark.parametrize("batches, depths", [([5], [33]), ([3, 7], [40, 9]), ([2, 3, 5], [4, 33, 17]), ([1, 1], [1, 70])], ids=str)
+def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, dtype):
+    check_linear_compress(batches, depths, 70, 40, dtype, "cpu", grouped)
+
+
+@pytest.mark.parametrize("num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 256), (5, 260)], ids=str)
+def test_sizes(check_linear_compress, num_compressed, width):
+    check_linear_compress([2, 3], [8, 70], num_compressed, width, torch.float16, "cpu")
+
+
+@pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
+def test_nothing_to_multiply(check_linear_compress, batches, depths):
+    check_linear_compress(batches, depths, 5, 8, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("rows", [5, 64, 150])
+def test_a_shared_levels_own_product(rows):
+    """What the kernel makes of a shared level of many rows: fp32, with nothing added."""
+    from jagged_kernels.linear_compress import _compress
+
+    weight, embedding = torch.randn(rows, 33).half(), torch.randn(7, 33, 40).half()
+    out = _compress(weight, embedding, (), (), torch.float32)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(out, weight.float() @ embedding.float(), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("groups", [2, 600])
+def test_sums_of_few_and_of_many_groups(groups):
+    """Blocks are small where groups are few."""
+    from jagged_kernels.linear_compress import _group, _sum_groups
+
+    x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))
+    expected = torch.zeros(groups, 7, 40).index_add(0, index, x)
+    torch.testing.assert_close(_sum_groups(x, *_group(index, groups)), expected)
+
+
+def test_only_the_gradients_asked_for(compress_inputs):
+    weights, embeddings, indices = compress_inputs([2, 3], [8, 9], 5, 8, torch.float32, "cpu")
+    expected = torch.autograd.grad(F.linear_compress(weights, [x.requires_grad_() for x in embeddings], indices).sum(), embeddings)
+    for chosen in range(2):
+        inputs = [x.detach().requires_grad_(level == chosen) for level, x in enumerate(embeddings)]
+        F.linear_compress(weights, inputs, indices, implementation="fused").sum().backward()
+        assert inputs[1 - chosen].grad is None
+        torch.testing.assert_close(inputs[chosen].grad, expected[chosen])
+
+
+def test_no_second_derivative(compress_inputs):
+    weights, embeddings, indices = compress_inputs([2, 3], [8, 9], 5, 8, torch.float32, "cpu")
+    weight = weights[0].requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        F.linear_compress(weights, embeddings, indices, implementation="fused").sum(), weight, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="not differentiable twice"):
+        gradient.sum().backward()
+
+
+def test_fp64_is_refused(compress_inputs):
+    inputs = compress_inputs([2, 3], [8, 9], 5, 8, torch.float64, "cpu")
+    with pytest.raises(ValueError, match="weights must be float32, float16 or bfloat16 for the fused implementation, got torch.float64"):
+        F.linear_compress(*inputs, implementation="fused")
+
+
+class Compress(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weights = torch.nn.ParameterList(torch.randn(5, k) for k in (9, 12))
+
+    def forward(self, users, candidates, candidate_to_user):
+        return F.linear_compress(list(self.weights), [users, candidates], [candidate_to_user], implementation="fused")
+
+
+def batches():
+    for num_users, num_candidates in ((3, 7), (2, 2), (5, 4)):
+        yield torch.randn(num_users, 9, 8), torch.randn(num_candidates, 12, 8), torch.randint(0, num_users, (num_candidates,))
+
+
+def test_compiled_without_recompiling_per_batch():
+    model = Compress()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    for number, batch in enumerate(batches()):
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            out = compiled(*batch)
+        assert torch.equal(out, model(*batch))
+        gradients = [torch.autograd.grad(x.square().sum(), list(model.parameters())) for x in (out, model(*batch))]
+        assert all(torch.equal(a, b) for a, b in zip(*gradients))
+
+
+def test_exported_with_users_and_candidates_dynamic():
+    model, (example, *others) = Compress(), batches()
+    users, candidates = (torch.export.Dim(name, min=2) for name in ("users", "candidates"))
+    exported = torch.export.export(model, example, dynamic_shapes=({0: users}, {0: candidates}, {0: candidates})).module()
+    for batch in others:
+        assert torch.equal(exported(*batch), model(*batch))

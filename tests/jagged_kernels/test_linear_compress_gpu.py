@@ -1,0 +1,201 @@
+"""The linear compression kernels on a GPU, through the public function."""
+
+import pytest
+import torch
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
+@pytest.mark.parametrize(
+    "batches, depths",
+    [([37], [33]), ([3, 70], [1178, 866]), ([40, 200], [99, 40]), ([2, 30, 50], [40, 331, 170]), ([1, 1], [1, 70])],
+    ids=str,
+)
+def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, dtype):
+    check_linear_compress(batches, depths, 433, 256, dtype, "cuda", grouped)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)], ids=str)
+def test_sizes(check_linear_compress, num_compressed, width, dtype):
+    check_linear_compress([2, 30], [8, 173], num_compressed, width, dtype, "cuda")
+
+
+@pytest.mark.parametrize("candidates", [1, 8, 16, 131, 1000])
+@pytest.mark.parametrize("num_compressed", [433, 449, 512])
+def test_every_output_is_written(check_linear_compress, candidates, num_compressed):
+    check_linear_compress([5, candidates], [72, 100], num_compressed, 256, torch.float16, "cuda")
+
+
+@pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
+def test_nothing_to_multiply(check_linear_compress, batches, depths):
+    check_linear_compress(batches, depths, 5, 8, torch.float16, "cuda")
+
+
+@pytest.mark.parametrize("width", [256, 40])
+def test_inputs_and_gradients_of_any_stride(check_linear_compress, width):
+    def expanded_rows(x):
+        return x.transpose(-1, -2).contiguous().transpose(-1, -2)
+
+    def wider(x):
+        return torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
+
+    for change in (expanded_rows, wider, lambda x: x[:1].expand_as(x)):
+        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", change=change)
+    for grad in (
+        lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
+        lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
+        lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
+    ):
+        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", grad=grad)
+
+
+def test_a_neighbours_nan_stays_where_it_is(compress_inputs):
+    weights, (users, candidates), _ = compress_inputs([3, 9], [33, 70], 150, 256, torch.float16, "cuda")
+    users[1], candidates[4] = float("nan"), float("nan")
+    index = torch.tensor([0, 0, 1, 2, 2, 0, 2, 2, 0], device="cuda")
+    users.requires_grad_(), candidates.requires_grad_()
+    out = F.linear_compress(weights, [users, candidates], index)
+    touched = [2, 4]
+    assert out[touched].isnan().all() and out[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
+    grad = torch.randn_like(out)
+    grad[touched] = float("nan")
+    d_users, d_candidates = torch.autograd.grad(out, (users, candidates), grad)
+    assert d_users[1:].isnan().all() and d_users[0].isfinite().all()
+    assert d_candidates[touched].isnan().all() and d_candidates[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
+
+
+def test_more_than_two_to_the_31_elements(compress_inputs):
+    candidates = torch.randn(2**31 // (64 * 256) + 100, 64, 256, device="cuda", dtype=torch.float16, requires_grad=True)
+    weight = torch.randn(70, 64, device="cuda", dtype=torch.float16)
+    out = F.linear_compress(weight, candidates)
+    (gradient,) = torch.autograd.grad(out, candidates, out)
+    for actual, expected in ((out, weight @ candidates[-50:]), (gradient, weight.T @ out[-50:])):
+        assert ((actual[-50:] - expected).float().norm() / expected.float().norm()).item() < 2e-3
+
+
+def test_twenty_runs_agree_bit_for_bit(compress_inputs):
+    weights, embeddings, indices = compress_inputs([7, 300], [331, 170], 433, 256, torch.bfloat16, "cuda")
+    inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
+    grad = torch.randn(300, 433, 256, device="cuda", dtype=torch.bfloat16)
+    runs = []
+    for _ in range(20):
+        out = F.linear_compress(weights, embeddings, indices)
+        runs.append((out, *torch.autograd.grad(out, inputs, grad)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
+
+
+def test_no_synchronisation(compress_inputs):
+    weights, embeddings, (index,) = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
+    inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
+    grouped = jm.CandidateIndex.from_counts(torch.full((7,), 4).index_fill(0, torch.tensor([0]), 6).cuda())
+
+    def step():
+        for indices in ([index], [grouped]):
+            torch.autograd.grad(F.linear_compress(weights, embeddings, indices).sum(), inputs)
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_cuda_graph_with_new_values_and_another_map(compress_inputs):
+    weights, embeddings, (index,) = compress_inputs([7, 30], [331, 170], 433, 256, torch.float16, "cuda")
+    inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
+    grad = torch.randn(30, 433, 256, device="cuda", dtype=torch.float16)
+
+    def step():
+        out = F.linear_compress(weights, embeddings, [index])
+        return out, *torch.autograd.grad(out, inputs, grad)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        index.copy_(torch.randint(0, 7, (30,)))
+        embeddings[1].data.normal_()
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+
+
+def test_compiled_without_recompiling_per_batch(compress_inputs):
+    weights, _, _ = compress_inputs([1, 1], [33, 17], 43, 64, torch.float16, "cuda")
+    weights = [x.requires_grad_() for x in weights]
+
+    def step(users, candidates, index):
+        return F.linear_compress(weights, [users, candidates], [index])
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for number, batches in enumerate(([3, 9], [2, 40], [8, 5])):
+        _, embeddings, indices = compress_inputs(batches, [33, 17], 43, 64, torch.float16, "cuda")
+        with torch._dynamo.config.patch(error_on_recompile=number > 0):
+            out = compiled(*embeddings, *indices)
+        assert torch.equal(out, step(*embeddings, *indices))
+        out.sum().backward()
+
+
+def test_peak_memory_does_not_grow_with_the_replication():
+    """A step's memory follows the rows there are; a replicated [B, Ku + Kc, N], or a [B, M, Kc] of weight gradients, would show."""
+    weights = [torch.randn(64, k, device="cuda", dtype=torch.float16, requires_grad=True) for k in (1024, 64)]
+    candidates = torch.randn(1024, 64, 128, device="cuda", dtype=torch.float16, requires_grad=True)
+    peaks = []
+    for num_users in (8, 8, 2, 1):
+        users = torch.randn(num_users, 1024, 128, device="cuda", dtype=torch.float16, requires_grad=True)
+        index = torch.arange(1024, device="cuda") * num_users // 1024
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        torch.autograd.grad(F.linear_compress(weights, [users, candidates], index).square().sum(), (*weights, users, candidates))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert max(peaks[1:]) < 8 * candidates.nbytes, peaks  # the replicated users alone are 16 times the candidates
+    assert peaks[3] <= peaks[2] <= peaks[1], peaks
+
+
+def test_autocast(compress_inputs):
+    weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float32, "cuda")
+    with torch.autocast("cuda", torch.bfloat16):
+        out = F.linear_compress(weights, embeddings, indices)
+    expected = F.linear_compress([x.bfloat16() for x in weights], [x.bfloat16() for x in embeddings], indices)
+    assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
+
+
+def test_operator_passes_opcheck(compress_inputs):
+    from jagged_kernels.linear_compress import triton_linear_compress
+
+    weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
+    weights, embeddings = ([x.requires_grad_() for x in tensors] for tensors in (weights, embeddings))
+    torch.library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None]))
+
+
+def test_error_is_that_of_cublas(compress_inputs):
+    """The fused sum rounds once: its error against fp32 is no more than that of the 16-bit products, gathered and added."""
+    weights, embeddings, indices = compress_inputs([15, 200], [1178, 866], 433, 256, torch.float16, "cuda")
+    exact = F.linear_compress([x.double() for x in weights], [x.double() for x in embeddings], indices, implementation="decomposed")
+    ours, decomposed = (F.linear_compress(weights, embeddings, indices, implementation=name) for name in ("fused", "padded"))
+    assert (ours - exact).norm() <= (decomposed - exact).norm()
+
+
+def test_several_streams_at_once(compress_inputs):
+    inputs = compress_inputs([7, 200], [331, 170], 433, 256, torch.float16, "cuda")
+    expected = F.linear_compress(*inputs)
+    torch.cuda.synchronize()
+    streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
+    for stream in streams:
+        with torch.cuda.stream(stream):
+            outputs.append([F.linear_compress(*inputs) for _ in range(5)])
+    torch.cuda.synchronize()
+    assert all(torch.equal(out, expected) for outs in outputs for out in outs)
