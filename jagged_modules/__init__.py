@@ -9,6 +9,7 @@ from .hstu import HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
 from .linear_compress import LinearCompressEmbedding
 from .masks import AttentionMask
+from .rotary import Rotary
 from .target_attention import JaggedTargetAttention
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "JaggedGDPA",
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
+    "Rotary",
     "TileSchedule",
     "debug_checks",
     "zigzag_schedule",

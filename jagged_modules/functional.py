@@ -8,18 +8,21 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
+from .blocks import block_offsets, positions_in_segments
 from .broadcast import CandidateIndex
 from .checks import check_integers, check_offsets, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .decomposed import linear_compress_decomposed
 from .masks import AttentionMask
 from .reference import attention_reference, linear_compress_reference
+from .rotary import Rotary, apply_rotary
 from .schedule import TileSchedule, attention_tile, device_schedule
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)
+__all__ = ["apply_rotary", "block_diagonal_attention", "jagged_attention", "linear_compress", "target_attention"]
 
 
 @torch.fx.wrap
@@ -305,6 +308,97 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
         if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
             found = f"values {int(index.min())} to {int(index.max())}"
             raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")
+
+
+@torch.fx.wrap
+def block_diagonal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
+    schedule: None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Softmax attention within blocks of `block_size` rows, counted from the start of each segment; the last one may be shorter.
+
+    Gradients flow to q, k and v.
+
+    Args:
+        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64), k, v: `[L, Hkv, D]`, same dtype, D 1 to 256, even with rotary. Any row
+            and head stride: views of a packed projection are read in place. H is a multiple of Hkv.
+        offsets: `[B + 1]` int32 or int64, on q's device or the host.
+        block_size: 16, 32, 64 or 128.
+        scale: factor of q kᵀ; 1/sqrt(D) by default.
+        rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
+        schedule: None. The pattern follows from the offsets alone.
+        implementation: "auto" (jagged_attention with a segment for each block), "reference" or "triton" (kernels of its own, which have
+            run in Triton's interpreter only so far).
+
+    Returns:
+        `[L, H, D]`.
+
+    Raises:
+        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets or positions that do not fit
+        together. RuntimeError: a second derivative; the reference has it.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, 3, "[L, H, D]")
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    _check_attention(q, k, v, offsets, offsets, scale, "softmax", 1, None, schedule, implementation)
+    if v.shape != k.shape or k.shape[0] != q.shape[0]:
+        raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
+    if block_size not in BLOCKS:
+        raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size!r}")
+    check_offsets("offsets", offsets, q.shape[0])
+    _check_rotary(q, offsets, rotary)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    offsets = offsets.to(q.device, non_blocking=True)
+
+    if implementation == "triton":
+        from jagged_kernels.block_attention import triton_block_attention
+
+        if q.dtype == torch.float64:
+            raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        tables = None, None, None
+        if rotary is not None:
+            cos, sin = (x.to(q.device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
+            positions = None if rotary.positions is None else rotary.positions.to(q.device, non_blocking=True).contiguous()
+            tables = cos, sin, positions
+        return triton_block_attention(q, k, v, offsets, *tables, rotary is not None and rotary.rotate == "qkv", block_size, scale)
+
+    if rotary is not None:
+        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
+        cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
+    blocks = block_offsets(offsets, block_size, q.shape[0])
+    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
+
+
+def _check_rotary(q: Tensor, offsets: Tensor, rotary: Rotary | None) -> None:
+    if rotary is None:
+        return
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+    rows, _, dim = q.shape
+    if dim % 2 or rotary.cos.shape[1] != dim // 2:
+        raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] of q {list(q.shape)} with D even, got {list(rotary.cos.shape)}")
+    if rotary.cos.requires_grad or rotary.sin.requires_grad:
+        raise ValueError("rotary's cos and sin must not require gradients: none flow to them")
+    positions, limit = rotary.positions, rotary.cos.shape[0]
+    if positions is None:
+        check_offsets("offsets", offsets, max_seqlen=limit)
+        return
+    if positions.shape[0] != rows:
+        raise ValueError(f"rotary's positions must have one entry per row of q, {rows}, got {positions.shape[0]}")
+    if values_are_checkable(positions) and rows and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
+        found = f"values {int(positions.min())} to {int(positions.max())}"
+        raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
 
 
 def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:

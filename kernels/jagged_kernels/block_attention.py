@@ -1,0 +1,302 @@
+"""Block-diagonal attention: one kernel forward, one backward, and nothing stored between them.
+
+    S = scale · R q (R k)ᵀ,  P = softmax(S),  O = P R v                   within blocks; R: rotary, of v where asked for
+    dV = R⁻¹ Pᵀ dO,  dP = dO (R v)ᵀ,  dS = P ∘ (dP − rowsum(P ∘ dP)),  dQ = scale · R⁻¹ dS R k,  dK = scale · R⁻¹ dSᵀ R q
+
+A tile holds whole blocks, so its softmax is complete at once and the backward computes it again. Tiles are numbered in closed form:
+segment b owns the places from offsets[b] // TILE + b on, at least as many as it has tiles, so that the number of places follows from
+the shapes alone. Every program takes an equal range of places and searches for the segment of its first one.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .configs import block_attention_config, padded_dim
+from .launch import aligned_strides, device_properties, precision
+from .operators import below_autograd, differentiate, operator
+from .tiles import load_rows, store_rows
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+# -- device code -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _segment_of(place, offsets_ptr, num_segments, TILE: tl.constexpr):
+    """The segment that owns a place: the last one whose first place is not past it."""
+    low, high = 0, num_segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        past = tl.load(offsets_ptr + middle) // TILE + middle > place
+        low, high = tl.where(past, low, middle), tl.where(past, middle, high)
+    return low
+
+
+@triton.jit
+def _tile(place, segment, offsets_ptr, num_segments, TILE: tl.constexpr):
+    """Segment of a place, given that of the place before; the tile's first row, its rows (none: not positive), its first position."""
+    if segment + 1 < num_segments:
+        segment += tl.where(tl.load(offsets_ptr + segment + 1) // TILE + segment + 1 <= place, 1, 0)
+    start, end = tl.load(offsets_ptr + segment).to(tl.int64), tl.load(offsets_ptr + segment + 1).to(tl.int64)
+    position = (place - start // TILE - segment) * TILE
+    return segment, start + position, (end - start - position).to(tl.int32), position.to(tl.int32)
+
+
+@triton.jit
+def _load_rotation(rotary, row, position, num_rows, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
+    """cos and sin [TILE, BLOCK_D / 2] of a tile's rows; None without rotary. Positions past the table take its last row."""
+    cos_ptr, sin_ptr, positions_ptr, num_positions = rotary
+    if cos_ptr is None:
+        return None, None
+    else:
+        rows, pairs = tl.arange(0, TILE), tl.arange(0, BLOCK_D // 2)[None, :]
+        positions = position + rows
+        if positions_ptr is not None:
+            positions = tl.load(positions_ptr + row + rows, mask=rows < num_rows, other=0).to(tl.int32)
+        places = tl.minimum(positions, num_positions - 1)[:, None] * (DIM // 2) + pairs
+        mask = (rows < num_rows)[:, None] & (pairs < DIM // 2)
+        return tl.load(cos_ptr + places, mask=mask, other=0.0), tl.load(sin_ptr + places, mask=mask, other=0.0)
+
+
+@triton.jit
+def _rotate(x, cos, sin, INVERSE: tl.constexpr):
+    """Interleaved pairs of x turned by the angles of cos and sin, or back, in fp32."""
+    first, second = tl.split(tl.reshape(x.to(tl.float32), x.shape[0], x.shape[1] // 2, 2))
+    if INVERSE:
+        sin = -sin
+    return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), x.shape[0], x.shape[1])
+
+
+@triton.jit
+def _load(
+    operand, row, head, num_rows, cos, sin, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    x = load_rows(operand, row, head, num_rows, DIM, TILE, BLOCK_D, True)
+    if ROTATE:
+        x = _rotate(x, cos, sin, False).to(x.dtype)
+    return x
+
+
+@triton.jit
+def _store(
+    operand, row, head, x, num_rows, cos, sin, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """Store a gradient; that of what was rotated is turned back before its one rounding."""
+    if ROTATE:
+        x = _rotate(x, cos, sin, True)
+    store_rows(operand, row, head, x, num_rows, DIM, TILE, BLOCK_D)
+
+
+@triton.jit
+def _probabilities(q, k, num_rows, scale, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+    """softmax(scale · q kᵀ) within the blocks of a tile, fp32; scale in base 2."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    rows, columns = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
+    visible = columns < num_rows
+    if BLOCK < TILE:
+        visible = visible & (rows // BLOCK == columns // BLOCK)
+    scores = tl.where(visible, scores, float("-inf"))
+    largest = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest)[:, None])  # a row past the segment may see nothing
+    total = tl.sum(p, 1)
+    return p * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+
+
+@triton.jit
+def block_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
+    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Heads follow one another within a place: the rows of a packed projection are read together."""
+    q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
+    k_operand = k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN
+    v_operand = v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN
+    out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
+    rotary = cos_ptr, sin_ptr, positions_ptr, num_positions
+    first, last = _range(num_places * HEADS)
+    segment = _segment_of(first // HEADS, offsets_ptr, num_segments, TILE)
+    for item in range(first, last):
+        segment, row, num_rows, position = _tile(item // HEADS, segment, offsets_ptr, num_segments, TILE)
+        head = item % HEADS
+        if num_rows > 0:
+            cos, sin = _load_rotation(rotary, row, position, num_rows, DIM, TILE, BLOCK_D)
+            q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
+            k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
+            v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
+            p = _probabilities(q, k, num_rows, scale * LOG2_E, TILE, BLOCK, PRECISION)
+            out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
+            store_rows(out_operand, row, head, out, num_rows, DIM, TILE, BLOCK_D)
+
+
+@triton.jit
+def block_attention_bwd_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments,
+    num_places, scale,
+    stride_dom, stride_doh, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A program takes a place and a key head, with the query heads of its group: every gradient is written once."""
+    do_operand = do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN
+    q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
+    k_operand = k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN
+    v_operand = v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN
+    dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
+    dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
+    dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
+    rotary = cos_ptr, sin_ptr, positions_ptr, num_positions
+    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    first, last = _range(num_places * KEY_HEADS)
+    segment = _segment_of(first // KEY_HEADS, offsets_ptr, num_segments, TILE)
+    for item in range(first, last):
+        segment, row, num_rows, position = _tile(item // KEY_HEADS, segment, offsets_ptr, num_segments, TILE)
+        key_head = item % KEY_HEADS
+        if num_rows > 0:
+            cos, sin = _load_rotation(rotary, row, position, num_rows, DIM, TILE, BLOCK_D)
+            k = _load(k_operand, row, key_head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
+            v = _load(v_operand, row, key_head, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
+            dk = tl.zeros([TILE, BLOCK_D], tl.float32)
+            dv = tl.zeros([TILE, BLOCK_D], tl.float32)
+            for group_head in range(0, GROUP):
+                head = key_head * GROUP + group_head
+                q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
+                do = load_rows(do_operand, row, head, num_rows, DIM, TILE, BLOCK_D, True)
+                p = _probabilities(q, k, num_rows, scale * LOG2_E, TILE, BLOCK, PRECISION)
+                dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
+                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
+                ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
+                dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
+                dq = tl.dot(ds, k, input_precision=PRECISION)
+                _store(dq_operand, row, head, dq, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
+            _store(dk_operand, row, key_head, dk, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
+            _store(dv_operand, row, key_head, dv, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
+
+
+@triton.jit
+def _range(num_items):
+    """This program's equal share of the items: first, one past the last."""
+    share, rest = num_items // tl.num_programs(0), num_items % tl.num_programs(0)
+    first = tl.program_id(0) * share + tl.minimum(tl.program_id(0), rest)
+    return first, first + share + tl.where(tl.program_id(0) < rest, 1, 0)
+
+
+# -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
+
+
+def _fake(q, k, v, *rest):
+    return torch.empty_like(q, memory_format=torch.contiguous_format)
+
+
+@operator("block_attention", fake=_fake)
+def triton_block_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
+    rotate_v: bool, block_size: int, scale: float,
+) -> Tensor:  # fmt: skip
+    """Launch the forward kernel.
+
+    Args:
+        q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous. offsets: `[B + 1]`.
+        cos, sin: `[P, D / 2]` fp32, contiguous, or None. positions: `[L]`, or None: from the segments' starts.
+        block_size: a power of two.
+
+    Returns:
+        `[L, H, D]`.
+    """
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    grid, sizes, common = _launch("fwd", q, k, offsets, cos, rotate_v, block_size)
+    if grid:
+        align, strides = aligned_strides(*((x, dim) for x in (q, k, v, out) for dim in (0, 1)))
+        block_attention_fwd_kernel[grid](q, k, v, out, offsets, cos, sin, positions, *sizes, scale, *strides, **common, ALIGN=align)
+    return out
+
+
+def _backward_fake(do, q, k, v, *rest):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+@operator("block_attention_backward", fake=_backward_fake)
+def triton_block_attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
+    rotate_v: bool, block_size: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Launch the backward kernel: dq, dk, dv of the operands' shapes and dtype."""
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    grid, sizes, common = _launch("bwd", q, k, offsets, cos, rotate_v, block_size)
+    if grid:
+        align, strides = aligned_strides(*((x, dim) for x in (do, q, k, v, dq, dk, dv) for dim in (0, 1)))
+        block_attention_bwd_kernel[grid](
+            do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, *sizes, scale, *strides, **common, ALIGN=align
+        )  # fmt: skip
+    return dq, dk, dv
+
+
+def _launch(kernel: str, q: Tensor, k: Tensor, offsets: Tensor, cos: Tensor | None, rotate_v: bool, block_size: int):
+    """Grid (none where there is nothing to do), sizes, and the launch arguments that both kernels share."""
+    workers, common = _constants(kernel, q.shape[1], k.shape[1], q.shape[2], q.dtype, block_size, q.device, precision(q))
+    num_segments = offsets.shape[0] - 1
+    num_places = q.shape[0] // common["TILE"] + num_segments if q.shape[0] else 0
+    items = num_places * (q.shape[1] if kernel == "fwd" else k.shape[1])
+    grid = (min(workers, items),) if items else ()
+    num_positions = 0 if cos is None else cos.shape[0]
+    return grid, (num_positions, num_segments, num_places), common | dict(ROTATE=cos is not None, ROTATE_V=cos is not None and rotate_v)
+
+
+@functools.cache
+def _constants(kernel, heads, key_heads, dim, dtype, block_size, device, precision) -> tuple[int, dict]:
+    """Programs at a time, constants and launch options."""
+    capability, processors = device_properties(device)
+    config = block_attention_config(kernel, dim, dtype.itemsize, capability, block_size)
+    return processors * config.ctas_per_sm, dict(
+        HEADS=heads,
+        GROUP=heads // key_heads,
+        DIM=dim,
+        TILE=config.tile,
+        BLOCK=block_size,
+        BLOCK_D=padded_dim(dim),
+        PRECISION=precision,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------------
+
+
+class _BlockAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        *tensors, rotate_v, block_size, scale = inputs
+        ctx.options = rotate_v, block_size, scale
+        ctx.save_for_backward(*tensors)
+        with below_autograd():
+            return triton_block_attention(*inputs)
+
+    @staticmethod
+    def backward(ctx, do):
+        return *triton_block_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+
+
+class _BlockAttentionBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *inputs):
+        with below_autograd():
+            return triton_block_attention_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("block_diagonal_attention is not differentiable twice: its backward kernel has no derivative of its own")
+
+
+differentiate(triton_block_attention, _BlockAttention.apply)
+differentiate(triton_block_attention_backward, _BlockAttentionBackward.apply)
