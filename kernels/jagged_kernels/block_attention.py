@@ -50,12 +50,12 @@ def _tile(place, segment, offsets_ptr, num_segments, TILE: tl.constexpr):
 
 
 @triton.jit
-def _load_rotation(rotary, row, position, num_rows, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
-    """cos and sin [TILE, BLOCK_D / 2] of a tile's rows; None without rotary. Positions past the table take its last row."""
-    cos_ptr, sin_ptr, positions_ptr, num_positions = rotary
-    if cos_ptr is None:
-        return None, None
-    else:
+def _load_rotation(
+    rotary, row, position, num_rows, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """cos and sin [TILE, BLOCK_D / 2] of a tile's rows; numbers without rotary. Positions past the table take its last row."""
+    if ROTATE:
+        cos_ptr, sin_ptr, positions_ptr, num_positions = rotary
         rows, pairs = tl.arange(0, TILE), tl.arange(0, BLOCK_D // 2)[None, :]
         positions = position + rows
         if positions_ptr is not None:
@@ -63,6 +63,8 @@ def _load_rotation(rotary, row, position, num_rows, DIM: tl.constexpr, TILE: tl.
         places = tl.minimum(positions, num_positions - 1)[:, None] * (DIM // 2) + pairs
         mask = (rows < num_rows)[:, None] & (pairs < DIM // 2)
         return tl.load(cos_ptr + places, mask=mask, other=0.0), tl.load(sin_ptr + places, mask=mask, other=0.0)
+    else:
+        return 1.0, 0.0
 
 
 @triton.jit
@@ -128,7 +130,7 @@ def block_attention_fwd_kernel(
         segment, row, num_rows, position = _tile(item // HEADS, segment, offsets_ptr, num_segments, TILE)
         head = item % HEADS
         if num_rows > 0:
-            cos, sin = _load_rotation(rotary, row, position, num_rows, DIM, TILE, BLOCK_D)
+            cos, sin = _load_rotation(rotary, row, position, num_rows, ROTATE, DIM, TILE, BLOCK_D)
             q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
             k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
             v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
@@ -162,7 +164,7 @@ def block_attention_bwd_kernel(
         segment, row, num_rows, position = _tile(item // KEY_HEADS, segment, offsets_ptr, num_segments, TILE)
         key_head = item % KEY_HEADS
         if num_rows > 0:
-            cos, sin = _load_rotation(rotary, row, position, num_rows, DIM, TILE, BLOCK_D)
+            cos, sin = _load_rotation(rotary, row, position, num_rows, ROTATE, DIM, TILE, BLOCK_D)
             k = _load(k_operand, row, key_head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
             v = _load(v_operand, row, key_head, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
             dk = tl.zeros([TILE, BLOCK_D], tl.float32)

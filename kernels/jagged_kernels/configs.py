@@ -132,6 +132,6 @@ def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int
 def block_attention_config(kernel: str, head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int) -> LaunchConfig:
     """Launch configuration of block attention's "fwd" or "bwd" kernel. A tile holds whole blocks, smaller ones several."""
     tile = max(block_size, 64 if itemsize == 2 or padded_dim(head_dim) <= 64 else 32)
-    large = tile * padded_dim(head_dim) * itemsize > 16 * 1024
-    num_warps = 8 if large or tile > 64 else 4
+    large = padded_dim(head_dim) > (128 if kernel == "fwd" else 64) or tile > 64 or itemsize == 4
+    num_warps = 8 if large else 4
     return LaunchConfig(block=block_size, num_warps=num_warps, num_stages=1, ctas_per_sm=16 // num_warps, tile=tile)
