@@ -20,7 +20,7 @@ from torch import Tensor
 from .configs import block_attention_config, padded_dim
 from .launch import aligned_strides, device_properties, precision
 from .operators import below_autograd, differentiate, operator
-from .tiles import load_rows, store_rows
+from .tiles import load_pairs, load_rows, store_pairs, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -68,38 +68,70 @@ def _load_rotation(
 
 
 @triton.jit
-def _rotate(x, cos, sin, INVERSE: tl.constexpr):
-    """Interleaved pairs of x turned by the angles of cos and sin, or back, in fp32."""
-    first, second = tl.split(tl.reshape(x.to(tl.float32), x.shape[0], x.shape[1] // 2, 2))
-    if INVERSE:
-        sin = -sin
-    return tl.reshape(tl.join(first * cos - second * sin, second * cos + first * sin), x.shape[0], x.shape[1])
-
-
-@triton.jit
 def _load(
-    operand, row, head, num_rows, cos, sin, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr
+    operand, row, head, num_rows, cos, sin, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    x = load_rows(operand, row, head, num_rows, DIM, TILE, BLOCK_D, True)
+    """The rows of a tile. What is rotated, as its even and its odd columns [TILE, BLOCK_D / 2], of which products are sums of two; what
+    is not, as one block, twice. PACKED: a pair of 16-bit elements is loaded as one word."""
     if ROTATE:
-        x = _rotate(x, cos, sin, False).to(x.dtype)
-    return x
+        first, second = load_pairs(operand, row, head, num_rows, DIM, TILE, BLOCK_D // 2, PACKED)
+        turned_first, turned_second = _rotate(first.to(tl.float32), second.to(tl.float32), cos, sin)
+        return turned_first.to(first.dtype), turned_second.to(first.dtype)
+    else:
+        x = load_rows(operand, row, head, num_rows, DIM, TILE, BLOCK_D, True)
+        return x, x
 
 
 @triton.jit
 def _store(
-    operand, row, head, x, num_rows, cos, sin, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr
+    operand, row, head, x, num_rows, cos, sin, ROTATE: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Store a gradient; that of what was rotated is turned back before its one rounding."""
+    """Store a gradient, in the form of _load; that of what was rotated is turned back before its one rounding."""
     if ROTATE:
-        x = _rotate(x, cos, sin, True)
-    store_rows(operand, row, head, x, num_rows, DIM, TILE, BLOCK_D)
+        first, second = _rotate(x[0], x[1], cos, -sin)
+        store_pairs(operand, row, head, first, second, num_rows, DIM, TILE, BLOCK_D // 2, PACKED)
+    else:
+        store_rows(operand, row, head, x[0], num_rows, DIM, TILE, BLOCK_D)
 
 
 @triton.jit
-def _probabilities(q, k, num_rows, scale, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
+def _rotate(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def _outer(a, b, ROTATE: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ [TILE, TILE] of two operands of one form."""
+    out = tl.dot(a[0], tl.trans(b[0]), input_precision=PRECISION)
+    if ROTATE:
+        out = tl.dot(a[1], tl.trans(b[1]), out, input_precision=PRECISION)
+    return out
+
+
+@triton.jit
+def _inner(weights, x, acc, ROTATE: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + weights @ x, in x's form."""
+    first = tl.dot(weights, x[0], acc[0], input_precision=PRECISION)
+    if ROTATE:
+        return first, tl.dot(weights, x[1], acc[1], input_precision=PRECISION)
+    else:
+        return first, first
+
+
+@triton.jit
+def _zeros(ROTATE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
+    zeros = tl.zeros([TILE, BLOCK_D // 2 if ROTATE else BLOCK_D], tl.float32)
+    return zeros, zeros
+
+
+@triton.jit
+def _probabilities(
+    q, k, num_rows, scale, ROTATE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
     """softmax(scale · q kᵀ) within the blocks of a tile, fp32; scale in base 2."""
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+    scores = _outer(q, k, ROTATE, PRECISION) * scale
     rows, columns = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     visible = columns < num_rows
     if BLOCK < TILE:
@@ -116,7 +148,7 @@ def block_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Heads follow one another within a place: the rows of a packed projection are read together."""
     q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
@@ -131,12 +163,15 @@ def block_attention_fwd_kernel(
         head = item % HEADS
         if num_rows > 0:
             cos, sin = _load_rotation(rotary, row, position, num_rows, ROTATE, DIM, TILE, BLOCK_D)
-            q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
-            k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
-            v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
-            p = _probabilities(q, k, num_rows, scale * LOG2_E, TILE, BLOCK, PRECISION)
-            out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION)
-            store_rows(out_operand, row, head, out, num_rows, DIM, TILE, BLOCK_D)
+            q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+            p = _probabilities(q, k, num_rows, scale * LOG2_E, ROTATE, TILE, BLOCK, PRECISION)
+            out = _inner(p.to(v[0].dtype), v, _zeros(ROTATE_V, TILE, BLOCK_D), ROTATE_V, PRECISION)
+            if ROTATE_V:
+                store_pairs(out_operand, row, head, out[0], out[1], num_rows, DIM, TILE, BLOCK_D // 2, PACKED)
+            else:
+                store_rows(out_operand, row, head, out[0], num_rows, DIM, TILE, BLOCK_D)
 
 
 @triton.jit
@@ -146,7 +181,7 @@ def block_attention_bwd_kernel(
     stride_dom, stride_doh, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program takes a place and a key head, with the query heads of its group: every gradient is written once."""
     do_operand = do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN
@@ -165,23 +200,22 @@ def block_attention_bwd_kernel(
         key_head = item % KEY_HEADS
         if num_rows > 0:
             cos, sin = _load_rotation(rotary, row, position, num_rows, ROTATE, DIM, TILE, BLOCK_D)
-            k = _load(k_operand, row, key_head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
-            v = _load(v_operand, row, key_head, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
-            dk = tl.zeros([TILE, BLOCK_D], tl.float32)
-            dv = tl.zeros([TILE, BLOCK_D], tl.float32)
+            k = _load(k_operand, row, key_head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            v = _load(v_operand, row, key_head, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+            dk, dv = _zeros(ROTATE, TILE, BLOCK_D), _zeros(ROTATE_V, TILE, BLOCK_D)
             for group_head in range(0, GROUP):
                 head = key_head * GROUP + group_head
-                q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
-                do = load_rows(do_operand, row, head, num_rows, DIM, TILE, BLOCK_D, True)
-                p = _probabilities(q, k, num_rows, scale * LOG2_E, TILE, BLOCK, PRECISION)
-                dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
-                dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-                ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.dtype)
-                dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
-                dq = tl.dot(ds, k, input_precision=PRECISION)
-                _store(dq_operand, row, head, dq, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
-            _store(dk_operand, row, key_head, dk, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D)
-            _store(dv_operand, row, key_head, dv, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D)
+                q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+                do = _load(do_operand, row, head, num_rows, 1.0, 0.0, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+                p = _probabilities(q, k, num_rows, scale * LOG2_E, ROTATE, TILE, BLOCK, PRECISION)
+                dv = _inner(tl.trans(p.to(do[0].dtype)), do, dv, ROTATE_V, PRECISION)
+                dp = _outer(do, v, ROTATE_V, PRECISION)
+                ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q[0].dtype)
+                dk = _inner(tl.trans(ds), q, dk, ROTATE, PRECISION)
+                dq = _inner(ds, k, _zeros(ROTATE, TILE, BLOCK_D), ROTATE, PRECISION)
+                _store(dq_operand, row, head, dq, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            _store(dk_operand, row, key_head, dk, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            _store(dv_operand, row, key_head, dv, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
 
 
 @triton.jit
@@ -217,8 +251,8 @@ def triton_block_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     grid, sizes, common = _launch("fwd", q, k, offsets, cos, rotate_v, block_size)
     if grid:
-        align, strides = aligned_strides(*((x, dim) for x in (q, k, v, out) for dim in (0, 1)))
-        block_attention_fwd_kernel[grid](q, k, v, out, offsets, cos, sin, positions, *sizes, scale, *strides, **common, ALIGN=align)
+        strides, layout = _layout(q, k, v, out)
+        block_attention_fwd_kernel[grid](q, k, v, out, offsets, cos, sin, positions, *sizes, scale, *strides, **common, **layout)
     return out
 
 
@@ -236,11 +270,18 @@ def triton_block_attention_backward(
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     grid, sizes, common = _launch("bwd", q, k, offsets, cos, rotate_v, block_size)
     if grid:
-        align, strides = aligned_strides(*((x, dim) for x in (do, q, k, v, dq, dk, dv) for dim in (0, 1)))
+        strides, layout = _layout(do, q, k, v, dq, dk, dv)
         block_attention_bwd_kernel[grid](
-            do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, *sizes, scale, *strides, **common, ALIGN=align
+            do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, *sizes, scale, *strides, **common, **layout
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _layout(*tensors: Tensor) -> tuple[list[int], dict]:
+    """Row and head strides, and what is constant about them: pairs of 16-bit elements are words where all begin at 4-byte boundaries."""
+    align, strides = aligned_strides(*((x, dim) for x in tensors for dim in (0, 1)))
+    packed = tensors[0].element_size() == 2 and align % 2 == 0 and all(x.data_ptr() % 4 == 0 for x in tensors)
+    return strides, dict(ALIGN=align, PACKED=packed)
 
 
 def _launch(kernel: str, q: Tensor, k: Tensor, offsets: Tensor, cos: Tensor | None, rotate_v: bool, block_size: int):
@@ -265,7 +306,7 @@ def _constants(kernel, heads, key_heads, dim, dtype, block_size, device, precisi
         DIM=dim,
         TILE=config.tile,
         BLOCK=block_size,
-        BLOCK_D=padded_dim(dim),
+        BLOCK_D=max(32, padded_dim(dim)),  # products over pairs take half of it, and no less than 16
         PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -6,11 +6,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels import attention_kernels, linear_compress_kernels, tile_list  # noqa: E402
+from jagged_kernels import attention_kernels, block_attention, linear_compress_kernels, tile_list  # noqa: E402
 from jagged_kernels.activations import activation_function  # noqa: E402
 from jagged_kernels.configs import (  # noqa: E402
     attention_config,
     attention_tile,
+    block_attention_config,
     linear_compress_config,
     padded_dim,
     weight_gradient_config,
@@ -169,3 +170,42 @@ def test_sum_groups_kernel_compiles(capability):
     constants = dict(ROWS=8, BLOCK=1024)
     source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+def compile_block_attention(name, capability, dtype, dim, block_size, rotate):
+    """The compiled kernel with the launch configuration that it gets."""
+    kernel, itemsize = getattr(block_attention, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
+    config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size)
+    group = 1 if capability == 86 else 2  # with grouped heads the backward wants 104 KB at D = 128
+    constants = dict(
+        HEADS=4, GROUP=group, DIM=dim, TILE=config.tile, BLOCK=block_size, BLOCK_D=max(32, padded_dim(dim)), positions_ptr=None
+    )
+    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", ALIGN=16 // itemsize, PACKED=itemsize == 2)
+    constants |= dict(PRECISION="bf16x6" if dtype == "fp32" else "ieee")
+    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
+    pointers = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
+    signature = {}
+    for arg in kernel.arg_names:
+        signature[arg] = "constexpr" if arg in constants else pointers.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else "i32")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg].startswith("*")}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("rotate", [None, "qk", "qkv"], ids=str)
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_block_attention_kernels_compile(name, rotate):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
+        for dim, block_size in ((128, 64), (64, 16)):
+            compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate)
+            assert compiled.metadata.shared <= shared_memory * 1024
+            if capability == 90:
+                assert "wgmma.mma_async" in compiled.asm["ptx"]
+    compile_block_attention(name, 90, "fp32", 64, 64, rotate)
+
+
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
+    loads = re.findall(r"ld\.global\S*", compile_block_attention(name, 90, "bf16", 128, 64, "qkv").asm["ptx"])
+    assert sum(".v4." in load for load in loads) > 0.7 * len(loads)
