@@ -2,6 +2,7 @@
 
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 
+from .block_attention import BlockDiagonalSelfAttention
 from .broadcast import CandidateIndex
 from .checks import debug_checks
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
@@ -14,6 +15,7 @@ from .target_attention import JaggedTargetAttention
 
 __all__ = [
     "AttentionMask",
+    "BlockDiagonalSelfAttention",
     "CandidateIndex",
     "GDPABlock",
     "GDPAConfig",

@@ -10,7 +10,7 @@ from torch import Tensor
 from .activations import ACTIVATIONS
 from .blocks import block_offsets, positions_in_segments
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_offsets, check_tensor, values_are_checkable
+from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .decomposed import linear_compress_decomposed
 from .masks import AttentionMask
@@ -348,12 +348,15 @@ def block_diagonal_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]")
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check_attention(q, k, v, offsets, offsets, scale, "softmax", 1, None, schedule, implementation)
+    check_offsets("offsets", offsets, q.shape[0])
+    if offsets.device not in (q.device, torch.device("cpu")):
+        raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
+    _check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation)
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
+    check_size("block_size", block_size)
     if block_size not in BLOCKS:
-        raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size!r}")
-    check_offsets("offsets", offsets, q.shape[0])
+        raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
     _check_rotary(q, offsets, rotary)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     offsets = offsets.to(q.device, non_blocking=True)
