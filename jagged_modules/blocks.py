@@ -14,8 +14,8 @@ def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
     firsts = offsets // block_size + torch.arange(offsets.shape[0], dtype=offsets.dtype, device=offsets.device)
     places = torch.arange(total // block_size + offsets.shape[0], dtype=offsets.dtype, device=offsets.device)
     segments = torch.searchsorted(firsts, places, right=True) - 1
-    ends = torch.cat([offsets[1:], offsets[-1:]])
-    return torch.minimum(offsets[segments] + (places - firsts[segments]) * block_size, ends[segments])
+    ends = offsets[(segments + 1).clamp(max=offsets.shape[0] - 1)]
+    return torch.minimum(offsets[segments] + (places - firsts[segments]) * block_size, ends)
 
 
 def positions_in_segments(offsets: Tensor, total: int) -> Tensor:

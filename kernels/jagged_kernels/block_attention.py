@@ -143,7 +143,7 @@ def _probabilities(
     return p * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
 def block_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
@@ -174,7 +174,7 @@ def block_attention_fwd_kernel(
                 store_rows(out_operand, row, head, out[0], num_rows, DIM, TILE, BLOCK_D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
 def block_attention_bwd_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments,
     num_places, scale,
