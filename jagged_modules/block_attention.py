@@ -84,7 +84,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         if jagged.values.dim() != 2 or jagged.values.shape[1] != self.embedding_dim:
             raise ValueError(f"x's values must have shape [L, {self.embedding_dim}], got {list(jagged.values.shape)}")
         q, k, v = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim)).unbind(1)
-        rotary = None if self.rotary is None else Rotary(self.qkv_proj.cos, self.qkv_proj.sin, self.rotary)
+        rotary = None if self.rotary is None else Rotary(self.qkv_proj.cos, self.qkv_proj.sin, self.rotary, linear=True)
         out = block_diagonal_attention(q, k, v, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
 

@@ -335,8 +335,9 @@ def block_diagonal_attention(
         scale: factor of q kᵀ; 1/sqrt(D) by default.
         rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
         schedule: None. The pattern follows from the offsets alone.
-        implementation: "auto" (jagged_attention with a segment for each block), "reference" or "triton" (kernels of its own, which have
-            run in Triton's interpreter only so far).
+        implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference" or
+            "triton". Blocks too large for a multiprocessor's shared memory go through jagged_attention on CUDA too: 128 rows where D > 128
+            or in fp32; before Hopper and on consumer GPUs 128 rows, and D > 128, or in fp32 > 64.
 
     Returns:
         `[L, H, D]`.
@@ -361,18 +362,14 @@ def block_diagonal_attention(
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     offsets = offsets.to(q.device, non_blocking=True)
 
-    if implementation == "triton":
-        from jagged_kernels.block_attention import triton_block_attention
+    if implementation == "triton" and q.dtype == torch.float64:
+        raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
+    if implementation == "triton" or implementation == "auto" and q.is_cuda and q.dtype != torch.float64:
+        from jagged_kernels.block_attention import block_attention_fits, triton_block_attention
 
-        if q.dtype == torch.float64:
-            raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        tables = None, None, None
-        if rotary is not None:
-            cos, sin = (x.to(q.device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
-            positions = None if rotary.positions is None else rotary.positions.to(q.device, non_blocking=True).contiguous()
-            tables = cos, sin, positions
-        return triton_block_attention(q, k, v, offsets, *tables, rotary is not None and rotary.rotate == "qkv", block_size, scale)
+        if block_attention_fits(q, block_size):
+            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+            return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale)
 
     if rotary is not None:
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
@@ -381,6 +378,15 @@ def block_diagonal_attention(
         v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
     blocks = block_offsets(offsets, block_size, q.shape[0])
     return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
+
+
+def _kernel_rotary(rotary: Rotary | None, device: torch.device) -> tuple:
+    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position."""
+    if rotary is None:
+        return None, None, None, False, False
+    cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
+    positions = None if rotary.positions is None else rotary.positions.to(device, non_blocking=True).contiguous()
+    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear
 
 
 def _check_rotary(q: Tensor, offsets: Tensor, rotary: Rotary | None) -> None:

@@ -18,6 +18,8 @@ class Rotary:
         cos, sin: `[P, D / 2]` floating point, by position; no gradient flows to them.
         rotate: "qk", or "qkv": values too, as block attention models have been published.
         positions: `[L]` int32 or int64, the position of each row, 0 to P - 1; counted from the start of each segment if None.
+        linear: the angles are linear in the position, as those of `from_frequencies` are. Scores then depend on distances alone, and
+            kernels may count positions from anywhere.
 
     Raises:
         TypeError, ValueError: fields of another kind or shape.
@@ -31,6 +33,7 @@ class Rotary:
     sin: Tensor
     rotate: str = "qk"
     positions: Tensor | None = None
+    linear: bool = False
 
     def __post_init__(self) -> None:
         check_tensor("cos", self.cos, 2, "[P, D / 2]")
@@ -45,7 +48,7 @@ class Rotary:
     @classmethod
     def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device=None) -> Rotary:
         """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables in fp32."""
-        return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate)
+        return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate, linear=True)
 
 
 def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device=None) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,9 @@
 A tile holds whole blocks, so its softmax is complete at once and the backward computes it again. Tiles are numbered in closed form:
 segment b owns the places from offsets[b] // TILE + b on, at least as many as it has tiles, so that the number of places follows from
 the shapes alone. Every program takes an equal range of places and searches for the segment of its first one.
+
+Rotary scores depend on the distance of two rows alone where angles are linear in the position. Positions are then counted from the tile's
+start (RELATIVE): a program loads cos and sin once. Where values are rotated too, or the table is any other, it loads them for every tile.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from . import configs
 from .configs import block_attention_config, padded_dim
 from .launch import aligned_strides, device_properties, precision
 from .operators import below_autograd, differentiate, operator
@@ -127,20 +131,20 @@ def _zeros(ROTATE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _probabilities(
-    q, k, num_rows, scale, ROTATE: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """softmax(scale · q kᵀ) within the blocks of a tile, fp32; scale in base 2."""
-    scores = _outer(q, k, ROTATE, PRECISION) * scale
+def _weights(scores, num_rows, scale, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """exp(scale · scores − the row's maximum) within the blocks of a tile, 0 elsewhere; scale in base 2."""
     rows, columns = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     visible = columns < num_rows
     if BLOCK < TILE:
         visible = visible & (rows // BLOCK == columns // BLOCK)
-    scores = tl.where(visible, scores, float("-inf"))
+    scores = tl.where(visible, scores * scale, float("-inf"))
     largest = tl.max(scores, 1)
-    p = tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest)[:, None])  # a row past the segment may see nothing
-    total = tl.sum(p, 1)
-    return p * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+    return tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest)[:, None])  # a row past the segment may see nothing
+
+
+@triton.jit
+def _add_both(a, b, c, d):
+    return a + c, b + d
 
 
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
@@ -148,7 +152,7 @@ def block_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Heads follow one another within a place: the rows of a packed projection are read together."""
     q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
@@ -158,20 +162,25 @@ def block_attention_fwd_kernel(
     rotary = cos_ptr, sin_ptr, positions_ptr, num_positions
     first, last = _range(num_places * HEADS)
     segment = _segment_of(first // HEADS, offsets_ptr, num_segments, TILE)
+    relative = _load_rotation(rotary, 0, 0, TILE, RELATIVE, DIM, TILE, BLOCK_D)
     for item in range(first, last):
         segment, row, num_rows, position = _tile(item // HEADS, segment, offsets_ptr, num_segments, TILE)
         head = item % HEADS
-        if num_rows > 0:
+        if RELATIVE:
+            cos, sin = relative
+        else:
             cos, sin = _load_rotation(rotary, row, position, num_rows, ROTATE, DIM, TILE, BLOCK_D)
-            q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
-            k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
-            v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
-            p = _probabilities(q, k, num_rows, scale * LOG2_E, ROTATE, TILE, BLOCK, PRECISION)
-            out = _inner(p.to(v[0].dtype), v, _zeros(ROTATE_V, TILE, BLOCK_D), ROTATE_V, PRECISION)
-            if ROTATE_V:
-                store_pairs(out_operand, row, head, out[0], out[1], num_rows, DIM, TILE, BLOCK_D // 2, PACKED)
-            else:
-                store_rows(out_operand, row, head, out[0], num_rows, DIM, TILE, BLOCK_D)
+        q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+        k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+        v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+        p = _weights(_outer(q, k, ROTATE, PRECISION), num_rows, scale * LOG2_E, TILE, BLOCK)
+        total = tl.sum(p, 1)
+        p *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+        out = _inner(p.to(v[0].dtype), v, _zeros(ROTATE_V, TILE, BLOCK_D), ROTATE_V, PRECISION)
+        if ROTATE_V:
+            store_pairs(out_operand, row, head, out[0], out[1], num_rows, DIM, TILE, BLOCK_D // 2, PACKED)
+        else:
+            store_rows(out_operand, row, head, out[0], num_rows, DIM, TILE, BLOCK_D)
 
 
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
@@ -181,7 +190,7 @@ def block_attention_bwd_kernel(
     stride_dom, stride_doh, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program takes a place and a key head, with the query heads of its group: every gradient is written once."""
     do_operand = do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN
@@ -195,27 +204,34 @@ def block_attention_bwd_kernel(
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     first, last = _range(num_places * KEY_HEADS)
     segment = _segment_of(first // KEY_HEADS, offsets_ptr, num_segments, TILE)
+    relative = _load_rotation(rotary, 0, 0, TILE, RELATIVE, DIM, TILE, BLOCK_D)
     for item in range(first, last):
         segment, row, num_rows, position = _tile(item // KEY_HEADS, segment, offsets_ptr, num_segments, TILE)
         key_head = item % KEY_HEADS
-        if num_rows > 0:
+        if RELATIVE:
+            cos, sin = relative
+        else:
             cos, sin = _load_rotation(rotary, row, position, num_rows, ROTATE, DIM, TILE, BLOCK_D)
-            k = _load(k_operand, row, key_head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
-            v = _load(v_operand, row, key_head, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
-            dk, dv = _zeros(ROTATE, TILE, BLOCK_D), _zeros(ROTATE_V, TILE, BLOCK_D)
-            for group_head in range(0, GROUP):
-                head = key_head * GROUP + group_head
-                q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
-                do = _load(do_operand, row, head, num_rows, 1.0, 0.0, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
-                p = _probabilities(q, k, num_rows, scale * LOG2_E, ROTATE, TILE, BLOCK, PRECISION)
-                dv = _inner(tl.trans(p.to(do[0].dtype)), do, dv, ROTATE_V, PRECISION)
-                dp = _outer(do, v, ROTATE_V, PRECISION)
-                ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q[0].dtype)
-                dk = _inner(tl.trans(ds), q, dk, ROTATE, PRECISION)
-                dq = _inner(ds, k, _zeros(ROTATE, TILE, BLOCK_D), ROTATE, PRECISION)
-                _store(dq_operand, row, head, dq, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
-            _store(dk_operand, row, key_head, dk, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
-            _store(dv_operand, row, key_head, dv, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+        k = _load(k_operand, row, key_head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+        v = _load(v_operand, row, key_head, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+        dk, dv = _zeros(ROTATE, TILE, BLOCK_D), _zeros(ROTATE_V, TILE, BLOCK_D)
+        for group_head in range(0, GROUP):
+            head = key_head * GROUP + group_head
+            q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            do = _load(do_operand, row, head, num_rows, 1.0, 0.0, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+            scores = _outer(q, k, ROTATE, PRECISION)
+            dp = _outer(do, v, ROTATE_V, PRECISION)
+            p = _weights(scores, num_rows, scale * LOG2_E, TILE, BLOCK)
+            total, dot = tl.reduce((p, p * dp), 1, _add_both)
+            total = 1.0 / tl.where(total > 0, total, 1.0)
+            p *= total[:, None]
+            ds = (p * (dp - (dot * total)[:, None]) * scale).to(q[0].dtype)
+            dq = _inner(ds, k, _zeros(ROTATE, TILE, BLOCK_D), ROTATE, PRECISION)
+            _store(dq_operand, row, head, dq, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
+            dv = _inner(tl.trans(p.to(do[0].dtype)), do, dv, ROTATE_V, PRECISION)
+            dk = _inner(tl.trans(ds), q, dk, ROTATE, PRECISION)
+        _store(dv_operand, row, key_head, dv, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
+        _store(dk_operand, row, key_head, dk, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
 
 
 @triton.jit
@@ -229,6 +245,11 @@ def _range(num_items):
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
+def block_attention_fits(q: Tensor, block_size: int) -> bool:
+    """Whether the kernels take blocks of that many rows on q's device."""
+    return configs.block_attention_fits(q.shape[2], q.element_size(), device_properties(q.device)[0], block_size)
+
+
 def _fake(q, k, v, *rest):
     return torch.empty_like(q, memory_format=torch.contiguous_format)
 
@@ -236,20 +257,21 @@ def _fake(q, k, v, *rest):
 @operator("block_attention", fake=_fake)
 def triton_block_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, block_size: int, scale: float,
+    rotate_v: bool, relative: bool, block_size: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Launch the forward kernel.
 
     Args:
         q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous. offsets: `[B + 1]`.
         cos, sin: `[P, D / 2]` fp32, contiguous, or None. positions: `[L]`, or None: from the segments' starts.
+        relative: angles are linear in the position.
         block_size: a power of two.
 
     Returns:
         `[L, H, D]`.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    grid, sizes, common = _launch("fwd", q, k, offsets, cos, rotate_v, block_size)
+    grid, sizes, common = _launch("fwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:
         strides, layout = _layout(q, k, v, out)
         block_attention_fwd_kernel[grid](q, k, v, out, offsets, cos, sin, positions, *sizes, scale, *strides, **common, **layout)
@@ -263,12 +285,12 @@ def _backward_fake(do, q, k, v, *rest):
 @operator("block_attention_backward", fake=_backward_fake)
 def triton_block_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, block_size: int, scale: float,
+    rotate_v: bool, relative: bool, block_size: int, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernel: dq, dk, dv of the operands' shapes and dtype."""
     do = do if do.stride(-1) == 1 else do.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    grid, sizes, common = _launch("bwd", q, k, offsets, cos, rotate_v, block_size)
+    grid, sizes, common = _launch("bwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:
         strides, layout = _layout(do, q, k, v, dq, dk, dv)
         block_attention_bwd_kernel[grid](
@@ -284,22 +306,27 @@ def _layout(*tensors: Tensor) -> tuple[list[int], dict]:
     return strides, dict(ALIGN=align, PACKED=packed)
 
 
-def _launch(kernel: str, q: Tensor, k: Tensor, offsets: Tensor, cos: Tensor | None, rotate_v: bool, block_size: int):
+def _launch(
+    kernel: str, q: Tensor, k: Tensor, offsets: Tensor, cos: Tensor | None, positions: Tensor | None, rotate_v: bool, relative: bool,
+    block_size: int,
+):  # fmt: skip
     """Grid (none where there is nothing to do), sizes, and the launch arguments that both kernels share."""
-    workers, common = _constants(kernel, q.shape[1], k.shape[1], q.shape[2], q.dtype, block_size, q.device, precision(q))
+    relative = relative and positions is None and not rotate_v
+    rotary = "none" if cos is None else "relative" if relative else "absolute"
+    workers, common = _constants(kernel, q.shape[1], k.shape[1], q.shape[2], q.dtype, block_size, rotary, q.device, precision(q))
     num_segments = offsets.shape[0] - 1
     num_places = q.shape[0] // common["TILE"] + num_segments if q.shape[0] else 0
     items = num_places * (q.shape[1] if kernel == "fwd" else k.shape[1])
     grid = (min(workers, items),) if items else ()
     num_positions = 0 if cos is None else cos.shape[0]
-    return grid, (num_positions, num_segments, num_places), common | dict(ROTATE=cos is not None, ROTATE_V=cos is not None and rotate_v)
+    return grid, (num_positions, num_segments, num_places), common | dict(ROTATE_V=cos is not None and rotate_v)
 
 
 @functools.cache
-def _constants(kernel, heads, key_heads, dim, dtype, block_size, device, precision) -> tuple[int, dict]:
+def _constants(kernel, heads, key_heads, dim, dtype, block_size, rotary, device, precision) -> tuple[int, dict]:
     """Programs at a time, constants and launch options."""
     capability, processors = device_properties(device)
-    config = block_attention_config(kernel, dim, dtype.itemsize, capability, block_size)
+    config = block_attention_config(kernel, dim, dtype.itemsize, capability, block_size, heads // key_heads, rotary)
     return processors * config.ctas_per_sm, dict(
         HEADS=heads,
         GROUP=heads // key_heads,
@@ -307,6 +334,8 @@ def _constants(kernel, heads, key_heads, dim, dtype, block_size, device, precisi
         TILE=config.tile,
         BLOCK=block_size,
         BLOCK_D=max(32, padded_dim(dim)),  # products over pairs take half of it, and no less than 16
+        ROTATE=rotary != "none",
+        RELATIVE=rotary == "relative",
         PRECISION=precision,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -319,15 +348,14 @@ def _constants(kernel, heads, key_heads, dim, dtype, block_size, device, precisi
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
-        *tensors, rotate_v, block_size, scale = inputs
-        ctx.options = rotate_v, block_size, scale
+        tensors, ctx.options = inputs[:7], inputs[7:]
         ctx.save_for_backward(*tensors)
         with below_autograd():
             return triton_block_attention(*inputs)
 
     @staticmethod
     def backward(ctx, do):
-        return *triton_block_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 7
+        return *triton_block_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 8
 
 
 class _BlockAttentionBackward(torch.autograd.Function):

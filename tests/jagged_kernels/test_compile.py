@@ -172,15 +172,15 @@ def test_sum_groups_kernel_compiles(capability):
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
-def compile_block_attention(name, capability, dtype, dim, block_size, rotate):
+def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1):
     """The compiled kernel with the launch configuration that it gets."""
     kernel, itemsize = getattr(block_attention, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
-    config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size)
-    group = 1 if capability == 86 else 2  # with grouped heads the backward wants 104 KB at D = 128
+    rotary = "none" if rotate is None else "relative" if relative else "absolute"
+    config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size, group, rotary)
     constants = dict(
         HEADS=4, GROUP=group, DIM=dim, TILE=config.tile, BLOCK=block_size, BLOCK_D=max(32, padded_dim(dim)), positions_ptr=None
     )
-    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", ALIGN=16 // itemsize, PACKED=itemsize == 2)
+    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, ALIGN=16 // itemsize, PACKED=itemsize == 2)
     constants |= dict(PRECISION="bf16x6" if dtype == "fp32" else "ieee")
     constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
     pointers = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
@@ -193,16 +193,16 @@ def compile_block_attention(name, capability, dtype, dim, block_size, rotate):
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-@pytest.mark.parametrize("rotate", [None, "qk", "qkv"], ids=str)
+@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
-def test_block_attention_kernels_compile(name, rotate):
+def test_block_attention_kernels_compile(name, rotate, relative):
     for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
-        for dim, block_size in ((128, 64), (64, 16)):
-            compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate)
+        for dim, block_size, group in ((128, 64, 1), (64, 16, 2)):
+            compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate, relative, group)
             assert compiled.metadata.shared <= shared_memory * 1024
             if capability == 90:
                 assert "wgmma.mma_async" in compiled.asm["ptx"]
-    compile_block_attention(name, 90, "fp32", 64, 64, rotate)
+    compile_block_attention(name, 90, "fp32", 64, 64, rotate, relative)
 
 
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
