@@ -336,8 +336,8 @@ def block_diagonal_attention(
         rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
         schedule: None. The pattern follows from the offsets alone.
         implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference" or
-            "triton". Blocks too large for a multiprocessor's shared memory go through jagged_attention on CUDA too: 128 rows where D > 128
-            or in fp32; before Hopper and on consumer GPUs 128 rows, and D > 128, or in fp32 > 64.
+            "triton". Blocks too large for a multiprocessor's shared memory go through jagged_attention on CUDA too: 128 rows where D > 128,
+            or in fp32 > 32; before Hopper and on consumer GPUs 128 rows, and D > 128, or in fp32 > 64.
 
     Returns:
         `[L, H, D]`.
@@ -367,7 +367,7 @@ def block_diagonal_attention(
     if implementation == "triton" or implementation == "auto" and q.is_cuda and q.dtype != torch.float64:
         from jagged_kernels.block_attention import block_attention_fits, triton_block_attention
 
-        if block_attention_fits(q, block_size):
+        if block_attention_fits(q.shape[2], q.element_size(), q.device, block_size):
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
             return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale)
 

@@ -131,20 +131,17 @@ def _zeros(ROTATE: tl.constexpr, TILE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def _weights(scores, num_rows, scale, TILE: tl.constexpr, BLOCK: tl.constexpr):
-    """exp(scale · scores − the row's maximum) within the blocks of a tile, 0 elsewhere; scale in base 2."""
+def _softmax(scores, num_rows, scale, TILE: tl.constexpr, BLOCK: tl.constexpr):
+    """softmax(scale · scores) within the blocks of a tile, 0 elsewhere; scale in base 2."""
     rows, columns = tl.arange(0, TILE)[:, None], tl.arange(0, TILE)[None, :]
     visible = columns < num_rows
     if BLOCK < TILE:
         visible = visible & (rows // BLOCK == columns // BLOCK)
     scores = tl.where(visible, scores * scale, float("-inf"))
     largest = tl.max(scores, 1)
-    return tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest)[:, None])  # a row past the segment may see nothing
-
-
-@triton.jit
-def _add_both(a, b, c, d):
-    return a + c, b + d
+    p = tl.exp2(scores - tl.where(largest == float("-inf"), 0.0, largest)[:, None])  # a row past the segment may see nothing
+    total = tl.sum(p, 1)
+    return p * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
 
 
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
@@ -152,7 +149,8 @@ def block_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Heads follow one another within a place: the rows of a packed projection are read together."""
     q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
@@ -173,9 +171,7 @@ def block_attention_fwd_kernel(
         q = _load(q_operand, row, head, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
         k = _load(k_operand, row, head // GROUP, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
         v = _load(v_operand, row, head // GROUP, num_rows, cos, sin, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
-        p = _weights(_outer(q, k, ROTATE, PRECISION), num_rows, scale * LOG2_E, TILE, BLOCK)
-        total = tl.sum(p, 1)
-        p *= (1.0 / tl.where(total > 0, total, 1.0))[:, None]
+        p = _softmax(_outer(q, k, ROTATE, PRECISION), num_rows, scale * LOG2_E, TILE, BLOCK)
         out = _inner(p.to(v[0].dtype), v, _zeros(ROTATE_V, TILE, BLOCK_D), ROTATE_V, PRECISION)
         if ROTATE_V:
             store_pairs(out_operand, row, head, out[0], out[1], num_rows, DIM, TILE, BLOCK_D // 2, PACKED)
@@ -190,7 +186,8 @@ def block_attention_bwd_kernel(
     stride_dom, stride_doh, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
     stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
     HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
-    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr, PRECISION: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """A program takes a place and a key head, with the query heads of its group: every gradient is written once."""
     do_operand = do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN
@@ -221,11 +218,8 @@ def block_attention_bwd_kernel(
             do = _load(do_operand, row, head, num_rows, 1.0, 0.0, ROTATE_V, DIM, TILE, BLOCK_D, PACKED)
             scores = _outer(q, k, ROTATE, PRECISION)
             dp = _outer(do, v, ROTATE_V, PRECISION)
-            p = _weights(scores, num_rows, scale * LOG2_E, TILE, BLOCK)
-            total, dot = tl.reduce((p, p * dp), 1, _add_both)
-            total = 1.0 / tl.where(total > 0, total, 1.0)
-            p *= total[:, None]
-            ds = (p * (dp - (dot * total)[:, None]) * scale).to(q[0].dtype)
+            p = _softmax(scores, num_rows, scale * LOG2_E, TILE, BLOCK)
+            ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q[0].dtype)
             dq = _inner(ds, k, _zeros(ROTATE, TILE, BLOCK_D), ROTATE, PRECISION)
             _store(dq_operand, row, head, dq, num_rows, cos, sin, ROTATE, DIM, TILE, BLOCK_D, PACKED)
             dv = _inner(tl.trans(p.to(do[0].dtype)), do, dv, ROTATE_V, PRECISION)
@@ -245,9 +239,10 @@ def _range(num_items):
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-def block_attention_fits(q: Tensor, block_size: int) -> bool:
-    """Whether the kernels take blocks of that many rows on q's device."""
-    return configs.block_attention_fits(q.shape[2], q.element_size(), device_properties(q.device)[0], block_size)
+@torch.compiler.assume_constant_result
+def block_attention_fits(head_dim: int, itemsize: int, device: torch.device, block_size: int) -> bool:
+    """Whether the kernels take blocks of that many rows on a device."""
+    return configs.block_attention_fits(head_dim, itemsize, device_properties(device)[0], block_size)
 
 
 def _fake(q, k, v, *rest):

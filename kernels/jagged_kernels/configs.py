@@ -135,7 +135,7 @@ def block_attention_fits(head_dim: int, itemsize: int, capability: tuple[int, in
     dim = padded_dim(head_dim)
     if capability < (9, 0) or capability[0] == 12:
         return block_size <= 64 and dim <= (128 if itemsize == 2 else 64)
-    return block_size <= 64 or (itemsize == 2 and dim <= 128)
+    return block_size <= 64 or dim <= (128 if itemsize == 2 else 32)
 
 
 def block_attention_config(

@@ -60,14 +60,13 @@ def test_every_implementation_is_right_and_measured(tiny_run):
 def test_absolute_errors_of_rotary_in_the_kernel_and_apart(tiny_run):
     results, path = tiny_run
     rows = results["other_tables"][ACCURACY]
-    assert [row["rotary"] for row in rows] == ["qk", "qk", "qkv", "qkv"]
-    for ours, apart in (rows[:2], rows[2:]):
-        assert (ours["implementation"], apart["implementation"]) == (bench.OURS, f"separate rotary + {bench.REFERENCE}")
-        for name in ("out", "dq", "dk", "dv"):
-            for row in (ours, apart):
-                assert 0 < row[f"mean {name}"] < row[f"max {name}"] < 0.1
-        assert ours["max dq over separate's"] == ours["max dq"] / apart["max dq"]
-        assert ours["under half"] == ("yes" if ours["max dq"] < apart["max dq"] / 2 else "no")
+    assert [row["rotary"] for row in rows] == ["qk"] * 3 + ["qkv"] * 3
+    for ours, *others in (rows[:3], rows[3:]):
+        names = [f"separate rotary{arithmetic} + {bench.REFERENCE}" for arithmetic in ("", " in bf16")]
+        assert [row["implementation"] for row in (ours, *others)] == [bench.OURS, *names]
+        for row in (ours, *others):
+            assert all(0 < row[f"mean {name}"] < row[f"max {name}"] < 0.1 for name in ("out", "dq", "dk", "dv"))
+            assert row["ours' max dq over it"] == ours["max dq"] / row["max dq"]
     assert f"## {ACCURACY}" in path.with_suffix(".md").read_text()
 
 
