@@ -19,6 +19,7 @@ from .rotary import Rotary, apply_rotary
 from .schedule import TileSchedule, attention_tile, device_schedule
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)
@@ -335,8 +336,9 @@ def block_diagonal_attention(
         scale: factor of q kᵀ; 1/sqrt(D) by default.
         rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
         schedule: None. The pattern follows from the offsets alone.
-        implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference" or
-            "triton". Blocks too large for a multiprocessor's shared memory go through jagged_attention on CUDA too: 128 rows where D > 128,
+        implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
+            "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128, H = Hkv and blocks up
+            to 64; "auto" takes them there. Blocks too large for a multiprocessor's shared memory go through jagged_attention on CUDA too: 128 rows where D > 128,
             or in fp32 > 32; before Hopper and on consumer GPUs 128 rows, and D > 128, or in fp32 > 64.
 
     Returns:
@@ -352,7 +354,9 @@ def block_diagonal_attention(
     check_offsets("offsets", offsets, q.shape[0])
     if offsets.device not in (q.device, torch.device("cpu")):
         raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
-    _check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation)
+    if implementation not in BLOCK_IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {BLOCK_IMPLEMENTATIONS}, got {implementation!r}")
+    _check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, "auto")
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
     check_size("block_size", block_size)
@@ -362,14 +366,14 @@ def block_diagonal_attention(
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     offsets = offsets.to(q.device, non_blocking=True)
 
-    if implementation == "triton" and q.dtype == torch.float64:
-        raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
-    if implementation == "triton" or implementation == "auto" and q.is_cuda and q.dtype != torch.float64:
+    if implementation in ("triton", "hopper") and q.dtype == torch.float64:
+        raise ValueError(f"q must be float32, float16 or bfloat16 for implementation {implementation!r}, got torch.float64")
+    if implementation in ("triton", "hopper") or implementation == "auto" and q.is_cuda and q.dtype != torch.float64:
         from jagged_kernels.block_attention import block_attention_fits, triton_block_attention
 
-        if block_attention_fits(q.shape[2], q.element_size(), q.device, block_size):
+        if implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size):
             q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale)
+            return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale, implementation)
 
     if rotary is not None:
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)

@@ -252,7 +252,7 @@ def _fake(q, k, v, *rest):
 @operator("block_attention", fake=_fake)
 def triton_block_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, relative: bool, block_size: int, scale: float,
+    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
 ) -> Tensor:  # fmt: skip
     """Launch the forward kernel.
 
@@ -261,11 +261,17 @@ def triton_block_attention(
         cos, sin: `[P, D / 2]` fp32, contiguous, or None. positions: `[L]`, or None: from the segments' starts.
         relative: angles are linear in the position.
         block_size: a power of two.
+        implementation: "triton", "hopper", or "auto", "hopper" where it takes the operands.
 
     Returns:
         `[L, H, D]`.
     """
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    if _on_hopper(implementation, block_size, q, k, v):
+        from .hopper import block_attention as hopper
+
+        hopper.forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
+        return out
     grid, sizes, common = _launch("fwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:
         strides, layout = _layout(q, k, v, out)
@@ -280,11 +286,16 @@ def _backward_fake(do, q, k, v, *rest):
 @operator("block_attention_backward", fake=_backward_fake)
 def triton_block_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, relative: bool, block_size: int, scale: float,
+    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernel: dq, dk, dv of the operands' shapes and dtype."""
     do = do if do.stride(-1) == 1 else do.contiguous()
     dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    if _on_hopper(implementation, block_size, q, k, v):
+        from .hopper import block_attention as hopper
+
+        hopper.backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
+        return dq, dk, dv
     grid, sizes, common = _launch("bwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:
         strides, layout = _layout(do, q, k, v, dq, dk, dv)
@@ -292,6 +303,22 @@ def triton_block_attention_backward(
             do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, *sizes, scale, *strides, **common, **layout
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _on_hopper(implementation: str, block_size: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if implementation == "triton" or device_properties(q.device)[0] != (9, 0) or q.device.type != "cuda":
+        supported = False
+    else:
+        from .hopper import block_attention as hopper  # Gluon is compiled for Hopper alone, and imported there alone
+
+        supported = hopper.supports(block_size, q, k, v)
+    if implementation == "hopper" and not supported:
+        raise ValueError(
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, block_size up to 64, D a multiple of 8 up to "
+            f"128, as many key heads as query heads and rows at 16-byte boundaries; got {q.dtype} on {q.device}, block_size {block_size}, "
+            f"q {list(q.shape)} with strides {q.stride()}, k {list(k.shape)} with strides {k.stride()}"
+        )
+    return supported
 
 
 def _layout(*tensors: Tensor) -> tuple[list[int], dict]:
@@ -350,7 +377,7 @@ class _BlockAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do):
-        return *triton_block_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 8
+        return *triton_block_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 9
 
 
 class _BlockAttentionBackward(torch.autograd.Function):

@@ -201,22 +201,25 @@ def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
 
 @pytest.fixture
 def check_block_attention(poisoned_memory, offsets, assert_accurate):
-    """Hold implementation="triton", forward and every gradient, to the accuracy rule."""
+    """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
-    def check(lengths, dtype, device, block_size=64, heads=(4, 2), dim=24, rotate=None, positions=None, tensors=None, grad=None, **options):
+    def check(
+        lengths, dtype, device, block_size=64, heads=(4, 2), dim=24, rotate=None, positions=None, linear=True, tensors=None, grad=None,
+        kernels="triton", **options,
+    ):  # fmt: skip
         segments = offsets(lengths, device)
         if tensors is None:
             shapes = [(sum(lengths), number, dim) for number in (heads[0], heads[1], heads[1])]
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
         if rotate is not None:
             tables = jm.Rotary.from_frequencies(tensors[0].shape[2], max(max(lengths, default=0), 1), rotate, device=device)
-            options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions)
+            options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions, linear)
 
         def run(implementation):
             options_of_both = dict(block_size=block_size, implementation=implementation) | options
             return lambda *tensors: F.block_diagonal_attention(*tensors, segments, **options_of_both)
 
-        grad = None if grad is None else grad(run("triton")(*tensors))
-        assert_accurate(run("triton"), run("reference"), *tensors, grad=grad, fp32_roundings=4)
+        grad = None if grad is None else grad(run(kernels)(*tensors))
+        assert_accurate(run(kernels), run("reference"), *tensors, grad=grad, fp32_roundings=4)
 
     return check

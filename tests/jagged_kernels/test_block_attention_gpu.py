@@ -3,40 +3,59 @@
 import pytest
 import torch
 
+import jagged_modules as jm
 from jagged_modules import functional as F
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 LENGTHS = [3, 0, 70, 5, 130, 0, 0, 64, 1, 400, 65]
+ROTARIES = [(None, True), ("qk", True), ("qk", False), ("qkv", True)]
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def kernels(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Gluon kernels for compute capability 9.0")
+    return request.param
+
+
+def inputs(rows=sum(LENGTHS), heads=4, dim=64, requires_grad=True):
+    return [torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotate", [None, "qk", "qkv"], ids=str)
+@pytest.mark.parametrize("rotate, linear", ROTARIES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_forward_and_gradients(check_block_attention, block_size, rotate, dtype):
-    check_block_attention(LENGTHS, dtype, "cuda", block_size, dim=64, rotate=rotate)
+def test_forward_and_gradients(check_block_attention, kernels, block_size, rotate, linear, dtype):
+    if kernels == "hopper" and (dtype == torch.float32 or block_size == 128):
+        pytest.skip("the portable kernels take these")
+    heads = (4, 4) if kernels == "hopper" else (4, 2)
+    check_block_attention(LENGTHS, dtype, "cuda", block_size, heads, 64, rotate, linear=linear, kernels=kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", [[0, 0, 5, 0], [3000], [0], [], [1] * 200], ids=str)
+@pytest.mark.parametrize("lengths", [[0, 0, 5, 0], [3000], [0], [], [1] * 200, [0] * 3000 + [64, 7]], ids=lambda x: str(x)[:12])
 def test_lengths(check_block_attention, lengths, dtype):
-    check_block_attention(lengths, dtype, "cuda", dim=128, rotate="qkv")
+    check_block_attention(lengths, dtype, "cuda", heads=(2, 2), dim=128, rotate="qkv", kernels="auto")
 
 
-@pytest.mark.parametrize("rotate", [None, "qkv"], ids=str)
-@pytest.mark.parametrize("dim", [8, 17, 40, 96, 128, 256])
+@pytest.mark.parametrize("rotate", [None, "qk", "qkv"], ids=str)
+@pytest.mark.parametrize("dim", [8, 17, 40, 72, 96, 128, 256])
 def test_head_dims(check_block_attention, dim, rotate):
-    check_block_attention(LENGTHS, torch.bfloat16, "cuda", dim=dim, rotate=rotate if dim % 2 == 0 else None)
+    check_block_attention(LENGTHS, torch.bfloat16, "cuda", heads=(3, 3), dim=dim, rotate=rotate if dim % 2 == 0 else None, kernels="auto")
 
 
+@pytest.mark.parametrize("rotate", [None, "qk"], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
-def test_heads(check_block_attention, heads):
-    check_block_attention(LENGTHS, torch.float16, "cuda", heads=heads, dim=40, rotate="qk")
+def test_heads(check_block_attention, heads, rotate):
+    check_block_attention(LENGTHS, torch.float16, "cuda", heads=heads, dim=40, rotate=rotate, kernels="auto")
+    check_block_attention(LENGTHS, torch.bfloat16, "cuda", heads=heads, dim=128, rotate=rotate)
 
 
-def test_given_positions(check_block_attention):
+def test_given_positions(check_block_attention, kernels):
     positions = torch.randint(0, 400, (sum(LENGTHS),), device="cuda")
-    check_block_attention(LENGTHS, torch.bfloat16, "cuda", rotate="qkv", positions=positions)
+    for rotate in ("qk", "qkv"):
+        check_block_attention(LENGTHS, torch.bfloat16, "cuda", heads=(4, 4), rotate=rotate, positions=positions, kernels=kernels)
 
 
 @pytest.mark.parametrize("dim", [18, 64], ids=["unaligned", "aligned"])
@@ -47,41 +66,96 @@ def test_packed_views_and_gradients_of_any_stride(check_block_attention, dim):
         lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
         lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
     ):
-        check_block_attention(LENGTHS, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad, rotate="qk")
+        check_block_attention(LENGTHS, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad, rotate="qk", kernels="auto")
 
 
-def test_twenty_runs_agree_bit_for_bit(offsets):
-    q, k, v = (torch.randn(sum(LENGTHS), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    segments, grad, runs = offsets(LENGTHS, "cuda"), torch.randn_like(q), []
+@pytest.mark.parametrize("rotate", [None, "qk", "qkv"], ids=str)
+def test_a_neighbours_nan_stays_where_it_is(kernels, offsets, rotate):
+    q, k, v = inputs()
+    with torch.no_grad():
+        for x in (q, k, v):
+            x[:73], x[-65:] = float("nan"), float("nan")  # all segments but [5, 130, 64, 1, 400]
+    rotary = rotate and jm.Rotary.from_frequencies(64, 400, rotate, device="cuda")
+    out = F.block_diagonal_attention(q, k, v, offsets(LENGTHS, "cuda"), rotary=rotary, implementation=kernels)
+    grad = torch.randn_like(out)
+    grad[:73], grad[-65:] = float("nan"), float("nan")
+    for result in (out, *torch.autograd.grad(out, (q, k, v), grad)):
+        assert result[73:-65].isfinite().all() and result[:73].isnan().all() and result[-65:].isnan().all()
+
+
+def test_a_larger_batch(check_block_attention, kernels):
+    """Every program has several tiles."""
+    lengths = torch.randint(0, 700, (300,)).tolist()
+    for rotate in (None, "qk", "qkv"):
+        check_block_attention(lengths, torch.bfloat16, "cuda", heads=(4, 4), dim=128, rotate=rotate, kernels=kernels)
+
+
+@pytest.mark.parametrize("rotate", [None, "qk"], ids=str)
+def test_twenty_runs_agree_bit_for_bit(kernels, offsets, rotate):
+    q, k, v = inputs(20_000, 4, 128)
+    segments, grad, runs = offsets([5000, 14_999, 1], "cuda"), torch.randn_like(q), []
+    rotary = rotate and jm.Rotary.from_frequencies(128, 15_000, rotate, device="cuda")
     for _ in range(20):
-        out = F.block_diagonal_attention(q, k, v, segments, implementation="triton")
+        out = F.block_diagonal_attention(q, k, v, segments, rotary=rotary, implementation=kernels)
         runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
-def test_no_synchronisation(offsets):
-    q, k, v = (torch.randn(sum(LENGTHS), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+def test_elements_past_two_to_the_31(offsets, kernels):
+    """Rows whose offset in elements takes more than 32 bits; the same rows alone give the same results."""
+    rows, heads, dim = 2**31 // (8 * 128) + 100, 8, 128
+    q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    start = rows - 90
+    segments = torch.tensor([0, 64, start, rows], device="cuda")
+    out = F.block_diagonal_attention(q, q, q, segments, implementation=kernels)
+    (grad,) = torch.autograd.grad(out, q, torch.ones((), device="cuda", dtype=out.dtype).expand_as(out).contiguous())
+    last = q.detach()[start:].requires_grad_()
+    alone = F.block_diagonal_attention(last, last, last, offsets([90], "cuda"), implementation=kernels)
+    assert torch.equal(out[start:], alone)
+    assert torch.equal(grad[start:], torch.autograd.grad(alone, last, torch.ones_like(alone))[0])
+
+
+def test_no_synchronisation(kernels, offsets):
+    q, k, v = inputs()
     segments = offsets(LENGTHS, "cuda")
-    for implementation in ("triton", "auto"):
-        F.block_diagonal_attention(q, k, v, segments, implementation=implementation).sum().backward()
+    F.block_diagonal_attention(q, k, v, segments, implementation=kernels).sum().backward()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for implementation in ("triton", "auto"):
-            F.block_diagonal_attention(q, k, v, segments, implementation=implementation).sum().backward()
+        F.block_diagonal_attention(q, k, v, segments, implementation=kernels).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_cuda_graph_with_new_lengths(offsets):
-    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+def test_several_streams(kernels, offsets):
+    q, k, v = inputs(20_000, 4, 128, requires_grad=False)
+    segments = offsets([5000, 15_000], "cuda")
+    expected = F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
+    torch.cuda.synchronize()
+    streams, results = [torch.cuda.Stream() for _ in range(4)], []
+    for i in range(40):
+        with torch.cuda.stream(streams[i % 4]):
+            results.append(F.block_diagonal_attention(q, k, v, segments, implementation=kernels))
+    torch.cuda.synchronize()
+    assert all(torch.equal(result, expected) for result in results)
+
+
+def test_cuda_graph_with_new_lengths(kernels, offsets):
+    q, k, v = inputs(300, requires_grad=False)
     segments = offsets([70, 100, 130], "cuda")
-    F.block_diagonal_attention(q, k, v, segments, implementation="triton")
+    F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = F.block_diagonal_attention(q, k, v, segments, implementation="triton")
+        captured = F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
     for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
         segments.copy_(offsets(lengths, "cuda"))
         graph.replay()
-        assert torch.equal(captured, F.block_diagonal_attention(q, k, v, segments, implementation="triton"))
+        assert torch.equal(captured, F.block_diagonal_attention(q, k, v, segments, implementation=kernels))
+
+
+def test_hopper_refuses_what_its_kernels_do_not_take(offsets):
+    q, k, v = inputs(heads=2)
+    for options, tensors in (({}, (q.float(), k.float(), v.float())), ({}, (q, k[:, :1], v[:, :1])), ({"block_size": 128}, (q, k, v))):
+        with pytest.raises(ValueError, match="implementation 'hopper' takes"):
+            F.block_diagonal_attention(*tensors, offsets(LENGTHS, "cuda"), implementation="hopper", **options)

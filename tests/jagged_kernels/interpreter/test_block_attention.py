@@ -106,4 +106,4 @@ def test_operator_passes_opcheck(offsets):
     from jagged_kernels.block_attention import triton_block_attention
 
     q, k, v = (torch.randn(sum(LENGTHS), 2, 16, requires_grad=True) for _ in range(3))
-    torch.library.opcheck(triton_block_attention, (q, k, v, offsets(LENGTHS), None, None, None, False, False, 32, 0.25))
+    torch.library.opcheck(triton_block_attention, (q, k, v, offsets(LENGTHS), None, None, None, False, False, 32, 0.25, "triton"))

@@ -1,0 +1,446 @@
+"""Block attention for Hopper: the same computation, with tiles loaded and stored by the tensor memory accelerator.
+
+A thread block of four warps takes a tile of 64 rows at a time, two thread blocks share a multiprocessor. An operand's buffer is filled for
+the next tile as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in the registers
+that the products leave them in: every thread meets the same rows and pairs of columns there, so that it keeps their cos and sin.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..launch import device_properties
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+ROWS = gl.constexpr(64)
+
+
+@gluon.constexpr_function
+def scores_layout():
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+
+
+@gluon.constexpr_function
+def rows_layout(width):
+    """Of a product [64, width]."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
+
+
+@gluon.constexpr_function
+def pairs_layout(width):
+    """Of the even or the odd columns of such a product, [64, width / 2]."""
+    registers = [[8, 0]] + [[0, 4 << i] for i in range((width // 8).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width // 2])
+
+
+@gluon.constexpr_function
+def words_layout(width):
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+
+
+# -- tiles ---------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _segment_of(place, offsets_ptr, num_segments):
+    """The segment that owns a place: the last one whose first place is not past it."""
+    low = 0
+    high = num_segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        past = gl.load(offsets_ptr + middle) // ROWS + middle > place
+        low = gl.where(past, low, middle)
+        high = gl.where(past, middle, high)
+    return low
+
+
+@gluon.jit
+def _tile(item, segment, offsets_ptr, num_segments, HEADS: gl.constexpr):
+    """Segment of an item, given that of the item before; the tile's first row, its rows (none: not positive), its first position."""
+    place = item // HEADS
+    if segment + 1 < num_segments:
+        segment += gl.where(gl.load(offsets_ptr + segment + 1) // ROWS + segment + 1 <= place, 1, 0)
+    start = gl.load(offsets_ptr + segment)
+    end = gl.load(offsets_ptr + segment + 1)
+    position = (place - start // ROWS - segment) * ROWS
+    return segment, (start + position).to(gl.int32), (end - start - position).to(gl.int32), position.to(gl.int32)
+
+
+@gluon.jit
+def _next_tile(item, last, segment, offsets_ptr, num_segments, HEADS: gl.constexpr):
+    """The next item from `item` on whose tile has rows, or `last`."""
+    row = 0
+    num_rows = 0
+    position = 0
+    searching = item < last
+    while searching:
+        segment, row, num_rows, position = _tile(item, segment, offsets_ptr, num_segments, HEADS)
+        if num_rows > 0:
+            searching = False
+        else:
+            item += 1
+            searching = item < last
+    return item, segment, row, num_rows, position
+
+
+@gluon.jit
+def _fetch(desc, buf, barrier, row, head, wanted):
+    mbarrier.expect(barrier, desc.block_type.nbytes, pred=wanted)
+    tma.async_copy_global_to_shared(desc, [head, row, 0], barrier, buf, pred=wanted)
+
+
+# -- rotary ----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, DIM: gl.constexpr, WIDTH: gl.constexpr):
+    """cos and sin of a tile's rows and pairs. Positions past the table take its last row."""
+    L: gl.constexpr = pairs_layout(WIDTH)
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+    pairs = gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, L))
+    positions = position + rows
+    if positions_ptr is not None:
+        positions = gl.load(positions_ptr + row + rows, mask=rows < num_rows, other=0).to(gl.int32)
+    places = gl.minimum(positions, num_positions - 1)[:, None] * (DIM // 2) + pairs[None, :]
+    mask = (rows < num_rows)[:, None] & (pairs < DIM // 2)[None, :]
+    return gl.load(cos_ptr + places, mask=mask, other=0.0), gl.load(sin_ptr + places, mask=mask, other=0.0)
+
+
+@gluon.jit
+def _first_table(
+    cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows,
+    ROTATE: gl.constexpr, RELATIVE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """That of a program's first tile, with RELATIVE of all its tiles; numbers without rotary."""
+    if not ROTATE:
+        return 1.0, 0.0
+    elif RELATIVE:
+        return _table(cos_ptr, sin_ptr, None, num_positions, 0, 0, ROWS, DIM, WIDTH)
+    else:
+        return _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, DIM, WIDTH)
+
+
+@gluon.jit
+def _unpack(words, DTYPE: gl.constexpr):
+    if DTYPE == gl.bfloat16:
+        return (words << 16).to(gl.float32, bitcast=True), (words & -65536).to(gl.float32, bitcast=True)
+    else:
+        low = (words & 0xFFFF).to(gl.int16).to(gl.float16, bitcast=True)
+        high = (words >> 16).to(gl.int16).to(gl.float16, bitcast=True)
+        return low.to(gl.float32), high.to(gl.float32)
+
+
+@gluon.jit
+def _pack(even, odd, DTYPE: gl.constexpr):
+    """Both rounded to 16 bits, in one word."""
+    if DTYPE == gl.bfloat16:
+        return gl.inline_asm_elementwise("cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        return gl.inline_asm_elementwise("cvt.rn.f16x2.f32 $0, $2, $1;", "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _words(buf, WIDTH: gl.constexpr):
+    return buf._reinterpret(gl.int32, [ROWS, WIDTH // 2], words_layout(WIDTH))
+
+
+@gluon.jit
+def _prepare(buf, cos, sin, num_rows, ROTATE: gl.constexpr, WIDTH: gl.constexpr):
+    """Turn the rows of a tile where they lie; what follows them becomes 0."""
+    if ROTATE or num_rows < ROWS:
+        L: gl.constexpr = pairs_layout(WIDTH)
+        words_buf = _words(buf, WIDTH)
+        words = words_buf.load(L)
+        if ROTATE:
+            even, odd = _unpack(words, buf.dtype)
+            words = _pack(even * cos - odd * sin, odd * cos + even * sin, buf.dtype)
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        words_buf.store(gl.where((rows < num_rows)[:, None], words, 0))
+
+
+# -- products ----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _softmax(scores, num_rows, scale, BLOCK: gl.constexpr):
+    """softmax(scale · scores) within the blocks of a tile, 0 elsewhere; scale in base 2."""
+    L: gl.constexpr = scores_layout()
+    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))[:, None]
+    columns = gl.arange(0, ROWS, layout=gl.SliceLayout(0, L))[None, :]
+    visible = (columns < num_rows) & (rows < num_rows)
+    if BLOCK < ROWS:
+        visible = visible & (rows // BLOCK == columns // BLOCK)
+    scores = gl.where(visible, scores * scale, float("-inf"))
+    largest = gl.max(scores, 1)
+    p = gl.exp2(scores - gl.where(largest == float("-inf"), 0.0, largest)[:, None])
+    total = gl.sum(p, 1)
+    return p * (1.0 / gl.where(total > 0, total, 1.0))[:, None]
+
+
+@gluon.jit
+def _put(
+    acc, stage, desc, ptr, stride_row, stride_head, row, head, num_rows, cos, sin,
+    ROTATE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+):  # fmt: skip
+    """Store a tile through the staging buffer; ROTATE turns it back before its one rounding."""
+    tma.store_wait(0)
+    gl.thread_barrier()
+    even, odd = acc.reshape([ROWS, WIDTH // 2, 2]).split()
+    even = gl.convert_layout(even, pairs_layout(WIDTH), assert_trivial=True)
+    odd = gl.convert_layout(odd, pairs_layout(WIDTH), assert_trivial=True)
+    if ROTATE:
+        turned = even * cos + odd * sin
+        odd = odd * cos - even * sin
+        even = turned
+    _words(stage, WIDTH).store(_pack(even, odd, stage.dtype))
+    if num_rows >= ROWS:
+        fence_async_shared()
+        gl.thread_barrier()
+        tma.async_copy_shared_to_global(desc, [head, row, 0], stage.reshape([1, ROWS, WIDTH]))
+    else:
+        gl.thread_barrier()
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+        ptrs = ptr + (row + rows).to(gl.int64)[:, None] * stride_row + head * stride_head + columns[None, :]
+        gl.store(ptrs, stage.load(L), mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :])
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _share(num_items):
+    """This program's equal share of the items: first, one past the last."""
+    share = num_items // gl.num_programs(0)
+    rest = num_items % gl.num_programs(0)
+    first = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
+    return first, first + share + gl.where(gl.program_id(0) < rest, 1, 0)
+
+
+@gluon.jit
+def _barrier():
+    barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    mbarrier.init(barrier, count=1)
+    return barrier
+
+
+@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
+def block_attention_fwd_hopper_kernel(
+    q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
+    stride_om, stride_oh,
+    HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
+    RELATIVE: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_full, k_full, v_full = _barrier(), _barrier(), _barrier()
+    q_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    k_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
+    q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
+    no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
+    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
+
+    first, last = _share(num_places * HEADS)
+    segment = _segment_of(first // HEADS, offsets_ptr, num_segments)
+    item, segment, row, num_rows, position = _next_tile(first, last, segment, offsets_ptr, num_segments, HEADS)
+    _fetch(q_desc, q_tile, q_full, row, item % HEADS, item < last)
+    _fetch(k_desc, k_tile, k_full, row, item % HEADS, item < last)
+    _fetch(v_desc, v_tile, v_full, row, item % HEADS, item < last)
+    cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
+    phase = 0
+    while item < last:
+        head = item % HEADS
+        next_item, segment, next_row, next_rows, next_position = _next_tile(item + 1, last, segment, offsets_ptr, num_segments, HEADS)
+        more = next_item < last
+        next_head = next_item % HEADS
+
+        mbarrier.wait(q_full, phase)
+        mbarrier.wait(k_full, phase)
+        if ROTATE:  # otherwise what follows the rows reaches only scores that are masked
+            _prepare(q_buf, cos, sin, num_rows, True, WIDTH)
+            _prepare(k_buf, cos, sin, num_rows, True, WIDTH)
+            fence_async_shared()
+            gl.thread_barrier()
+        scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        mbarrier.wait(v_full, phase)
+        _prepare(v_buf, cos, sin, num_rows, ROTATE_V, WIDTH)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        fence_async_shared()
+        gl.thread_barrier()
+        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
+        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
+        p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
+        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, rows_layout(WIDTH), 2))
+        out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
+        out = warpgroup_mma_wait(0, deps=(out,))
+        _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM, WIDTH)
+        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
+
+        if ROTATE and not RELATIVE:
+            if more and next_row != row:
+                cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
+        item = next_item
+        row = next_row
+        num_rows = next_rows
+        position = next_position
+        phase ^= 1
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
+def block_attention_bwd_hopper_kernel(
+    do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
+    num_positions, num_segments, num_places, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
+    HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
+    RELATIVE: gl.constexpr,
+):  # fmt: skip
+    DTYPE: gl.constexpr = q_desc.dtype
+    q_full, k_full, v_full, do_full = _barrier(), _barrier(), _barrier(), _barrier()
+    q_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    k_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    do_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
+    stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
+    q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
+    do_buf = do_tile.reshape([ROWS, WIDTH])
+    square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], DTYPE)
+    p_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
+    ds_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
+    no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
+    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
+
+    first, last = _share(num_places * HEADS)
+    segment = _segment_of(first // HEADS, offsets_ptr, num_segments)
+    item, segment, row, num_rows, position = _next_tile(first, last, segment, offsets_ptr, num_segments, HEADS)
+    _fetch(q_desc, q_tile, q_full, row, item % HEADS, item < last)
+    _fetch(k_desc, k_tile, k_full, row, item % HEADS, item < last)
+    _fetch(v_desc, v_tile, v_full, row, item % HEADS, item < last)
+    _fetch(do_desc, do_tile, do_full, row, item % HEADS, item < last)
+    cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
+    phase = 0
+    while item < last:
+        head = item % HEADS
+        next_item, segment, next_row, next_rows, next_position = _next_tile(item + 1, last, segment, offsets_ptr, num_segments, HEADS)
+        more = next_item < last
+        next_head = next_item % HEADS
+
+        mbarrier.wait(q_full, phase)
+        mbarrier.wait(k_full, phase)
+        _prepare(q_buf, cos, sin, num_rows, ROTATE, WIDTH)
+        _prepare(k_buf, cos, sin, num_rows, ROTATE, WIDTH)
+        fence_async_shared()
+        gl.thread_barrier()
+        scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        mbarrier.wait(v_full, phase)
+        mbarrier.wait(do_full, phase)
+        _prepare(do_buf, cos, sin, num_rows, False, WIDTH)
+        if ROTATE_V:
+            _prepare(v_buf, cos, sin, num_rows, True, WIDTH)
+        fence_async_shared()
+        gl.thread_barrier()
+        dp = warpgroup_mma(do_buf, v_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma_wait(1, deps=(scores,))
+        p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
+        p_buf.store(p.to(DTYPE))
+        dp = warpgroup_mma_wait(0, deps=(dp,))
+        dp = gl.where(p > 0, dp, 0.0)
+        ds_buf.store((p * (dp - gl.sum(p * dp, 1)[:, None]) * scale).to(DTYPE))
+        fence_async_shared()
+        gl.thread_barrier()
+        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
+
+        dv = warpgroup_mma(p_buf.permute((1, 0)), do_buf, no_rows, use_acc=False, is_async=True)
+        dv = warpgroup_mma_wait(0, deps=(dv,))
+        _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM, WIDTH)
+        _fetch(do_desc, do_tile, do_full, next_row, next_head, more)
+        dq = warpgroup_mma(ds_buf, k_buf, no_rows, use_acc=False, is_async=True)
+        dq = warpgroup_mma_wait(0, deps=(dq,))
+        _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
+        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
+        dk = warpgroup_mma(ds_buf.permute((1, 0)), q_buf, no_rows, use_acc=False, is_async=True)
+        dk = warpgroup_mma_wait(0, deps=(dk,))
+        _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
+        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
+
+        if ROTATE and not RELATIVE:
+            if more and next_row != row:
+                cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
+        item = next_item
+        row = next_row
+        num_rows = next_rows
+        position = next_position
+        phase ^= 1
+    tma.store_wait(0)
+
+
+# -- launchers ---------------------------------------------------------------------------------------------------------------------
+
+
+def supports(block_size: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether the kernels take these operands: on Hopper, 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows."""
+    if q.device.type != "cuda" or device_properties(q.device)[0] != (9, 0) or block_size > 64 or k.shape != q.shape:
+        return False
+    return q.element_size() == 2 and q.shape[2] <= 128 and q.shape[0] > 0 and all(has_descriptor(x) for x in (q, k, v))
+
+
+def has_descriptor(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator reads its rows: they begin at 16-byte boundaries."""
+    strides = [x.stride(dim) for dim in (0, 1) if x.shape[dim] > 1]
+    return x.data_ptr() % 16 == 0 and x.stride(2) == 1 and x.shape[2] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
+
+
+def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, block_size, scale) -> None:
+    """Launch the forward kernel; arguments as those of the portable one."""
+    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size, ctas_per_sm=2)
+    block_attention_fwd_hopper_kernel[grid](
+        *_descriptors(q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common
+    )  # fmt: skip
+
+
+def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale) -> None:
+    """Launch the backward kernel; arguments as those of the portable one."""
+    do = do if has_descriptor(do) else do.contiguous()
+    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size, ctas_per_sm=2)
+    block_attention_bwd_hopper_kernel[grid](
+        *_descriptors(do, q, k, v, dq, dk, dv), dq, dk, dv, offsets, cos, sin, positions, *sizes, scale,
+        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common,
+    )  # fmt: skip
+
+
+def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int, ctas_per_sm: int):
+    """Grid, sizes, and the launch arguments that both kernels share."""
+    num_segments = offsets.shape[0] - 1
+    num_places = q.shape[0] // 64 + num_segments
+    grid = (min(num_places * q.shape[1], device_properties(q.device)[1] * ctas_per_sm),)
+    rotate = cos is not None
+    common = dict(HEADS=q.shape[1], DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate)
+    common |= dict(ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v, num_warps=4)
+    return grid, (cos.shape[0] if rotate else 0, num_segments, num_places), common
+
+
+def _descriptors(*tensors: Tensor) -> list[TensorDescriptor]:
+    """Of `[L, H, D]`, as `[H, L, D]`, in boxes of 64 rows of a head."""
+    head_dim = tensors[0].shape[2]
+    box = [1, 64, 64 if head_dim <= 64 else 128]
+    layout = _box_layout(tensors[0].dtype, box[2])
+    return [
+        # A dimension of size 1 may have any stride: one that the accelerator takes stands in for it.
+        TensorDescriptor(
+            x, [x.shape[1], x.shape[0], head_dim], [*(x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (1, 0)), 1], box, layout
+        )
+        for x in tensors
+    ]
+
+
+@functools.cache
+def _box_layout(dtype: torch.dtype, width: int):
+    return gl.NVMMASharedLayout.get_default_for([1, 64, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
