@@ -338,8 +338,9 @@ def block_diagonal_attention(
         schedule: None. The pattern follows from the offsets alone.
         implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
             "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128, H = Hkv and blocks up
-            to 64; "auto" takes them there. Blocks too large for a multiprocessor's shared memory go through jagged_attention on CUDA too: 128 rows where D > 128,
-            or in fp32 > 32; before Hopper and on consumer GPUs 128 rows, and D > 128, or in fp32 > 64.
+            to 64; "auto" takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
+            CUDA too: blocks of 128 where D > 128, or in fp32 > 32; before Hopper and on consumer GPUs blocks of 128, and D > 128, or in
+            fp32 > 64.
 
     Returns:
         `[L, H, D]`.

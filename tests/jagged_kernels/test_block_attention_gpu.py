@@ -19,8 +19,10 @@ def kernels(request):
     return request.param
 
 
-def inputs(rows=sum(LENGTHS), heads=4, dim=64, requires_grad=True):
-    return [torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)]
+def inputs(rows=0, heads=4, dim=64, requires_grad=True):
+    return [
+        torch.randn(rows or sum(LENGTHS), heads, dim, device="cuda", dtype=torch.bfloat16, requires_grad=requires_grad) for _ in range(3)
+    ]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

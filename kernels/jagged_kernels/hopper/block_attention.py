@@ -1,8 +1,9 @@
 """Block attention for Hopper: the same computation, with tiles loaded and stored by the tensor memory accelerator.
 
-A thread block of four warps takes a tile of 64 rows at a time, two thread blocks share a multiprocessor. An operand's buffer is filled for
-the next tile as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in the registers
-that the products leave them in: every thread meets the same rows and pairs of columns there, so that it keeps their cos and sin.
+A thread block of four warps takes a tile of 64 rows at a time, one head after another; two or more share a multiprocessor. All of them
+together move through memory from its start to its end: against a range for each, DRAM gives a tenth more. An operand's buffer is filled
+for the next tile as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in the
+registers that the products leave them in: every thread meets the same rows and pairs of columns there, so that it keeps their cos and sin.
 """
 
 from __future__ import annotations
@@ -49,45 +50,28 @@ def words_layout(width):
 
 
 @gluon.jit
-def _segment_of(place, offsets_ptr, num_segments):
-    """The segment that owns a place: the last one whose first place is not past it."""
-    low = 0
-    high = num_segments
-    while high - low > 1:
-        middle = (low + high) // 2
-        past = gl.load(offsets_ptr + middle) // ROWS + middle > place
-        low = gl.where(past, low, middle)
-        high = gl.where(past, middle, high)
-    return low
+def _find_tile(place, num_places, segment, offsets_ptr, num_segments):
+    """The program's first place from `place` on whose tile has rows, or one past the last place; `segment` owns none after it.
 
-
-@gluon.jit
-def _tile(item, segment, offsets_ptr, num_segments, HEADS: gl.constexpr):
-    """Segment of an item, given that of the item before; the tile's first row, its rows (none: not positive), its first position."""
-    place = item // HEADS
-    if segment + 1 < num_segments:
-        segment += gl.where(gl.load(offsets_ptr + segment + 1) // ROWS + segment + 1 <= place, 1, 0)
-    start = gl.load(offsets_ptr + segment)
-    end = gl.load(offsets_ptr + segment + 1)
-    position = (place - start // ROWS - segment) * ROWS
-    return segment, (start + position).to(gl.int32), (end - start - position).to(gl.int32), position.to(gl.int32)
-
-
-@gluon.jit
-def _next_tile(item, last, segment, offsets_ptr, num_segments, HEADS: gl.constexpr):
-    """The next item from `item` on whose tile has rows, or `last`."""
+    Returns the place, the segment that owns it, and the tile's first row, its number of rows and its first position.
+    """
     row = 0
     num_rows = 0
     position = 0
-    searching = item < last
-    while searching:
-        segment, row, num_rows, position = _tile(item, segment, offsets_ptr, num_segments, HEADS)
-        if num_rows > 0:
-            searching = False
-        else:
-            item += 1
-            searching = item < last
-    return item, segment, row, num_rows, position
+    while (num_rows <= 0) & (place < num_places):
+        high = num_segments
+        while high - segment > 1:
+            middle = (segment + high) // 2
+            past = gl.load(offsets_ptr + middle) // ROWS + middle > place
+            segment = gl.where(past, segment, middle)
+            high = gl.where(past, middle, high)
+        start = gl.load(offsets_ptr + segment)
+        position = ((place - start // ROWS - segment) * ROWS).to(gl.int32)
+        row = start.to(gl.int32) + position
+        num_rows = (gl.load(offsets_ptr + segment + 1) - start).to(gl.int32) - position
+        if num_rows <= 0:
+            place += gl.num_programs(0)
+    return place, segment, row, num_rows, position
 
 
 @gluon.jit
@@ -217,15 +201,6 @@ def _put(
 
 
 @gluon.jit
-def _share(num_items):
-    """This program's equal share of the items: first, one past the last."""
-    share = num_items // gl.num_programs(0)
-    rest = num_items % gl.num_programs(0)
-    first = gl.program_id(0) * share + gl.minimum(gl.program_id(0), rest)
-    return first, first + share + gl.where(gl.program_id(0) < rest, 1, 0)
-
-
-@gluon.jit
 def _barrier():
     barrier = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     mbarrier.init(barrier, count=1)
@@ -249,19 +224,22 @@ def block_attention_fwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    first, last = _share(num_places * HEADS)
-    segment = _segment_of(first // HEADS, offsets_ptr, num_segments)
-    item, segment, row, num_rows, position = _next_tile(first, last, segment, offsets_ptr, num_segments, HEADS)
-    _fetch(q_desc, q_tile, q_full, row, item % HEADS, item < last)
-    _fetch(k_desc, k_tile, k_full, row, item % HEADS, item < last)
-    _fetch(v_desc, v_tile, v_full, row, item % HEADS, item < last)
+    place, segment, row, num_rows, position = _find_tile(gl.program_id(0), num_places, gl.to_tensor(0), offsets_ptr, num_segments)
+    head = 0
+    _fetch(q_desc, q_tile, q_full, row, 0, place < num_places)
+    _fetch(k_desc, k_tile, k_full, row, 0, place < num_places)
+    _fetch(v_desc, v_tile, v_full, row, 0, place < num_places)
     cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     phase = 0
-    while item < last:
-        head = item % HEADS
-        next_item, segment, next_row, next_rows, next_position = _next_tile(item + 1, last, segment, offsets_ptr, num_segments, HEADS)
-        more = next_item < last
-        next_head = next_item % HEADS
+    while place < num_places:
+        next_head = head + 1
+        next_place, next_row, next_rows, next_position = place, row, num_rows, position
+        if next_head == HEADS:
+            next_head = 0
+            next_place, segment, next_row, next_rows, next_position = _find_tile(
+                place + gl.num_programs(0), num_places, segment, offsets_ptr, num_segments
+            )
+        more = next_place < num_places
 
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
@@ -286,12 +264,9 @@ def block_attention_fwd_hopper_kernel(
         _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
 
         if ROTATE and not RELATIVE:
-            if more and next_row != row:
+            if more and next_head == 0:
                 cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        item = next_item
-        row = next_row
-        num_rows = next_rows
-        position = next_position
+        place, head, row, num_rows, position = next_place, next_head, next_row, next_rows, next_position
         phase ^= 1
     tma.store_wait(0)
 
@@ -318,20 +293,23 @@ def block_attention_bwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    first, last = _share(num_places * HEADS)
-    segment = _segment_of(first // HEADS, offsets_ptr, num_segments)
-    item, segment, row, num_rows, position = _next_tile(first, last, segment, offsets_ptr, num_segments, HEADS)
-    _fetch(q_desc, q_tile, q_full, row, item % HEADS, item < last)
-    _fetch(k_desc, k_tile, k_full, row, item % HEADS, item < last)
-    _fetch(v_desc, v_tile, v_full, row, item % HEADS, item < last)
-    _fetch(do_desc, do_tile, do_full, row, item % HEADS, item < last)
+    place, segment, row, num_rows, position = _find_tile(gl.program_id(0), num_places, gl.to_tensor(0), offsets_ptr, num_segments)
+    head = 0
+    _fetch(q_desc, q_tile, q_full, row, 0, place < num_places)
+    _fetch(k_desc, k_tile, k_full, row, 0, place < num_places)
+    _fetch(v_desc, v_tile, v_full, row, 0, place < num_places)
+    _fetch(do_desc, do_tile, do_full, row, 0, place < num_places)
     cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     phase = 0
-    while item < last:
-        head = item % HEADS
-        next_item, segment, next_row, next_rows, next_position = _next_tile(item + 1, last, segment, offsets_ptr, num_segments, HEADS)
-        more = next_item < last
-        next_head = next_item % HEADS
+    while place < num_places:
+        next_head = head + 1
+        next_place, next_row, next_rows, next_position = place, row, num_rows, position
+        if next_head == HEADS:
+            next_head = 0
+            next_place, segment, next_row, next_rows, next_position = _find_tile(
+                place + gl.num_programs(0), num_places, segment, offsets_ptr, num_segments
+            )
+        more = next_place < num_places
 
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
@@ -372,12 +350,9 @@ def block_attention_bwd_hopper_kernel(
         _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
 
         if ROTATE and not RELATIVE:
-            if more and next_row != row:
+            if more and next_head == 0:
                 cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        item = next_item
-        row = next_row
-        num_rows = next_rows
-        position = next_position
+        place, head, row, num_rows, position = next_place, next_head, next_row, next_rows, next_position
         phase ^= 1
     tma.store_wait(0)
 
@@ -420,7 +395,7 @@ def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_si
     """Grid, sizes, and the launch arguments that both kernels share."""
     num_segments = offsets.shape[0] - 1
     num_places = q.shape[0] // 64 + num_segments
-    grid = (min(num_places * q.shape[1], device_properties(q.device)[1] * ctas_per_sm),)
+    grid = (min(num_places, device_properties(q.device)[1] * ctas_per_sm),)
     rotate = cos is not None
     common = dict(HEADS=q.shape[1], DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate)
     common |= dict(ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v, num_warps=4)
