@@ -1,9 +1,9 @@
 """Block attention for Hopper: the same computation, with tiles loaded and stored by the tensor memory accelerator.
 
-A thread block of four warps takes a tile of 64 rows at a time, one head after another; two or more share a multiprocessor. All of them
-together move through memory from its start to its end: against a range for each, DRAM gives a tenth more. An operand's buffer is filled
-for the next tile as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in the
-registers that the products leave them in: every thread meets the same rows and pairs of columns there, so that it keeps their cos and sin.
+A thread block of four warps takes tiles of 64 rows of one head; two or more share a multiprocessor. All of them together move through
+memory from its start to its end, a row's heads at a time, which keeps DRAM pages open. An operand's buffer is filled for the next tile as
+soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in the registers that the
+products leave them in: every thread meets the same rows and pairs of columns there, so that it keeps their cos and sin.
 """
 
 from __future__ import annotations
@@ -50,8 +50,9 @@ def words_layout(width):
 
 
 @gluon.jit
-def _find_tile(place, num_places, segment, offsets_ptr, num_segments):
-    """The program's first place from `place` on whose tile has rows, or one past the last place; `segment` owns none after it.
+def _find_tile(place, step, num_places, segment, offsets_ptr, num_segments):
+    """The first of the places `place`, `place + step`, … whose tile has rows, or one past the last place. It is owned by `segment` or a
+    later one.
 
     Returns the place, the segment that owns it, and the tile's first row, its number of rows and its first position.
     """
@@ -70,7 +71,7 @@ def _find_tile(place, num_places, segment, offsets_ptr, num_segments):
         row = start.to(gl.int32) + position
         num_rows = (gl.load(offsets_ptr + segment + 1) - start).to(gl.int32) - position
         if num_rows <= 0:
-            place += gl.num_programs(0)
+            place += step
     return place, segment, row, num_rows, position
 
 
@@ -224,21 +225,19 @@ def block_attention_fwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    place, segment, row, num_rows, position = _find_tile(gl.program_id(0), num_places, gl.to_tensor(0), offsets_ptr, num_segments)
-    head = 0
-    _fetch(q_desc, q_tile, q_full, row, 0, place < num_places)
-    _fetch(k_desc, k_tile, k_full, row, 0, place < num_places)
-    _fetch(v_desc, v_tile, v_full, row, 0, place < num_places)
+    head = gl.program_id(0) % HEADS
+    step = gl.num_programs(0) // HEADS
+    first = gl.program_id(0) // HEADS
+    place, segment, row, num_rows, position = _find_tile(first, step, num_places, gl.to_tensor(0), offsets_ptr, num_segments)
+    _fetch(q_desc, q_tile, q_full, row, head, place < num_places)
+    _fetch(k_desc, k_tile, k_full, row, head, place < num_places)
+    _fetch(v_desc, v_tile, v_full, row, head, place < num_places)
     cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     phase = 0
     while place < num_places:
-        next_head = head + 1
-        next_place, next_row, next_rows, next_position = place, row, num_rows, position
-        if next_head == HEADS:
-            next_head = 0
-            next_place, segment, next_row, next_rows, next_position = _find_tile(
-                place + gl.num_programs(0), num_places, segment, offsets_ptr, num_segments
-            )
+        next_place, segment, next_row, next_rows, next_position = _find_tile(
+            place + step, step, num_places, segment, offsets_ptr, num_segments
+        )
         more = next_place < num_places
 
         mbarrier.wait(q_full, phase)
@@ -254,19 +253,19 @@ def block_attention_fwd_hopper_kernel(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         fence_async_shared()
         gl.thread_barrier()
-        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
-        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
+        _fetch(q_desc, q_tile, q_full, next_row, head, more)
+        _fetch(k_desc, k_tile, k_full, next_row, head, more)
         p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, rows_layout(WIDTH), 2))
         out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM, WIDTH)
-        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
+        _fetch(v_desc, v_tile, v_full, next_row, head, more)
 
         if ROTATE and not RELATIVE:
-            if more and next_head == 0:
+            if more:
                 cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        place, head, row, num_rows, position = next_place, next_head, next_row, next_rows, next_position
+        place, row, num_rows, position = next_place, next_row, next_rows, next_position
         phase ^= 1
     tma.store_wait(0)
 
@@ -293,22 +292,20 @@ def block_attention_bwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    place, segment, row, num_rows, position = _find_tile(gl.program_id(0), num_places, gl.to_tensor(0), offsets_ptr, num_segments)
-    head = 0
-    _fetch(q_desc, q_tile, q_full, row, 0, place < num_places)
-    _fetch(k_desc, k_tile, k_full, row, 0, place < num_places)
-    _fetch(v_desc, v_tile, v_full, row, 0, place < num_places)
-    _fetch(do_desc, do_tile, do_full, row, 0, place < num_places)
+    head = gl.program_id(0) % HEADS
+    step = gl.num_programs(0) // HEADS
+    first = gl.program_id(0) // HEADS
+    place, segment, row, num_rows, position = _find_tile(first, step, num_places, gl.to_tensor(0), offsets_ptr, num_segments)
+    _fetch(q_desc, q_tile, q_full, row, head, place < num_places)
+    _fetch(k_desc, k_tile, k_full, row, head, place < num_places)
+    _fetch(v_desc, v_tile, v_full, row, head, place < num_places)
+    _fetch(do_desc, do_tile, do_full, row, head, place < num_places)
     cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     phase = 0
     while place < num_places:
-        next_head = head + 1
-        next_place, next_row, next_rows, next_position = place, row, num_rows, position
-        if next_head == HEADS:
-            next_head = 0
-            next_place, segment, next_row, next_rows, next_position = _find_tile(
-                place + gl.num_programs(0), num_places, segment, offsets_ptr, num_segments
-            )
+        next_place, segment, next_row, next_rows, next_position = _find_tile(
+            place + step, step, num_places, segment, offsets_ptr, num_segments
+        )
         more = next_place < num_places
 
         mbarrier.wait(q_full, phase)
@@ -334,25 +331,25 @@ def block_attention_bwd_hopper_kernel(
         ds_buf.store((p * (dp - gl.sum(p * dp, 1)[:, None]) * scale).to(DTYPE))
         fence_async_shared()
         gl.thread_barrier()
-        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
+        _fetch(v_desc, v_tile, v_full, next_row, head, more)
 
         dv = warpgroup_mma(p_buf.permute((1, 0)), do_buf, no_rows, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(0, deps=(dv,))
         _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM, WIDTH)
-        _fetch(do_desc, do_tile, do_full, next_row, next_head, more)
+        _fetch(do_desc, do_tile, do_full, next_row, head, more)
         dq = warpgroup_mma(ds_buf, k_buf, no_rows, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
-        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
+        _fetch(k_desc, k_tile, k_full, next_row, head, more)
         dk = warpgroup_mma(ds_buf.permute((1, 0)), q_buf, no_rows, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
-        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
+        _fetch(q_desc, q_tile, q_full, next_row, head, more)
 
         if ROTATE and not RELATIVE:
-            if more and next_head == 0:
+            if more:
                 cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        place, head, row, num_rows, position = next_place, next_head, next_row, next_rows, next_position
+        place, row, num_rows, position = next_place, next_row, next_rows, next_position
         phase ^= 1
     tma.store_wait(0)
 
@@ -395,7 +392,8 @@ def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_si
     """Grid, sizes, and the launch arguments that both kernels share."""
     num_segments = offsets.shape[0] - 1
     num_places = q.shape[0] // 64 + num_segments
-    grid = (min(num_places, device_properties(q.device)[1] * ctas_per_sm),)
+    heads = q.shape[1]
+    grid = (heads * min(num_places, max(1, device_properties(q.device)[1] * ctas_per_sm // heads)),)
     rotate = cos is not None
     common = dict(HEADS=q.shape[1], DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate)
     common |= dict(ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v, num_warps=4)
