@@ -50,16 +50,15 @@ def words_layout(width):
 
 
 @gluon.jit
-def _find_tile(place, step, num_places, segment, offsets_ptr, num_segments):
-    """The first of the places `place`, `place + step`, … whose tile has rows, or one past the last place. It is owned by `segment` or a
-    later one.
+def _find_tile(place, end, segment, offsets_ptr, num_segments):
+    """The first place from `place` on whose tile has rows, or `end`; owned by `segment` or a later one.
 
     Returns the place, the segment that owns it, and the tile's first row, its number of rows and its first position.
     """
     row = 0
     num_rows = 0
     position = 0
-    while (num_rows <= 0) & (place < num_places):
+    while (num_rows <= 0) & (place < end):
         high = num_segments
         while high - segment > 1:
             middle = (segment + high) // 2
@@ -71,7 +70,7 @@ def _find_tile(place, step, num_places, segment, offsets_ptr, num_segments):
         row = start.to(gl.int32) + position
         num_rows = (gl.load(offsets_ptr + segment + 1) - start).to(gl.int32) - position
         if num_rows <= 0:
-            place += step
+            place += 1
     return place, segment, row, num_rows, position
 
 
@@ -213,7 +212,7 @@ def block_attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
     stride_om, stride_oh,
     HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr,
+    RELATIVE: gl.constexpr, PLACES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full = _barrier(), _barrier(), _barrier()
@@ -225,20 +224,24 @@ def block_attention_fwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    head = gl.program_id(0) % HEADS
-    step = gl.num_programs(0) // HEADS
-    first = gl.program_id(0) // HEADS
-    place, segment, row, num_rows, position = _find_tile(first, step, num_places, gl.to_tensor(0), offsets_ptr, num_segments)
-    _fetch(q_desc, q_tile, q_full, row, head, place < num_places)
-    _fetch(k_desc, k_tile, k_full, row, head, place < num_places)
-    _fetch(v_desc, v_tile, v_full, row, head, place < num_places)
+    PROGRAMS: gl.constexpr = HEADS // TURNS  # that share a range of places, each with TURNS heads
+    head = gl.program_id(0) % PROGRAMS
+    first = gl.program_id(0) // PROGRAMS * PLACES
+    end = gl.minimum(first + PLACES, num_places)
+    turn = 0
+    place, segment, row, num_rows, position = _find_tile(first, end, gl.to_tensor(0), offsets_ptr, num_segments)
+    _fetch(q_desc, q_tile, q_full, row, head, place < end)
+    _fetch(k_desc, k_tile, k_full, row, head, place < end)
+    _fetch(v_desc, v_tile, v_full, row, head, place < end)
     cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     phase = 0
-    while place < num_places:
-        next_place, segment, next_row, next_rows, next_position = _find_tile(
-            place + step, step, num_places, segment, offsets_ptr, num_segments
-        )
-        more = next_place < num_places
+    while place < end:
+        next_turn = (turn + 1) % TURNS
+        next_place, next_row, next_rows, next_position = place, row, num_rows, position
+        if next_turn == 0:
+            next_place, segment, next_row, next_rows, next_position = _find_tile(place + 1, end, segment, offsets_ptr, num_segments)
+        more = next_place < end
+        next_head = head - turn + next_turn
 
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
@@ -253,19 +256,19 @@ def block_attention_fwd_hopper_kernel(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         fence_async_shared()
         gl.thread_barrier()
-        _fetch(q_desc, q_tile, q_full, next_row, head, more)
-        _fetch(k_desc, k_tile, k_full, next_row, head, more)
+        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
+        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
         p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, rows_layout(WIDTH), 2))
         out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM, WIDTH)
-        _fetch(v_desc, v_tile, v_full, next_row, head, more)
+        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
 
         if ROTATE and not RELATIVE:
-            if more:
+            if more and next_turn == 0:
                 cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        place, row, num_rows, position = next_place, next_row, next_rows, next_position
+        place, turn, head, row, num_rows, position = next_place, next_turn, next_head, next_row, next_rows, next_position
         phase ^= 1
     tma.store_wait(0)
 
@@ -275,7 +278,7 @@ def block_attention_bwd_hopper_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
     num_positions, num_segments, num_places, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
     HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr,
+    RELATIVE: gl.constexpr, PLACES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full, do_full = _barrier(), _barrier(), _barrier(), _barrier()
@@ -292,21 +295,25 @@ def block_attention_bwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    head = gl.program_id(0) % HEADS
-    step = gl.num_programs(0) // HEADS
-    first = gl.program_id(0) // HEADS
-    place, segment, row, num_rows, position = _find_tile(first, step, num_places, gl.to_tensor(0), offsets_ptr, num_segments)
-    _fetch(q_desc, q_tile, q_full, row, head, place < num_places)
-    _fetch(k_desc, k_tile, k_full, row, head, place < num_places)
-    _fetch(v_desc, v_tile, v_full, row, head, place < num_places)
-    _fetch(do_desc, do_tile, do_full, row, head, place < num_places)
+    PROGRAMS: gl.constexpr = HEADS // TURNS  # that share a range of places, each with TURNS heads
+    head = gl.program_id(0) % PROGRAMS
+    first = gl.program_id(0) // PROGRAMS * PLACES
+    end = gl.minimum(first + PLACES, num_places)
+    turn = 0
+    place, segment, row, num_rows, position = _find_tile(first, end, gl.to_tensor(0), offsets_ptr, num_segments)
+    _fetch(q_desc, q_tile, q_full, row, head, place < end)
+    _fetch(k_desc, k_tile, k_full, row, head, place < end)
+    _fetch(v_desc, v_tile, v_full, row, head, place < end)
+    _fetch(do_desc, do_tile, do_full, row, head, place < end)
     cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     phase = 0
-    while place < num_places:
-        next_place, segment, next_row, next_rows, next_position = _find_tile(
-            place + step, step, num_places, segment, offsets_ptr, num_segments
-        )
-        more = next_place < num_places
+    while place < end:
+        next_turn = (turn + 1) % TURNS
+        next_place, next_row, next_rows, next_position = place, row, num_rows, position
+        if next_turn == 0:
+            next_place, segment, next_row, next_rows, next_position = _find_tile(place + 1, end, segment, offsets_ptr, num_segments)
+        more = next_place < end
+        next_head = head - turn + next_turn
 
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
@@ -331,25 +338,25 @@ def block_attention_bwd_hopper_kernel(
         ds_buf.store((p * (dp - gl.sum(p * dp, 1)[:, None]) * scale).to(DTYPE))
         fence_async_shared()
         gl.thread_barrier()
-        _fetch(v_desc, v_tile, v_full, next_row, head, more)
+        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
 
         dv = warpgroup_mma(p_buf.permute((1, 0)), do_buf, no_rows, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(0, deps=(dv,))
         _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM, WIDTH)
-        _fetch(do_desc, do_tile, do_full, next_row, head, more)
+        _fetch(do_desc, do_tile, do_full, next_row, next_head, more)
         dq = warpgroup_mma(ds_buf, k_buf, no_rows, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
-        _fetch(k_desc, k_tile, k_full, next_row, head, more)
+        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
         dk = warpgroup_mma(ds_buf.permute((1, 0)), q_buf, no_rows, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
-        _fetch(q_desc, q_tile, q_full, next_row, head, more)
+        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
 
         if ROTATE and not RELATIVE:
-            if more:
+            if more and next_turn == 0:
                 cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        place, row, num_rows, position = next_place, next_row, next_rows, next_position
+        place, turn, head, row, num_rows, position = next_place, next_turn, next_head, next_row, next_rows, next_position
         phase ^= 1
     tma.store_wait(0)
 
@@ -372,7 +379,7 @@ def has_descriptor(x: Tensor) -> bool:
 
 def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, block_size, scale) -> None:
     """Launch the forward kernel; arguments as those of the portable one."""
-    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size, ctas_per_sm=2)
+    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
     block_attention_fwd_hopper_kernel[grid](
         *_descriptors(q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common
     )  # fmt: skip
@@ -381,22 +388,23 @@ def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, bloc
 def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale) -> None:
     """Launch the backward kernel; arguments as those of the portable one."""
     do = do if has_descriptor(do) else do.contiguous()
-    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size, ctas_per_sm=2)
+    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
     block_attention_bwd_hopper_kernel[grid](
         *_descriptors(do, q, k, v, dq, dk, dv), dq, dk, dv, offsets, cos, sin, positions, *sizes, scale,
         *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common,
     )  # fmt: skip
 
 
-def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int, ctas_per_sm: int):
+def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int, places=8):
     """Grid, sizes, and the launch arguments that both kernels share."""
-    num_segments = offsets.shape[0] - 1
+    num_segments, heads = offsets.shape[0] - 1, q.shape[1]
     num_places = q.shape[0] // 64 + num_segments
-    heads = q.shape[1]
-    grid = (heads * min(num_places, max(1, device_properties(q.device)[1] * ctas_per_sm // heads)),)
     rotate = cos is not None
-    common = dict(HEADS=q.shape[1], DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate)
-    common |= dict(ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v, num_warps=4)
+    relative = rotate and relative and positions is None and not rotate_v
+    turns = heads if rotate and not relative else 1  # one table for all heads
+    common = dict(HEADS=heads, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate, RELATIVE=relative)
+    common |= dict(ROTATE_V=rotate and rotate_v, PLACES=places, TURNS=turns, num_warps=4)
+    grid = (-(-num_places // places) * (heads // turns),)
     return grid, (cos.shape[0] if rotate else 0, num_segments, num_places), common
 
 
