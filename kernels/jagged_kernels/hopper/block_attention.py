@@ -1,9 +1,8 @@
 """Block attention for Hopper: the same computation, with tiles loaded and stored by the tensor memory accelerator.
 
-A thread block of four warps takes tiles of 64 rows of one head; two or more share a multiprocessor. All of them together move through
-memory from its start to its end, a row's heads at a time, which keeps DRAM pages open. An operand's buffer is filled for the next tile as
-soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in the registers that the
-products leave them in: every thread meets the same rows and pairs of columns there, so that it keeps their cos and sin.
+A thread block of four warps takes a few tiles of 64 rows, one after another; two or three share a multiprocessor. An operand's buffer is
+filled for the next tile as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in
+the registers that the products leave them in: every thread meets the same rows and pairs of columns there, and keeps their cos and sin.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import functools
 
 import torch
+import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -207,12 +207,12 @@ def _barrier():
     return barrier
 
 
-@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
+@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places", "places_each"])
 def block_attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
-    stride_om, stride_oh,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
+    num_positions, num_segments, num_places, places_each, scale, stride_om, stride_oh,
     HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr, PLACES: gl.constexpr, TURNS: gl.constexpr,
+    RELATIVE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full = _barrier(), _barrier(), _barrier()
@@ -224,10 +224,10 @@ def block_attention_fwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    PROGRAMS: gl.constexpr = HEADS // TURNS  # that share a range of places, each with TURNS heads
-    head = gl.program_id(0) % PROGRAMS
-    first = gl.program_id(0) // PROGRAMS * PLACES
-    end = gl.minimum(first + PLACES, num_places)
+    PROGRAMS: gl.constexpr = HEADS // TURNS  # share a range of places
+    head = gl.program_id(0) % PROGRAMS * TURNS
+    first = gl.program_id(0) // PROGRAMS * places_each
+    end = gl.minimum(first + places_each, num_places)
     turn = 0
     place, segment, row, num_rows, position = _find_tile(first, end, gl.to_tensor(0), offsets_ptr, num_segments)
     _fetch(q_desc, q_tile, q_full, row, head, place < end)
@@ -273,12 +273,12 @@ def block_attention_fwd_hopper_kernel(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
+@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places", "places_each"])
 def block_attention_bwd_hopper_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
-    num_positions, num_segments, num_places, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
+    num_positions, num_segments, num_places, places_each, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
     HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr, PLACES: gl.constexpr, TURNS: gl.constexpr,
+    RELATIVE: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full, do_full = _barrier(), _barrier(), _barrier(), _barrier()
@@ -295,10 +295,10 @@ def block_attention_bwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    PROGRAMS: gl.constexpr = HEADS // TURNS  # that share a range of places, each with TURNS heads
-    head = gl.program_id(0) % PROGRAMS
-    first = gl.program_id(0) // PROGRAMS * PLACES
-    end = gl.minimum(first + PLACES, num_places)
+    PROGRAMS: gl.constexpr = HEADS // TURNS  # share a range of places
+    head = gl.program_id(0) % PROGRAMS * TURNS
+    first = gl.program_id(0) // PROGRAMS * places_each
+    end = gl.minimum(first + places_each, num_places)
     turn = 0
     place, segment, row, num_rows, position = _find_tile(first, end, gl.to_tensor(0), offsets_ptr, num_segments)
     _fetch(q_desc, q_tile, q_full, row, head, place < end)
@@ -381,7 +381,8 @@ def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, bloc
     """Launch the forward kernel; arguments as those of the portable one."""
     grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
     block_attention_fwd_hopper_kernel[grid](
-        *_descriptors(q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common
+        *_descriptors(q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common,
+        maxnreg=168,  # three thread blocks on a multiprocessor
     )  # fmt: skip
 
 
@@ -395,17 +396,21 @@ def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, re
     )  # fmt: skip
 
 
-def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int, places=8):
-    """Grid, sizes, and the launch arguments that both kernels share."""
+def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int):
+    """Grid, sizes, and the launch arguments that both kernels share.
+
+    Thread blocks are short, so that the hardware deals them out evenly and neighbours work on the same rows: about four tiles where cos and
+    sin are to be loaded first, of as many heads as there are up to 8; otherwise two.
+    """
     num_segments, heads = offsets.shape[0] - 1, q.shape[1]
     num_places = q.shape[0] // 64 + num_segments
     rotate = cos is not None
-    relative = rotate and relative and positions is None and not rotate_v
-    turns = heads if rotate and not relative else 1  # one table for all heads
-    common = dict(HEADS=heads, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate, RELATIVE=relative)
-    common |= dict(ROTATE_V=rotate and rotate_v, PLACES=places, TURNS=turns, num_warps=4)
-    grid = (-(-num_places // places) * (heads // turns),)
-    return grid, (cos.shape[0] if rotate else 0, num_segments, num_places), common
+    turns = max(n for n in range(1, 9) if heads % n == 0) if rotate else 1
+    places_each = max(1, 4 // turns) if rotate else 2
+    common = dict(HEADS=heads, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate)
+    common |= dict(ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v)
+    grid = (triton.cdiv(num_places, places_each) * (heads // turns),)
+    return grid, (cos.shape[0] if rotate else 0, num_segments, num_places, places_each), common | dict(TURNS=turns, num_warps=4)
 
 
 def _descriptors(*tensors: Tensor) -> list[TensorDescriptor]:
