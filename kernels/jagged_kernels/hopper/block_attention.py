@@ -18,6 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import device_properties
+from .gluon_api import load_tile, reinterpret, store_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 ROWS = gl.constexpr(64)
@@ -77,7 +78,7 @@ def _find_tile(place, end, segment, offsets_ptr, num_segments):
 @gluon.jit
 def _fetch(desc, buf, barrier, row, head, wanted):
     mbarrier.expect(barrier, desc.block_type.nbytes, pred=wanted)
-    tma.async_copy_global_to_shared(desc, [head, row, 0], barrier, buf, pred=wanted)
+    load_tile(desc, [head, row, 0], barrier, buf, pred=wanted)
 
 
 # -- rotary ----------------------------------------------------------------------------------------------------------------------
@@ -132,7 +133,7 @@ def _pack(even, odd, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _words(buf, WIDTH: gl.constexpr):
-    return buf._reinterpret(gl.int32, [ROWS, WIDTH // 2], words_layout(WIDTH))
+    return reinterpret(buf, gl.int32, [ROWS, WIDTH // 2], words_layout(WIDTH))
 
 
 @gluon.jit
@@ -175,7 +176,7 @@ def _put(
 ):  # fmt: skip
     """Store a tile through the staging buffer; ROTATE turns it back before its one rounding."""
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     even, odd = acc.reshape([ROWS, WIDTH // 2, 2]).split()
     even = gl.convert_layout(even, pairs_layout(WIDTH), assert_trivial=True)
     odd = gl.convert_layout(odd, pairs_layout(WIDTH), assert_trivial=True)
@@ -186,10 +187,10 @@ def _put(
     _words(stage, WIDTH).store(_pack(even, odd, stage.dtype))
     if num_rows >= ROWS:
         fence_async_shared()
-        gl.thread_barrier()
-        tma.async_copy_shared_to_global(desc, [head, row, 0], stage.reshape([1, ROWS, WIDTH]))
+        thread_barrier()
+        store_tile(desc, [head, row, 0], stage.reshape([1, ROWS, WIDTH]))
     else:
-        gl.thread_barrier()
+        thread_barrier()
         L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
@@ -249,13 +250,13 @@ def block_attention_fwd_hopper_kernel(
             _prepare(q_buf, cos, sin, num_rows, True, WIDTH)
             _prepare(k_buf, cos, sin, num_rows, True, WIDTH)
             fence_async_shared()
-            gl.thread_barrier()
+            thread_barrier()
         scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
         _prepare(v_buf, cos, sin, num_rows, ROTATE_V, WIDTH)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
         _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
         p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
@@ -320,7 +321,7 @@ def block_attention_bwd_hopper_kernel(
         _prepare(q_buf, cos, sin, num_rows, ROTATE, WIDTH)
         _prepare(k_buf, cos, sin, num_rows, ROTATE, WIDTH)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
         mbarrier.wait(do_full, phase)
@@ -328,7 +329,7 @@ def block_attention_bwd_hopper_kernel(
         if ROTATE_V:
             _prepare(v_buf, cos, sin, num_rows, True, WIDTH)
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         dp = warpgroup_mma(do_buf, v_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
         p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
@@ -337,7 +338,7 @@ def block_attention_bwd_hopper_kernel(
         dp = gl.where(p > 0, dp, 0.0)
         ds_buf.store((p * (dp - gl.sum(p * dp, 1)[:, None]) * scale).to(DTYPE))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
 
         dv = warpgroup_mma(p_buf.permute((1, 0)), do_buf, no_rows, use_acc=False, is_async=True)
