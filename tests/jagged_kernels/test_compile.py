@@ -221,7 +221,7 @@ def test_hopper_block_attention_kernels_compile(name, rotate, relative):
 
     kernel = getattr(hopper, f"block_attention_{name}_hopper_kernel")
     for dtype, dim, width, block_size in (("bf16", 128, 128, 64), ("fp16", 40, 64, 16)):
-        constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=4 if rotate else 1, positions_ptr=None)
+        constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
         constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative)
         constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
         layout = gl.NVMMASharedLayout.get_default_for([1, 64, width], gl.bfloat16 if dtype == "bf16" else gl.float16)

@@ -1,8 +1,9 @@
 """Block attention for Hopper: the same computation, with tiles loaded and stored by the tensor memory accelerator.
 
-A thread block of four warps takes a few tiles of 64 rows, one after another; two or three share a multiprocessor. An operand's buffer is
-filled for the next tile as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and dk in
-the registers that the products leave them in: every thread meets the same rows and pairs of columns there, and keeps their cos and sin.
+A thread block of four warps takes the 64 rows of a place, a few heads of them in turn; two or three share a multiprocessor. An operand's
+buffer is filled for the next head as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and
+dk in the registers that the products leave them in: every thread meets the same rows and pairs of columns there, and keeps their cos and
+sin for all heads.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import functools
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -51,28 +51,20 @@ def words_layout(width):
 
 
 @gluon.jit
-def _find_tile(place, end, segment, offsets_ptr, num_segments):
-    """The first place from `place` on whose tile has rows, or `end`; owned by `segment` or a later one.
-
-    Returns the place, the segment that owns it, and the tile's first row, its number of rows and its first position.
-    """
-    row = 0
-    num_rows = 0
-    position = 0
-    while (num_rows <= 0) & (place < end):
-        high = num_segments
-        while high - segment > 1:
-            middle = (segment + high) // 2
-            past = gl.load(offsets_ptr + middle) // ROWS + middle > place
-            segment = gl.where(past, segment, middle)
-            high = gl.where(past, middle, high)
-        start = gl.load(offsets_ptr + segment)
-        position = ((place - start // ROWS - segment) * ROWS).to(gl.int32)
-        row = start.to(gl.int32) + position
-        num_rows = (gl.load(offsets_ptr + segment + 1) - start).to(gl.int32) - position
-        if num_rows <= 0:
-            place += 1
-    return place, segment, row, num_rows, position
+def _tile(place, offsets_ptr, num_segments):
+    """First row, number of rows (none: not positive) and first position of the tile at a place: that of the last segment whose first place
+    is not past it."""
+    segment = gl.to_tensor(0)
+    high = num_segments
+    while high - segment > 1:
+        middle = (segment + high) // 2
+        past = gl.load(offsets_ptr + middle) // ROWS + middle > place
+        segment = gl.where(past, segment, middle)
+        high = gl.where(past, middle, high)
+    start = gl.load(offsets_ptr + segment)
+    position = ((place - start // ROWS - segment) * ROWS).to(gl.int32)
+    row = start.to(gl.int32) + position
+    return row, (gl.load(offsets_ptr + segment + 1) - start).to(gl.int32) - position, position
 
 
 @gluon.jit
@@ -85,31 +77,23 @@ def _fetch(desc, buf, barrier, row, head, wanted):
 
 
 @gluon.jit
-def _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, DIM: gl.constexpr, WIDTH: gl.constexpr):
-    """cos and sin of a tile's rows and pairs. Positions past the table take its last row."""
-    L: gl.constexpr = pairs_layout(WIDTH)
-    rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-    pairs = gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, L))
-    positions = position + rows
-    if positions_ptr is not None:
-        positions = gl.load(positions_ptr + row + rows, mask=rows < num_rows, other=0).to(gl.int32)
-    places = gl.minimum(positions, num_positions - 1)[:, None] * (DIM // 2) + pairs[None, :]
-    mask = (rows < num_rows)[:, None] & (pairs < DIM // 2)[None, :]
-    return gl.load(cos_ptr + places, mask=mask, other=0.0), gl.load(sin_ptr + places, mask=mask, other=0.0)
-
-
-@gluon.jit
-def _first_table(
+def _table(
     cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows,
     ROTATE: gl.constexpr, RELATIVE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
-    """That of a program's first tile, with RELATIVE of all its tiles; numbers without rotary."""
-    if not ROTATE:
-        return 1.0, 0.0
-    elif RELATIVE:
-        return _table(cos_ptr, sin_ptr, None, num_positions, 0, 0, ROWS, DIM, WIDTH)
+    """cos and sin of a tile's rows and pairs; numbers without rotary. Positions past the table take its last row."""
+    if ROTATE:
+        L: gl.constexpr = pairs_layout(WIDTH)
+        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
+        pairs = gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, L))
+        positions = rows if RELATIVE else position + rows
+        if positions_ptr is not None and not RELATIVE:
+            positions = gl.load(positions_ptr + row + rows, mask=rows < num_rows, other=0).to(gl.int32)
+        places = gl.minimum(positions, num_positions - 1)[:, None] * (DIM // 2) + pairs[None, :]
+        mask = (rows < num_rows)[:, None] & (pairs < DIM // 2)[None, :]
+        return gl.load(cos_ptr + places, mask=mask, other=0.0), gl.load(sin_ptr + places, mask=mask, other=0.0)
     else:
-        return _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, DIM, WIDTH)
+        return 1.0, 0.0
 
 
 @gluon.jit
@@ -208,12 +192,12 @@ def _barrier():
     return barrier
 
 
-@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places", "places_each"])
+@gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
-    num_positions, num_segments, num_places, places_each, scale, stride_om, stride_oh,
-    HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr, TURNS: gl.constexpr,
+    num_positions, num_segments, scale, stride_om, stride_oh,
+    HEADS: gl.constexpr, TURNS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
+    ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full = _barrier(), _barrier(), _barrier()
@@ -225,25 +209,16 @@ def block_attention_fwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    PROGRAMS: gl.constexpr = HEADS // TURNS  # share a range of places
-    head = gl.program_id(0) % PROGRAMS * TURNS
-    first = gl.program_id(0) // PROGRAMS * places_each
-    end = gl.minimum(first + places_each, num_places)
-    turn = 0
-    place, segment, row, num_rows, position = _find_tile(first, end, gl.to_tensor(0), offsets_ptr, num_segments)
-    _fetch(q_desc, q_tile, q_full, row, head, place < end)
-    _fetch(k_desc, k_tile, k_full, row, head, place < end)
-    _fetch(v_desc, v_tile, v_full, row, head, place < end)
-    cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
-    phase = 0
-    while place < end:
-        next_turn = (turn + 1) % TURNS
-        next_place, next_row, next_rows, next_position = place, row, num_rows, position
-        if next_turn == 0:
-            next_place, segment, next_row, next_rows, next_position = _find_tile(place + 1, end, segment, offsets_ptr, num_segments)
-        more = next_place < end
-        next_head = head - turn + next_turn
-
+    first_head = gl.program_id(0) % (HEADS // TURNS) * TURNS
+    row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments)
+    _fetch(q_desc, q_tile, q_full, row, first_head, num_rows > 0)
+    _fetch(k_desc, k_tile, k_full, row, first_head, num_rows > 0)
+    _fetch(v_desc, v_tile, v_full, row, first_head, num_rows > 0)
+    cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
+    for turn in range(gl.where(num_rows > 0, TURNS, 0)):
+        head = first_head + turn
+        more = turn + 1 < TURNS
+        phase = turn & 1
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
         if ROTATE:  # otherwise what follows the rows reaches only scores that are masked
@@ -257,29 +232,23 @@ def block_attention_fwd_hopper_kernel(
         scores = warpgroup_mma_wait(0, deps=(scores,))
         fence_async_shared()
         thread_barrier()
-        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
-        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
+        _fetch(q_desc, q_tile, q_full, row, head + 1, more)
+        _fetch(k_desc, k_tile, k_full, row, head + 1, more)
         p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, rows_layout(WIDTH), 2))
         out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM, WIDTH)
-        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
-
-        if ROTATE and not RELATIVE:
-            if more and next_turn == 0:
-                cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        place, turn, head, row, num_rows, position = next_place, next_turn, next_head, next_row, next_rows, next_position
-        phase ^= 1
+        _fetch(v_desc, v_tile, v_full, row, head + 1, more)
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["num_positions", "num_segments", "num_places", "places_each"])
+@gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_bwd_hopper_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
-    num_positions, num_segments, num_places, places_each, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
-    HEADS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr,
-    RELATIVE: gl.constexpr, TURNS: gl.constexpr,
+    num_positions, num_segments, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
+    HEADS: gl.constexpr, TURNS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
+    ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr,
 ):  # fmt: skip
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full, do_full = _barrier(), _barrier(), _barrier(), _barrier()
@@ -296,26 +265,17 @@ def block_attention_bwd_hopper_kernel(
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
 
-    PROGRAMS: gl.constexpr = HEADS // TURNS  # share a range of places
-    head = gl.program_id(0) % PROGRAMS * TURNS
-    first = gl.program_id(0) // PROGRAMS * places_each
-    end = gl.minimum(first + places_each, num_places)
-    turn = 0
-    place, segment, row, num_rows, position = _find_tile(first, end, gl.to_tensor(0), offsets_ptr, num_segments)
-    _fetch(q_desc, q_tile, q_full, row, head, place < end)
-    _fetch(k_desc, k_tile, k_full, row, head, place < end)
-    _fetch(v_desc, v_tile, v_full, row, head, place < end)
-    _fetch(do_desc, do_tile, do_full, row, head, place < end)
-    cos, sin = _first_table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
-    phase = 0
-    while place < end:
-        next_turn = (turn + 1) % TURNS
-        next_place, next_row, next_rows, next_position = place, row, num_rows, position
-        if next_turn == 0:
-            next_place, segment, next_row, next_rows, next_position = _find_tile(place + 1, end, segment, offsets_ptr, num_segments)
-        more = next_place < end
-        next_head = head - turn + next_turn
-
+    first_head = gl.program_id(0) % (HEADS // TURNS) * TURNS
+    row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments)
+    _fetch(q_desc, q_tile, q_full, row, first_head, num_rows > 0)
+    _fetch(k_desc, k_tile, k_full, row, first_head, num_rows > 0)
+    _fetch(v_desc, v_tile, v_full, row, first_head, num_rows > 0)
+    _fetch(do_desc, do_tile, do_full, row, first_head, num_rows > 0)
+    cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
+    for turn in range(gl.where(num_rows > 0, TURNS, 0)):
+        head = first_head + turn
+        more = turn + 1 < TURNS
+        phase = turn & 1
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
         _prepare(q_buf, cos, sin, num_rows, ROTATE, WIDTH)
@@ -339,26 +299,20 @@ def block_attention_bwd_hopper_kernel(
         ds_buf.store((p * (dp - gl.sum(p * dp, 1)[:, None]) * scale).to(DTYPE))
         fence_async_shared()
         thread_barrier()
-        _fetch(v_desc, v_tile, v_full, next_row, next_head, more)
+        _fetch(v_desc, v_tile, v_full, row, head + 1, more)
 
         dv = warpgroup_mma(p_buf.permute((1, 0)), do_buf, no_rows, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(0, deps=(dv,))
         _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM, WIDTH)
-        _fetch(do_desc, do_tile, do_full, next_row, next_head, more)
+        _fetch(do_desc, do_tile, do_full, row, head + 1, more)
         dq = warpgroup_mma(ds_buf, k_buf, no_rows, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
         _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
-        _fetch(k_desc, k_tile, k_full, next_row, next_head, more)
+        _fetch(k_desc, k_tile, k_full, row, head + 1, more)
         dk = warpgroup_mma(ds_buf.permute((1, 0)), q_buf, no_rows, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(0, deps=(dk,))
         _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
-        _fetch(q_desc, q_tile, q_full, next_row, next_head, more)
-
-        if ROTATE and not RELATIVE:
-            if more and next_turn == 0:
-                cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, next_row, next_position, next_rows, DIM, WIDTH)
-        place, turn, head, row, num_rows, position = next_place, next_turn, next_head, next_row, next_rows, next_position
-        phase ^= 1
+        _fetch(q_desc, q_tile, q_full, row, head + 1, more)
     tma.store_wait(0)
 
 
@@ -400,18 +354,15 @@ def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, re
 def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int):
     """Grid, sizes, and the launch arguments that both kernels share.
 
-    Thread blocks are short, so that the hardware deals them out evenly and neighbours work on the same rows: about four tiles where cos and
-    sin are to be loaded first, of as many heads as there are up to 8; otherwise two.
+    Thread blocks are short: the hardware deals them out evenly, and neighbours read the same rows, which keeps DRAM pages open.
     """
     num_segments, heads = offsets.shape[0] - 1, q.shape[1]
-    num_places = q.shape[0] // 64 + num_segments
     rotate = cos is not None
-    turns = max(n for n in range(1, 9) if heads % n == 0) if rotate else 1
-    places_each = max(1, 4 // turns) if rotate else 2
-    common = dict(HEADS=heads, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, ROTATE=rotate)
-    common |= dict(ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v)
-    grid = (triton.cdiv(num_places, places_each) * (heads // turns),)
-    return grid, (cos.shape[0] if rotate else 0, num_segments, num_places, places_each), common | dict(TURNS=turns, num_warps=4)
+    turns = max(n for n in (1, 2, 3, 4) if heads % n == 0)
+    common = dict(HEADS=heads, TURNS=turns, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, num_warps=4)
+    common |= dict(ROTATE=rotate, ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v)
+    grid = ((q.shape[0] // 64 + num_segments) * (heads // turns),)
+    return grid, (cos.shape[0] if rotate else 0, num_segments), common
 
 
 def _descriptors(*tensors: Tensor) -> list[TensorDescriptor]:
