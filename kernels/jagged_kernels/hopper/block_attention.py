@@ -68,6 +68,12 @@ def _tile(place, offsets_ptr, num_segments):
 
 
 @gluon.jit
+def _anew(x):
+    """x, of which the compiler does not know that it is the same in every turn: a tail's addresses would fill registers."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _fetch(desc, buf, barrier, row, head, wanted):
     mbarrier.expect(barrier, desc.block_type.nbytes, pred=wanted)
     load_tile(desc, [head, row, 0], barrier, buf, pred=wanted)
@@ -216,6 +222,7 @@ def block_attention_fwd_hopper_kernel(
     _fetch(v_desc, v_tile, v_full, row, first_head, num_rows > 0)
     cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     for turn in range(gl.where(num_rows > 0, TURNS, 0)):
+        row, num_rows = _anew(row), _anew(num_rows)
         head = first_head + turn
         more = turn + 1 < TURNS
         phase = turn & 1
@@ -273,6 +280,7 @@ def block_attention_bwd_hopper_kernel(
     _fetch(do_desc, do_tile, do_full, row, first_head, num_rows > 0)
     cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
     for turn in range(gl.where(num_rows > 0, TURNS, 0)):
+        row, num_rows = _anew(row), _anew(num_rows)
         head = first_head + turn
         more = turn + 1 < TURNS
         phase = turn & 1
@@ -347,7 +355,7 @@ def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, re
     grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
     block_attention_bwd_hopper_kernel[grid](
         *_descriptors(do, q, k, v, dq, dk, dv), dq, dk, dv, offsets, cos, sin, positions, *sizes, scale,
-        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common,
+        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common, maxnreg=168 if common["WIDTH"] == 64 else None,
     )  # fmt: skip
 
 
