@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from .checks import check_size, resolve_head_dim
-from .functional import BLOCKS, MAX_HEAD_DIM, block_diagonal_attention
+from .functional import BLOCKS, MAX_HEAD_DIM, block_diagonal_attention_packed
 from .jagged import Jagged
 from .rotary import Rotary, rotary_tables
 
@@ -16,7 +16,8 @@ class BlockDiagonalSelfAttention(nn.Module):
 
         [q | k | v] = x W + b        out = block_diagonal_attention(q, k, v) W_o + b_o
 
-    Time and memory are linear in the rows. q, k and v are read in place from the packed projection where nothing rotates them.
+    Time and memory are linear in the rows. The kernels read q, k and v in place from the packed projection, which is all that is kept for
+    their backward, rotate them on the way, and write their gradients as one tensor.
 
     Args:
         embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with rotary.
@@ -83,9 +84,9 @@ class BlockDiagonalSelfAttention(nn.Module):
         jagged = Jagged.wrap(x)
         if jagged.values.dim() != 2 or jagged.values.shape[1] != self.embedding_dim:
             raise ValueError(f"x's values must have shape [L, {self.embedding_dim}], got {list(jagged.values.shape)}")
-        q, k, v = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim)).unbind(1)
+        qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
         rotary = None if self.rotary is None else Rotary(self.qkv_proj.cos, self.qkv_proj.sin, self.rotary, linear=True)
-        out = block_diagonal_attention(q, k, v, jagged.offsets, block_size=self.block_size, rotary=rotary)
+        out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
 
     def extra_repr(self) -> str:

@@ -352,6 +352,55 @@ def block_diagonal_attention(
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]")
     q, k, v = (_autocast(x) for x in (q, k, v))
+    _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    offsets = offsets.to(q.device, non_blocking=True)
+
+    if _block_attention_by_kernels(q, block_size, implementation):
+        from jagged_kernels.block_attention import triton_block_attention
+
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale, implementation)
+
+    if rotary is not None:
+        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
+        cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
+    blocks = block_offsets(offsets, block_size, q.shape[0])
+    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
+
+
+def block_diagonal_attention_packed(
+    qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
+) -> Tensor:
+    """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three."""
+    qkv = _autocast(qkv)
+    q, k, v = qkv.unbind(1)
+    if not _block_attention_by_kernels(q, block_size, implementation):
+        return block_diagonal_attention(q, k, v, offsets, block_size=block_size, rotary=rotary, implementation=implementation)
+
+    from jagged_kernels.block_attention import triton_block_attention_packed
+
+    _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
+    qkv, offsets = qkv if qkv.stride(-1) == 1 else qkv.contiguous(), offsets.to(qkv.device, non_blocking=True)
+    options = *_kernel_rotary(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
+    return triton_block_attention_packed(qkv, offsets, *options)
+
+
+def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
+    """Whether block attention has kernels for such tensors, and they are asked for."""
+    if implementation in ("triton", "hopper") and q.dtype == torch.float64:
+        raise ValueError(f"q must be float32, float16 or bfloat16 for implementation {implementation!r}, got torch.float64")
+    if implementation == "reference" or implementation == "auto" and (not q.is_cuda or q.dtype == torch.float64):
+        return False
+
+    from jagged_kernels.block_attention import block_attention_fits
+
+    return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size)
+
+
+def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation) -> None:
     check_offsets("offsets", offsets, q.shape[0])
     if offsets.device not in (q.device, torch.device("cpu")):
         raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
@@ -364,25 +413,6 @@ def block_diagonal_attention(
     if block_size not in BLOCKS:
         raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
     _check_rotary(q, offsets, rotary)
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    offsets = offsets.to(q.device, non_blocking=True)
-
-    if implementation in ("triton", "hopper") and q.dtype == torch.float64:
-        raise ValueError(f"q must be float32, float16 or bfloat16 for implementation {implementation!r}, got torch.float64")
-    if implementation in ("triton", "hopper") or implementation == "auto" and q.is_cuda and q.dtype != torch.float64:
-        from jagged_kernels.block_attention import block_attention_fits, triton_block_attention
-
-        if implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size):
-            q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-            return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale, implementation)
-
-    if rotary is not None:
-        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
-        cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
-    blocks = block_offsets(offsets, block_size, q.shape[0])
-    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
 
 
 def _kernel_rotary(rotary: Rotary | None, device: torch.device) -> tuple:

@@ -266,6 +266,20 @@ def triton_block_attention(
     Returns:
         `[L, H, D]`.
     """
+    return _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+
+
+@operator("block_attention_packed", fake=lambda qkv, *rest: _fake(*qkv.unbind(1)))
+def triton_block_attention_packed(
+    qkv: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
+    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
+) -> Tensor:  # fmt: skip
+    """Launch the forward kernel on q, k and v of `[L, 3, H, D]`, last dim contiguous. Their gradients are written as one tensor, which a
+    projection's backward reads as it is; autograd would copy three into one. Others, returns: as triton_block_attention."""
+    return _forward(*qkv.unbind(1), offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+
+
+def _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if _on_hopper(implementation, block_size, q, k, v):
         from .hopper import block_attention as hopper
@@ -289,20 +303,40 @@ def triton_block_attention_backward(
     rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernel: dq, dk, dv of the operands' shapes and dtype."""
+    gradients = _backward_fake(do, q, k, v)
+    _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+    return gradients
+
+
+def _packed_backward_fake(do, qkv, *rest):
+    return torch.empty_like(qkv, memory_format=torch.contiguous_format)
+
+
+@operator("block_attention_packed_backward", fake=_packed_backward_fake)
+def triton_block_attention_packed_backward(
+    do: Tensor, qkv: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
+    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
+) -> Tensor:  # fmt: skip
+    """Launch the backward kernel: the gradient `[L, 3, H, D]` of qkv, in its dtype."""
+    gradient = _packed_backward_fake(do, qkv)
+    _backward(gradient.unbind(1), do, *qkv.unbind(1), offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+    return gradient
+
+
+def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation) -> None:
+    dq, dk, dv = gradients
     do = do if do.stride(-1) == 1 else do.contiguous()
-    dq, dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     if _on_hopper(implementation, block_size, q, k, v):
         from .hopper import block_attention as hopper
 
         hopper.backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
-        return dq, dk, dv
+        return
     grid, sizes, common = _launch("bwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:
         strides, layout = _layout(do, q, k, v, dq, dk, dv)
         block_attention_bwd_kernel[grid](
             do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, *sizes, scale, *strides, **common, **layout
         )  # fmt: skip
-    return dq, dk, dv
 
 
 def _on_hopper(implementation: str, block_size: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
@@ -369,27 +403,35 @@ def _constants(kernel, heads, key_heads, dim, dtype, block_size, rotary, device,
 
 class _BlockAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
-        tensors, ctx.options = inputs[:7], inputs[7:]
+    def forward(ctx, op, backward_op, *inputs):
+        tensors = [x for x in inputs if x is None or isinstance(x, Tensor)]  # the first arguments, the options after them
         ctx.save_for_backward(*tensors)
+        ctx.backward_op, ctx.options, ctx.num_inputs = backward_op, inputs[len(tensors) :], len(inputs)
         with below_autograd():
-            return triton_block_attention(*inputs)
+            return op(*inputs)
 
     @staticmethod
     def backward(ctx, do):
-        return *triton_block_attention_backward(do, *ctx.saved_tensors, *ctx.options), *(None,) * 9
+        gradients = ctx.backward_op(do, *ctx.saved_tensors, *ctx.options)
+        gradients = gradients if isinstance(gradients, tuple) else (gradients,)
+        return None, None, *gradients, *(None,) * (ctx.num_inputs - len(gradients))
 
 
 class _BlockAttentionBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, backward_op, *inputs):
         with below_autograd():
-            return triton_block_attention_backward(*inputs)
+            return backward_op(*inputs)
 
     @staticmethod
     def backward(ctx, *grads):
         raise RuntimeError("block_diagonal_attention is not differentiable twice: its backward kernel has no derivative of its own")
 
 
-differentiate(triton_block_attention, _BlockAttention.apply)
-differentiate(triton_block_attention_backward, _BlockAttentionBackward.apply)
+def _differentiate(op, backward_op) -> None:
+    differentiate(op, functools.partial(_BlockAttention.apply, op, backward_op))
+    differentiate(backward_op, functools.partial(_BlockAttentionBackward.apply, backward_op))
+
+
+_differentiate(triton_block_attention, triton_block_attention_backward)
+_differentiate(triton_block_attention_packed, triton_block_attention_packed_backward)

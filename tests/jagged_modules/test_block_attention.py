@@ -189,6 +189,17 @@ def test_no_large_tensor_is_made(tensor_sizes, one_thread, offsets_of):
     assert 0 < max(sizes.made) <= sum(x.numel() for x in inputs)
 
 
+@pytest.mark.parametrize("rotary", [None, "qk", "qkv"])
+def test_kept_for_the_backward_are_q_k_v_and_the_output(rotary, saved_tensors, offsets_of):
+    """With rotary the turned ones; nothing else has as many elements."""
+    tensors = [x.requires_grad_() for x in make_qkv(2000)]
+    with saved_tensors() as saved:
+        out = F.block_diagonal_attention(*tensors, offsets_of([1500, 0, 500]), rotary=make_rotary(rotary, 8, max_seqlen=1500))
+    assert sorted(x for x in saved.storages.values() if x >= out.numel()) == [out.numel()] * 4
+    unturned = tensors if rotary is None else tensors[2:] if rotary == "qk" else []
+    assert saved.storages.keys() >= {x.data_ptr() for x in (*unturned, out)}
+
+
 def test_autocast_computes_in_its_dtype(offsets_of):
     q, k, v = (x.requires_grad_() for x in make_qkv(20))
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -344,6 +355,20 @@ def test_autocast(offsets_of):
 
 
 @pytest.mark.parametrize("rotary", ["qk", "qkv", None])
+def test_layer_keeps_x_q_k_v_and_what_they_attend_to(rotary, saved_tensors, tensor_sizes, one_thread, offsets_of):
+    """For a backward, and nothing larger than q, k and v together is ever made: a step is linear in the rows of a segment."""
+    layer = jm.BlockDiagonalSelfAttention(12, 3, block_size=16, rotary=rotary, max_seqlen=4000)
+    x = torch.randn(4000, 12, requires_grad=True)
+    with tensor_sizes() as sizes:
+        with saved_tensors() as saved:
+            out, _ = layer((x, offsets_of([4000])))
+        out.sum().backward()
+    kept = {None: [1, 1, 3], "qk": [1, 1, 1, 1, 3], "qkv": [1, 1, 1, 1, 1]}[rotary]  # in "qk", v stays a view of the packed projection
+    assert sorted(size for size in saved.storages.values() if size >= x.numel()) == [number * x.numel() for number in kept]
+    assert max(sizes.made) == 3 * x.numel()
+
+
+@pytest.mark.parametrize("rotary", ["qk", "qkv", None])
 def test_training_step_changes_every_parameter(rotary, offsets_of):
     layer = make_layer(rotary)
     before = copy.deepcopy(layer.state_dict())
@@ -402,7 +427,7 @@ BAD_CALLS = [
     (dict(block_size=16.0), TypeError, "block_size must be an int, got float"),
     (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
-    (dict(implementation="hopper"), ValueError, "implementation must be one of .*, got 'hopper'"),
+    (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(rotary="qk"), TypeError, "rotary must be a Rotary, got str"),
     (dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] of q \[6, 2, 8\] with D even, got \[5, 3\]"),
     (ODD | dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] of q \[6, 2, 7\] with D even, got \[5, 3\]"),
