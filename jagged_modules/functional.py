@@ -337,8 +337,8 @@ def block_diagonal_attention(
         rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
         schedule: None. The pattern follows from the offsets alone.
         implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
-            "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128, H = Hkv and blocks up
-            to 64; "auto" takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
+            "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128 and H = Hkv; "auto"
+            takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
             CUDA too: blocks of 128 where D > 128, or in fp32 > 32; before Hopper and on consumer GPUs blocks of 128, and D > 128, or in
             fp32 > 64.
 

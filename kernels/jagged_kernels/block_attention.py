@@ -281,7 +281,7 @@ def triton_block_attention_packed(
 
 def _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if _on_hopper(implementation, block_size, q, k, v):
+    if _on_hopper(implementation, q, k, v):
         from .hopper import block_attention as hopper
 
         hopper.forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
@@ -326,7 +326,7 @@ def triton_block_attention_packed_backward(
 def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation) -> None:
     dq, dk, dv = gradients
     do = do if do.stride(-1) == 1 else do.contiguous()
-    if _on_hopper(implementation, block_size, q, k, v):
+    if _on_hopper(implementation, q, k, v):
         from .hopper import block_attention as hopper
 
         hopper.backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
@@ -339,18 +339,18 @@ def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, re
         )  # fmt: skip
 
 
-def _on_hopper(implementation: str, block_size: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def _on_hopper(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
     if implementation == "triton" or device_properties(q.device)[0] != (9, 0) or q.device.type != "cuda":
         supported = False
     else:
         from .hopper import block_attention as hopper  # Gluon is compiled for Hopper alone, and imported there alone
 
-        supported = hopper.supports(block_size, q, k, v)
+        supported = hopper.supports(q, k, v)
     if implementation == "hopper" and not supported:
         raise ValueError(
-            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, block_size up to 64, D a multiple of 8 up to "
-            f"128, as many key heads as query heads and rows at 16-byte boundaries; got {q.dtype} on {q.device}, block_size {block_size}, "
-            f"q {list(q.shape)} with strides {q.stride()}, k {list(k.shape)} with strides {k.stride()}"
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, D a multiple of 8 up to 128, as many key heads "
+            f"as query heads and rows at 16-byte boundaries; got {q.dtype} on {q.device}, q {list(q.shape)} with strides {q.stride()}, "
+            f"k {list(k.shape)} with strides {k.stride()}"
         )
     return supported
 

@@ -1,9 +1,9 @@
 """Block attention for Hopper: the same computation, with tiles loaded and stored by the tensor memory accelerator.
 
-A thread block of four warps takes the 64 rows of a place, a few heads of them in turn; two or three share a multiprocessor. An operand's
-buffer is filled for the next head as soon as the last product has read it. Rotary turns q and k where they lie in shared memory, and dq and
-dk in the registers that the products leave them in: every thread meets the same rows and pairs of columns there, and keeps their cos and
-sin for all heads.
+A thread block of four warps takes the 64 rows of a place (eight warps the 128 of a block so large), a few heads of them in turn; two or
+three share a multiprocessor. An operand's buffer is filled for the next head as soon as the last product has read it. Rotary turns q and k
+where they lie in shared memory, and dq and dk in the registers that the products leave them in: every thread meets the same rows and pairs
+of columns there, and keeps their cos and sin for all heads.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from ..launch import device_properties
 from .gluon_api import load_tile, reinterpret, store_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-ROWS = gl.constexpr(64)
 
 
 @gluon.constexpr_function
-def scores_layout():
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+def product_layout(rows, columns):
+    """Of a product in registers: 16 rows for each warp."""
+    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
-def rows_layout(width):
-    """Of a product [64, width]."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, width, 16])
-
-
-@gluon.constexpr_function
-def pairs_layout(width):
-    """Of the even or the odd columns of such a product, [64, width / 2]."""
+def pairs_layout(rows, width):
+    """Of the even or the odd columns of such a product, [rows, width / 2]."""
     registers = [[8, 0]] + [[0, 4 << i] for i in range((width // 8).bit_length() - 1)]
-    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]], [], [64, width // 2])
+    warps = [[16 << i, 0] for i in range((rows // 16).bit_length() - 1)]
+    return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [rows, width // 2])
 
 
 @gluon.constexpr_function
-def words_layout(width):
+def words_layout():
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+
+
+@gluon.constexpr_function
+def rows_of_a_tile(block_size):
+    return max(block_size, 64)
 
 
 # -- tiles ---------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _tile(place, offsets_ptr, num_segments):
+def _tile(place, offsets_ptr, num_segments, ROWS: gl.constexpr):
     """First row, number of rows (none: not positive) and first position of the tile at a place: that of the last segment whose first place
     is not past it."""
     segment = gl.to_tensor(0)
@@ -85,11 +85,11 @@ def _fetch(desc, buf, barrier, row, head, wanted):
 @gluon.jit
 def _table(
     cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows,
-    ROTATE: gl.constexpr, RELATIVE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+    ROTATE: gl.constexpr, RELATIVE: gl.constexpr, DIM: gl.constexpr, ROWS: gl.constexpr, WIDTH: gl.constexpr,
 ):  # fmt: skip
     """cos and sin of a tile's rows and pairs; numbers without rotary. Positions past the table take its last row."""
     if ROTATE:
-        L: gl.constexpr = pairs_layout(WIDTH)
+        L: gl.constexpr = pairs_layout(ROWS, WIDTH)
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         pairs = gl.arange(0, WIDTH // 2, layout=gl.SliceLayout(0, L))
         positions = rows if RELATIVE else position + rows
@@ -122,16 +122,17 @@ def _pack(even, odd, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def _words(buf, WIDTH: gl.constexpr):
-    return reinterpret(buf, gl.int32, [ROWS, WIDTH // 2], words_layout(WIDTH))
+def _words(buf):
+    return reinterpret(buf, gl.int32, [buf.shape[0], buf.shape[1] // 2], words_layout())
 
 
 @gluon.jit
-def _prepare(buf, cos, sin, num_rows, ROTATE: gl.constexpr, WIDTH: gl.constexpr):
+def _prepare(buf, cos, sin, num_rows, ROTATE: gl.constexpr):
     """Turn the rows of a tile where they lie; what follows them becomes 0."""
+    ROWS: gl.constexpr = buf.shape[0]
     if ROTATE or num_rows < ROWS:
-        L: gl.constexpr = pairs_layout(WIDTH)
-        words_buf = _words(buf, WIDTH)
+        L: gl.constexpr = pairs_layout(ROWS, buf.shape[1])
+        words_buf = _words(buf)
         words = words_buf.load(L)
         if ROTATE:
             even, odd = _unpack(words, buf.dtype)
@@ -146,7 +147,8 @@ def _prepare(buf, cos, sin, num_rows, ROTATE: gl.constexpr, WIDTH: gl.constexpr)
 @gluon.jit
 def _softmax(scores, num_rows, scale, BLOCK: gl.constexpr):
     """softmax(scale · scores) within the blocks of a tile, 0 elsewhere; scale in base 2."""
-    L: gl.constexpr = scores_layout()
+    ROWS: gl.constexpr = scores.shape[0]
+    L: gl.constexpr = scores.type.layout
     rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))[:, None]
     columns = gl.arange(0, ROWS, layout=gl.SliceLayout(0, L))[None, :]
     visible = (columns < num_rows) & (rows < num_rows)
@@ -162,26 +164,28 @@ def _softmax(scores, num_rows, scale, BLOCK: gl.constexpr):
 @gluon.jit
 def _put(
     acc, stage, desc, ptr, stride_row, stride_head, row, head, num_rows, cos, sin,
-    ROTATE: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr,
+    ROTATE: gl.constexpr, DIM: gl.constexpr,
 ):  # fmt: skip
     """Store a tile through the staging buffer; ROTATE turns it back before its one rounding."""
+    ROWS: gl.constexpr = stage.shape[0]
+    WIDTH: gl.constexpr = stage.shape[1]
     tma.store_wait(0)
     thread_barrier()
     even, odd = acc.reshape([ROWS, WIDTH // 2, 2]).split()
-    even = gl.convert_layout(even, pairs_layout(WIDTH), assert_trivial=True)
-    odd = gl.convert_layout(odd, pairs_layout(WIDTH), assert_trivial=True)
+    even = gl.convert_layout(even, pairs_layout(ROWS, WIDTH), assert_trivial=True)
+    odd = gl.convert_layout(odd, pairs_layout(ROWS, WIDTH), assert_trivial=True)
     if ROTATE:
         turned = even * cos + odd * sin
         odd = odd * cos - even * sin
         even = turned
-    _words(stage, WIDTH).store(_pack(even, odd, stage.dtype))
+    _words(stage).store(_pack(even, odd, stage.dtype))
     if num_rows >= ROWS:
         fence_async_shared()
         thread_barrier()
         store_tile(desc, [head, row, 0], stage.reshape([1, ROWS, WIDTH]))
     else:
         thread_barrier()
-        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [4, 1], [1, 0])
+        L: gl.constexpr = gl.BlockedLayout([1, 8], [256 // WIDTH, WIDTH // 8], [ROWS // 16, 1], [1, 0])
         rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
         columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
         ptrs = ptr + (row + rows).to(gl.int64)[:, None] * stride_row + head * stride_head + columns[None, :]
@@ -205,6 +209,7 @@ def block_attention_fwd_hopper_kernel(
     HEADS: gl.constexpr, TURNS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
     ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr,
 ):  # fmt: skip
+    ROWS: gl.constexpr = rows_of_a_tile(BLOCK)
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full = _barrier(), _barrier(), _barrier()
     q_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
@@ -212,15 +217,15 @@ def block_attention_fwd_hopper_kernel(
     v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
     stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
     q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
-    no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
-    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
+    no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
+    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
 
     first_head = gl.program_id(0) % (HEADS // TURNS) * TURNS
-    row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments)
+    row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments, ROWS)
     _fetch(q_desc, q_tile, q_full, row, first_head, num_rows > 0)
     _fetch(k_desc, k_tile, k_full, row, first_head, num_rows > 0)
     _fetch(v_desc, v_tile, v_full, row, first_head, num_rows > 0)
-    cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
+    cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, ROWS, WIDTH)
     for turn in range(gl.where(num_rows > 0, TURNS, 0)):
         row, num_rows = _anew(row), _anew(num_rows)
         head = first_head + turn
@@ -229,23 +234,23 @@ def block_attention_fwd_hopper_kernel(
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
         if ROTATE:  # otherwise what follows the rows reaches only scores that are masked
-            _prepare(q_buf, cos, sin, num_rows, True, WIDTH)
-            _prepare(k_buf, cos, sin, num_rows, True, WIDTH)
+            _prepare(q_buf, cos, sin, num_rows, True)
+            _prepare(k_buf, cos, sin, num_rows, True)
             fence_async_shared()
             thread_barrier()
         scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
-        _prepare(v_buf, cos, sin, num_rows, ROTATE_V, WIDTH)
+        _prepare(v_buf, cos, sin, num_rows, ROTATE_V)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         fence_async_shared()
         thread_barrier()
         _fetch(q_desc, q_tile, q_full, row, head + 1, more)
         _fetch(k_desc, k_tile, k_full, row, head + 1, more)
         p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
-        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, rows_layout(WIDTH), 2))
+        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, product_layout(ROWS, WIDTH), 2))
         out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
-        _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM, WIDTH)
+        _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM)
         _fetch(v_desc, v_tile, v_full, row, head + 1, more)
     tma.store_wait(0)
 
@@ -257,6 +262,7 @@ def block_attention_bwd_hopper_kernel(
     HEADS: gl.constexpr, TURNS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
     ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr,
 ):  # fmt: skip
+    ROWS: gl.constexpr = rows_of_a_tile(BLOCK)
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full, do_full = _barrier(), _barrier(), _barrier(), _barrier()
     q_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
@@ -269,16 +275,16 @@ def block_attention_bwd_hopper_kernel(
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], DTYPE)
     p_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
     ds_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
-    no_scores = gl.zeros([ROWS, ROWS], gl.float32, scores_layout())
-    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, rows_layout(WIDTH))
+    no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
+    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
 
     first_head = gl.program_id(0) % (HEADS // TURNS) * TURNS
-    row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments)
+    row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments, ROWS)
     _fetch(q_desc, q_tile, q_full, row, first_head, num_rows > 0)
     _fetch(k_desc, k_tile, k_full, row, first_head, num_rows > 0)
     _fetch(v_desc, v_tile, v_full, row, first_head, num_rows > 0)
     _fetch(do_desc, do_tile, do_full, row, first_head, num_rows > 0)
-    cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, WIDTH)
+    cos, sin = _table(cos_ptr, sin_ptr, positions_ptr, num_positions, row, position, num_rows, ROTATE, RELATIVE, DIM, ROWS, WIDTH)
     for turn in range(gl.where(num_rows > 0, TURNS, 0)):
         row, num_rows = _anew(row), _anew(num_rows)
         head = first_head + turn
@@ -286,16 +292,16 @@ def block_attention_bwd_hopper_kernel(
         phase = turn & 1
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
-        _prepare(q_buf, cos, sin, num_rows, ROTATE, WIDTH)
-        _prepare(k_buf, cos, sin, num_rows, ROTATE, WIDTH)
+        _prepare(q_buf, cos, sin, num_rows, ROTATE)
+        _prepare(k_buf, cos, sin, num_rows, ROTATE)
         fence_async_shared()
         thread_barrier()
         scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
         mbarrier.wait(do_full, phase)
-        _prepare(do_buf, cos, sin, num_rows, False, WIDTH)
+        _prepare(do_buf, cos, sin, num_rows, False)
         if ROTATE_V:
-            _prepare(v_buf, cos, sin, num_rows, True, WIDTH)
+            _prepare(v_buf, cos, sin, num_rows, True)
         fence_async_shared()
         thread_barrier()
         dp = warpgroup_mma(do_buf, v_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -311,15 +317,15 @@ def block_attention_bwd_hopper_kernel(
 
         dv = warpgroup_mma(p_buf.permute((1, 0)), do_buf, no_rows, use_acc=False, is_async=True)
         dv = warpgroup_mma_wait(0, deps=(dv,))
-        _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM, WIDTH)
+        _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM)
         _fetch(do_desc, do_tile, do_full, row, head + 1, more)
         dq = warpgroup_mma(ds_buf, k_buf, no_rows, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
+        _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM)
         _fetch(k_desc, k_tile, k_full, row, head + 1, more)
         dk = warpgroup_mma(ds_buf.permute((1, 0)), q_buf, no_rows, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM, WIDTH)
+        _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM)
         _fetch(q_desc, q_tile, q_full, row, head + 1, more)
     tma.store_wait(0)
 
@@ -327,9 +333,9 @@ def block_attention_bwd_hopper_kernel(
 # -- launchers ---------------------------------------------------------------------------------------------------------------------
 
 
-def supports(block_size: int, q: Tensor, k: Tensor, v: Tensor) -> bool:
+def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels take these operands: on Hopper, 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows."""
-    if q.device.type != "cuda" or device_properties(q.device)[0] != (9, 0) or block_size > 64 or k.shape != q.shape:
+    if q.device.type != "cuda" or device_properties(q.device)[0] != (9, 0) or k.shape != q.shape:
         return False
     return q.element_size() == 2 and q.shape[2] <= 128 and q.shape[0] > 0 and all(has_descriptor(x) for x in (q, k, v))
 
@@ -344,8 +350,8 @@ def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, bloc
     """Launch the forward kernel; arguments as those of the portable one."""
     grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
     block_attention_fwd_hopper_kernel[grid](
-        *_descriptors(q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common,
-        maxnreg=168,  # three thread blocks on a multiprocessor
+        *_descriptors(block_size, q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common,
+        maxnreg=168 if block_size <= 64 else None,  # three thread blocks on a multiprocessor
     )  # fmt: skip
 
 
@@ -354,8 +360,8 @@ def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, re
     do = do if has_descriptor(do) else do.contiguous()
     grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
     block_attention_bwd_hopper_kernel[grid](
-        *_descriptors(do, q, k, v, dq, dk, dv), dq, dk, dv, offsets, cos, sin, positions, *sizes, scale,
-        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common, maxnreg=168 if common["WIDTH"] == 64 else None,
+        *_descriptors(block_size, do, q, k, v, dq, dk, dv), dq, dk, dv, offsets, cos, sin, positions, *sizes, scale,
+        *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common, maxnreg=168 if common["WIDTH"] == 64 and block_size <= 64 else None,
     )  # fmt: skip
 
 
@@ -367,17 +373,18 @@ def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_si
     num_segments, heads = offsets.shape[0] - 1, q.shape[1]
     rotate = cos is not None
     turns = max(n for n in (1, 2, 3, 4) if heads % n == 0)
-    common = dict(HEADS=heads, TURNS=turns, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size, num_warps=4)
+    common = dict(HEADS=heads, TURNS=turns, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size)
     common |= dict(ROTATE=rotate, ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v)
-    grid = ((q.shape[0] // 64 + num_segments) * (heads // turns),)
-    return grid, (cos.shape[0] if rotate else 0, num_segments), common
+    rows = max(block_size, 64)
+    grid = ((q.shape[0] // rows + num_segments) * (heads // turns),)
+    return grid, (cos.shape[0] if rotate else 0, num_segments), common | dict(num_warps=rows // 16)
 
 
-def _descriptors(*tensors: Tensor) -> list[TensorDescriptor]:
-    """Of `[L, H, D]`, as `[H, L, D]`, in boxes of 64 rows of a head."""
+def _descriptors(block_size: int, *tensors: Tensor) -> list[TensorDescriptor]:
+    """Of `[L, H, D]`, as `[H, L, D]`, in boxes of a tile's rows of a head."""
     head_dim = tensors[0].shape[2]
-    box = [1, 64, 64 if head_dim <= 64 else 128]
-    layout = _box_layout(tensors[0].dtype, box[2])
+    box = [1, max(block_size, 64), 64 if head_dim <= 64 else 128]
+    layout = _box_layout(tensors[0].dtype, *box)
     return [
         # A dimension of size 1 may have any stride: one that the accelerator takes stands in for it.
         TensorDescriptor(
@@ -388,5 +395,5 @@ def _descriptors(*tensors: Tensor) -> list[TensorDescriptor]:
 
 
 @functools.cache
-def _box_layout(dtype: torch.dtype, width: int):
-    return gl.NVMMASharedLayout.get_default_for([1, 64, width], gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+def _box_layout(dtype: torch.dtype, *box: int):
+    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
