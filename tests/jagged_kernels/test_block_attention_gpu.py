@@ -71,6 +71,28 @@ def test_packed_views_and_gradients_of_any_stride(check_block_attention, dim):
         check_block_attention(LENGTHS, torch.bfloat16, "cuda", tensors=packed.unbind(1), grad=grad, rotate="qk", kernels="auto")
 
 
+@pytest.mark.parametrize("factors", [(1e6, 1e-6), (1e-6, 1e6), (1e-12, 1e10)], ids=str)
+def test_rotated_operands_of_any_magnitude(check_block_attention, kernels, factors):
+    """Also where q, k or the gradient leave the range of fp16."""
+    tensors = [x.detach() for x in inputs()]
+    tensors[0] *= factors[0]
+    tensors[1] *= factors[1]
+    for size in (1e-10, 1e10):
+        check_block_attention(
+            LENGTHS, torch.bfloat16, "cuda", tensors=tensors, rotate="qk", kernels=kernels, grad=lambda out: torch.randn_like(out) * size
+        )
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_a_row_that_is_no_number_spoils_no_other_block(kernels, offsets, value):
+    q, k, v = inputs(128, requires_grad=False)
+    rotary = jm.Rotary.from_frequencies(64, 128, device="cuda")
+    expected = F.block_diagonal_attention(q, k, v, offsets([128], "cuda"), block_size=16, rotary=rotary, implementation=kernels)
+    q[3], k[5] = value, value
+    out = F.block_diagonal_attention(q, k, v, offsets([128], "cuda"), block_size=16, rotary=rotary, implementation=kernels)
+    torch.testing.assert_close(out[16:], expected[16:])
+
+
 @pytest.mark.parametrize("rotate", [None, "qk", "qkv"], ids=str)
 def test_a_neighbours_nan_stays_where_it_is(kernels, offsets, rotate):
     q, k, v = inputs()
@@ -227,22 +249,23 @@ def turned_in_bf16(x, cos, sin):
 
 
 @pytest.mark.parametrize("rotate", ["qk", "qkv"])
-def test_gradients_are_more_accurate_than_with_rotary_in_bf16(rotate, offsets):
-    """Against float64 on the same inputs, at most 3/4 of the error where rotary is arithmetic in bf16 before the same attention: its
-    roundings there, of tables, products and sums, are as large as those of the attention itself."""
+def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, rotate, offsets):
+    """Against float64 on the same inputs, less than half (the portable kernels: 3/4) of the error where rotary is arithmetic in bf16 around
+    an attention of its own."""
+    limit = {"hopper": 0.5, "triton": 0.75}[kernels]
     lengths = torch.randint(1, 513, (64,)).tolist()
     q, k, v, grad = (torch.randn(sum(lengths), 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     segments, rotary = offsets(lengths, "cuda"), jm.Rotary.from_frequencies(128, 512, rotate, device="cuda")
     positions = torch.cat([torch.arange(length, device="cuda") for length in lengths])
     cos, sin = (table[positions, None].bfloat16() for table in (rotary.cos, rotary.sin))
 
-    def fused(q, k, v, implementation="triton"):
+    def fused(q, k, v, implementation=kernels):
         return F.block_diagonal_attention(q, k, v, segments, rotary=rotary, implementation=implementation)
 
     def apart(q, k, v):
         q, k = turned_in_bf16(q, cos, sin), turned_in_bf16(k, cos, sin)
         v = turned_in_bf16(v, cos, sin) if rotate == "qkv" else v
-        return F.block_diagonal_attention(q, k, v, segments, implementation="triton")
+        return F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
 
     def gradients(attend, dtype=torch.bfloat16):
         inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
@@ -255,4 +278,4 @@ def test_gradients_are_more_accurate_than_with_rotary_in_bf16(rotate, offsets):
         # The largest error of a segment, in the mean of segments: that of a whole batch is a single element's luck.
         largest = [torch.stack([part.max() for part in error.split(lengths)]).mean() for error in errors]
         for ours_of_all, theirs_of_all in (root_mean_square, largest):
-            assert ours_of_all <= 0.75 * theirs_of_all
+            assert ours_of_all < limit * theirs_of_all

@@ -127,18 +127,44 @@ def _words(buf):
 
 
 @gluon.jit
-def _prepare(buf, cos, sin, num_rows, ROTATE: gl.constexpr):
-    """Turn the rows of a tile where they lie; what follows them becomes 0."""
-    ROWS: gl.constexpr = buf.shape[0]
-    if ROTATE or num_rows < ROWS:
-        L: gl.constexpr = pairs_layout(ROWS, buf.shape[1])
+def _clear(buf, num_rows):
+    """What follows the rows of a tile becomes 0."""
+    if num_rows < buf.shape[0]:
+        L: gl.constexpr = pairs_layout(buf.shape[0], buf.shape[1])
+        rows = gl.arange(0, buf.shape[0], layout=gl.SliceLayout(1, L))
         words_buf = _words(buf)
-        words = words_buf.load(L)
-        if ROTATE:
-            even, odd = _unpack(words, buf.dtype)
-            words = _pack(even * cos - odd * sin, odd * cos + even * sin, buf.dtype)
-        rows = gl.arange(0, ROWS, layout=gl.SliceLayout(1, L))
-        words_buf.store(gl.where((rows < num_rows)[:, None], words, 0))
+        words_buf.store(gl.where((rows < num_rows)[:, None], words_buf.load(L), 0))
+
+
+@gluon.jit
+def _turn(buf, cos, sin, num_rows, TO: gl.constexpr):
+    """Turn the rows of a tile where they lie, in type TO; what follows them becomes 0. Returns the unit that they are then given in.
+
+    In fp16 they keep three bits more than in bf16; the unit, a power of two, keeps them in its range.
+    """
+    L: gl.constexpr = pairs_layout(buf.shape[0], buf.shape[1])
+    rows = gl.arange(0, buf.shape[0], layout=gl.SliceLayout(1, L))
+    words_buf = _words(buf)
+    even, odd = _unpack(gl.where((rows < num_rows)[:, None], words_buf.load(L), 0), buf.dtype)
+    unit = 1.0
+    if TO == gl.float16:
+        unit = _unit(gl.maximum(gl.abs(even), gl.abs(odd)))
+        even, odd = even * (1.0 / unit), odd * (1.0 / unit)
+    words_buf.store(_pack(even * cos - odd * sin, odd * cos + even * sin, TO))
+    return unit
+
+
+@gluon.jit
+def _unit(x):
+    """The largest power of two that is not above all of x >= 0, within reason; NaN does not count, and where x has an infinity, 1."""
+    largest = gl.max(gl.max(x, 1), 0)
+    power = (largest.to(gl.int32, bitcast=True) & 0x7F800000).to(gl.float32, bitcast=True)
+    return gl.where(largest < float("inf"), gl.minimum(gl.maximum(power, 2.0**-100), 2.0**100), 1.0)
+
+
+@gluon.jit
+def _as(buf, DTYPE: gl.constexpr):
+    return reinterpret(buf, DTYPE, [buf.shape[0], buf.shape[1]], buf.layout)
 
 
 # -- products ----------------------------------------------------------------------------------------------------------------------
@@ -217,6 +243,8 @@ def block_attention_fwd_hopper_kernel(
     v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
     stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
     q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
+    QK_DTYPE: gl.constexpr = gl.float16 if ROTATE else DTYPE
+    q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
 
@@ -233,20 +261,23 @@ def block_attention_fwd_hopper_kernel(
         phase = turn & 1
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
+        unit = 1.0
         if ROTATE:  # otherwise what follows the rows reaches only scores that are masked
-            _prepare(q_buf, cos, sin, num_rows, True)
-            _prepare(k_buf, cos, sin, num_rows, True)
+            unit = _turn(q_buf, cos, sin, num_rows, gl.float16) * _turn(k_buf, cos, sin, num_rows, gl.float16)
             fence_async_shared()
             thread_barrier()
-        scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_turned, k_turned.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
-        _prepare(v_buf, cos, sin, num_rows, ROTATE_V)
+        if ROTATE_V:
+            _turn(v_buf, cos, sin, num_rows, DTYPE)
+        else:
+            _clear(v_buf, num_rows)
         scores = warpgroup_mma_wait(0, deps=(scores,))
         fence_async_shared()
         thread_barrier()
         _fetch(q_desc, q_tile, q_full, row, head + 1, more)
         _fetch(k_desc, k_tile, k_full, row, head + 1, more)
-        p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
+        p = _softmax(scores, num_rows, scale * unit * LOG2_E, BLOCK)
         p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, product_layout(ROWS, WIDTH), 2))
         out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
@@ -272,9 +303,11 @@ def block_attention_bwd_hopper_kernel(
     stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
     q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
     do_buf = do_tile.reshape([ROWS, WIDTH])
+    QK_DTYPE: gl.constexpr = gl.float16 if ROTATE else DTYPE
+    q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], DTYPE)
     p_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
-    ds_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
+    ds_buf = gl.allocate_shared_memory(QK_DTYPE, [ROWS, ROWS], square)
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
 
@@ -292,25 +325,34 @@ def block_attention_bwd_hopper_kernel(
         phase = turn & 1
         mbarrier.wait(q_full, phase)
         mbarrier.wait(k_full, phase)
-        _prepare(q_buf, cos, sin, num_rows, ROTATE)
-        _prepare(k_buf, cos, sin, num_rows, ROTATE)
+        q_unit, k_unit, ds_unit = 1.0, 1.0, 1.0
+        if ROTATE:
+            q_unit = _turn(q_buf, cos, sin, num_rows, gl.float16)
+            k_unit = _turn(k_buf, cos, sin, num_rows, gl.float16)
+        else:
+            _clear(q_buf, num_rows)
+            _clear(k_buf, num_rows)
         fence_async_shared()
         thread_barrier()
-        scores = warpgroup_mma(q_buf, k_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        scores = warpgroup_mma(q_turned, k_turned.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
         mbarrier.wait(do_full, phase)
-        _prepare(do_buf, cos, sin, num_rows, False)
+        _clear(do_buf, num_rows)
         if ROTATE_V:
-            _prepare(v_buf, cos, sin, num_rows, True)
+            _turn(v_buf, cos, sin, num_rows, DTYPE)
         fence_async_shared()
         thread_barrier()
         dp = warpgroup_mma(do_buf, v_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         scores = warpgroup_mma_wait(1, deps=(scores,))
-        p = _softmax(scores, num_rows, scale * LOG2_E, BLOCK)
+        p = _softmax(scores, num_rows, scale * q_unit * k_unit * LOG2_E, BLOCK)
         p_buf.store(p.to(DTYPE))
         dp = warpgroup_mma_wait(0, deps=(dp,))
         dp = gl.where(p > 0, dp, 0.0)
-        ds_buf.store((p * (dp - gl.sum(p * dp, 1)[:, None]) * scale).to(DTYPE))
+        ds = p * (dp - gl.sum(p * dp, 1)[:, None]) * scale
+        if ROTATE:
+            ds_unit = _unit(gl.abs(ds))
+            ds *= 1.0 / ds_unit
+        ds_buf.store(ds.to(QK_DTYPE))
         fence_async_shared()
         thread_barrier()
         _fetch(v_desc, v_tile, v_full, row, head + 1, more)
@@ -319,13 +361,13 @@ def block_attention_bwd_hopper_kernel(
         dv = warpgroup_mma_wait(0, deps=(dv,))
         _put(dv, stage, dv_desc, dv_ptr, stride_dvm, stride_dvh, row, head, num_rows, cos, sin, ROTATE_V, DIM)
         _fetch(do_desc, do_tile, do_full, row, head + 1, more)
-        dq = warpgroup_mma(ds_buf, k_buf, no_rows, use_acc=False, is_async=True)
+        dq = warpgroup_mma(ds_buf, k_turned, no_rows, use_acc=False, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        _put(dq, stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM)
+        _put(dq * (ds_unit * k_unit), stage, dq_desc, dq_ptr, stride_dqm, stride_dqh, row, head, num_rows, cos, sin, ROTATE, DIM)
         _fetch(k_desc, k_tile, k_full, row, head + 1, more)
-        dk = warpgroup_mma(ds_buf.permute((1, 0)), q_buf, no_rows, use_acc=False, is_async=True)
+        dk = warpgroup_mma(ds_buf.permute((1, 0)), q_turned, no_rows, use_acc=False, is_async=True)
         dk = warpgroup_mma_wait(0, deps=(dk,))
-        _put(dk, stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM)
+        _put(dk * (ds_unit * q_unit), stage, dk_desc, dk_ptr, stride_dkm, stride_dkh, row, head, num_rows, cos, sin, ROTATE, DIM)
         _fetch(q_desc, q_tile, q_full, row, head + 1, more)
     tma.store_wait(0)
 
