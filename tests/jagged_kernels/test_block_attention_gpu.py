@@ -79,7 +79,13 @@ def test_rotated_operands_of_any_magnitude(check_block_attention, kernels, facto
     tensors[1] *= factors[1]
     for size in (1e-10, 1e10):
         check_block_attention(
-            LENGTHS, torch.bfloat16, "cuda", tensors=tensors, rotate="qk", kernels=kernels, grad=lambda out: torch.randn_like(out) * size
+            LENGTHS,
+            torch.bfloat16,
+            "cuda",
+            tensors=tensors,
+            rotate="qk",
+            kernels=kernels,
+            grad=lambda out, size=size: torch.randn_like(out) * size,
         )
 
 
