@@ -416,12 +416,12 @@ def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule
 
 
 def _kernel_rotary(rotary: Rotary | None, device: torch.device) -> tuple:
-    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position."""
+    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position, precise."""
     if rotary is None:
-        return None, None, None, False, False
+        return None, None, None, False, False, False
     cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
     positions = None if rotary.positions is None else rotary.positions.to(device, non_blocking=True).contiguous()
-    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear
+    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
 
 
 def _check_rotary(q: Tensor, offsets: Tensor, rotary: Rotary | None) -> None:

@@ -252,39 +252,39 @@ def _fake(q, k, v, *rest):
 @operator("block_attention", fake=_fake)
 def triton_block_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
+    rotate_v: bool, relative: bool, precise: bool, block_size: int, scale: float, implementation: str,
 ) -> Tensor:  # fmt: skip
     """Launch the forward kernel.
 
     Args:
         q: `[L, H, D]`, k, v: `[L, Hkv, D]`, fp32, fp16 or bf16, last dim contiguous. offsets: `[B + 1]`.
         cos, sin: `[P, D / 2]` fp32, contiguous, or None. positions: `[L]`, or None: from the segments' starts.
-        relative: angles are linear in the position.
+        relative: angles are linear in the position. precise: on Hopper, turned bf16 operands are fp16 in units.
         block_size: a power of two.
         implementation: "triton", "hopper", or "auto", "hopper" where it takes the operands.
 
     Returns:
         `[L, H, D]`.
     """
-    return _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+    return _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation)
 
 
 @operator("block_attention_packed", fake=lambda qkv, *rest: _fake(*qkv.unbind(1)))
 def triton_block_attention_packed(
     qkv: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
+    rotate_v: bool, relative: bool, precise: bool, block_size: int, scale: float, implementation: str,
 ) -> Tensor:  # fmt: skip
     """Launch the forward kernel on q, k and v of `[L, 3, H, D]`, last dim contiguous. Their gradients are written as one tensor, which a
     projection's backward reads as it is; autograd would copy three into one. Others, returns: as triton_block_attention."""
-    return _forward(*qkv.unbind(1), offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+    return _forward(*qkv.unbind(1), offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation)
 
 
-def _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation) -> Tensor:
+def _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     if _on_hopper(implementation, q, k, v):
         from .hopper import block_attention as hopper
 
-        hopper.forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
+        hopper.forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale)
         return out
     grid, sizes, common = _launch("fwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:
@@ -300,11 +300,11 @@ def _backward_fake(do, q, k, v, *rest):
 @operator("block_attention_backward", fake=_backward_fake)
 def triton_block_attention_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
+    rotate_v: bool, relative: bool, precise: bool, block_size: int, scale: float, implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the backward kernel: dq, dk, dv of the operands' shapes and dtype."""
     gradients = _backward_fake(do, q, k, v)
-    _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+    _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation)
     return gradients
 
 
@@ -315,21 +315,23 @@ def _packed_backward_fake(do, qkv, *rest):
 @operator("block_attention_packed_backward", fake=_packed_backward_fake)
 def triton_block_attention_packed_backward(
     do: Tensor, qkv: Tensor, offsets: Tensor, cos: Tensor | None, sin: Tensor | None, positions: Tensor | None,
-    rotate_v: bool, relative: bool, block_size: int, scale: float, implementation: str,
+    rotate_v: bool, relative: bool, precise: bool, block_size: int, scale: float, implementation: str,
 ) -> Tensor:  # fmt: skip
     """Launch the backward kernel: the gradient `[L, 3, H, D]` of qkv, in its dtype."""
     gradient = _packed_backward_fake(do, qkv)
-    _backward(gradient.unbind(1), do, *qkv.unbind(1), offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation)
+    _backward(
+        gradient.unbind(1), do, *qkv.unbind(1), offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation
+    )
     return gradient
 
 
-def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, block_size, scale, implementation) -> None:
+def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation) -> None:
     dq, dk, dv = gradients
     do = do if do.stride(-1) == 1 else do.contiguous()
     if _on_hopper(implementation, q, k, v):
         from .hopper import block_attention as hopper
 
-        hopper.backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale)
+        hopper.backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale)
         return
     grid, sizes, common = _launch("bwd", q, k, offsets, cos, positions, rotate_v, relative, block_size)
     if grid:

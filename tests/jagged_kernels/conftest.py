@@ -204,8 +204,8 @@ def check_block_attention(poisoned_memory, offsets, assert_accurate):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(
-        lengths, dtype, device, block_size=64, heads=(4, 2), dim=24, rotate=None, positions=None, linear=True, tensors=None, grad=None,
-        kernels="triton", **options,
+        lengths, dtype, device, block_size=64, heads=(4, 2), dim=24, rotate=None, positions=None, linear=True, precise=False,
+        tensors=None, grad=None, kernels="triton", **options,
     ):  # fmt: skip
         segments = offsets(lengths, device)
         if tensors is None:
@@ -213,7 +213,7 @@ def check_block_attention(poisoned_memory, offsets, assert_accurate):
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
         if rotate is not None:
             tables = jm.Rotary.from_frequencies(tensors[0].shape[2], max(max(lengths, default=0), 1), rotate, device=device)
-            options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions, linear)
+            options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions, linear, precise)
 
         def run(implementation):
             options_of_both = dict(block_size=block_size, implementation=implementation) | options

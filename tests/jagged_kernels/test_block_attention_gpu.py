@@ -1,5 +1,7 @@
 """The block attention kernels on a GPU, through the public function."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -33,6 +35,14 @@ def test_forward_and_gradients(check_block_attention, kernels, block_size, rotat
         pytest.skip("the portable kernels take fp32")
     heads = (4, 4) if kernels == "hopper" else (4, 2)
     check_block_attention(LENGTHS, dtype, "cuda", block_size, heads, 64, rotate, linear=linear, kernels=kernels)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("rotate, linear", ROTARIES[1:], ids=str)
+@pytest.mark.parametrize("block_size", [16, 64, 128])
+def test_precise(check_block_attention, kernels, block_size, rotate, linear, dim):
+    options = dict(rotate=rotate, linear=linear, precise=True, kernels=kernels)
+    check_block_attention(LENGTHS, torch.bfloat16, "cuda", block_size, (4, 4), dim, **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -73,26 +83,19 @@ def test_packed_views_and_gradients_of_any_stride(check_block_attention, dim):
 
 @pytest.mark.parametrize("factors", [(1e6, 1e-6), (1e-6, 1e6), (1e-12, 1e10)], ids=str)
 def test_rotated_operands_of_any_magnitude(check_block_attention, kernels, factors):
-    """Also where q, k or the gradient leave the range of fp16."""
+    """Also where q, k or the gradient leave the range of fp16, in which `precise` holds them."""
     tensors = [x.detach() for x in inputs()]
     tensors[0] *= factors[0]
     tensors[1] *= factors[1]
     for size in (1e-10, 1e10):
-        check_block_attention(
-            LENGTHS,
-            torch.bfloat16,
-            "cuda",
-            tensors=tensors,
-            rotate="qk",
-            kernels=kernels,
-            grad=lambda out, size=size: torch.randn_like(out) * size,
-        )
+        options = dict(tensors=tensors, rotate="qk", precise=True, kernels=kernels)
+        check_block_attention(LENGTHS, torch.bfloat16, "cuda", grad=lambda out, size=size: torch.randn_like(out) * size, **options)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_a_row_that_is_no_number_spoils_no_other_block(kernels, offsets, value):
     q, k, v = inputs(128, requires_grad=False)
-    rotary = jm.Rotary.from_frequencies(64, 128, device="cuda")
+    rotary = dataclasses.replace(jm.Rotary.from_frequencies(64, 128, device="cuda"), precise=True)
     expected = F.block_diagonal_attention(q, k, v, offsets([128], "cuda"), block_size=16, rotary=rotary, implementation=kernels)
     q[3], k[5] = value, value
     out = F.block_diagonal_attention(q, k, v, offsets([128], "cuda"), block_size=16, rotary=rotary, implementation=kernels)
@@ -254,14 +257,17 @@ def turned_in_bf16(x, cos, sin):
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
 
+@pytest.mark.parametrize("precise, limit", [(False, 0.75), (True, 0.5)])
 @pytest.mark.parametrize("rotate", ["qk", "qkv"])
-def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, rotate, offsets):
-    """Against float64 on the same inputs, less than half (the portable kernels: 3/4) of the error where rotary is arithmetic in bf16 around
-    an attention of its own."""
-    limit = {"hopper": 0.5, "triton": 0.75}[kernels]
+def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, precise, limit, rotate, offsets):
+    """Against float64 on the same inputs, less than 3/4, and `precise` less than half, of the error where rotary is arithmetic in bf16
+    around an attention of its own."""
+    if precise and kernels == "triton":
+        pytest.skip("the Hopper kernels heed it")
     lengths = torch.randint(1, 513, (64,)).tolist()
     q, k, v, grad = (torch.randn(sum(lengths), 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     segments, rotary = offsets(lengths, "cuda"), jm.Rotary.from_frequencies(128, 512, rotate, device="cuda")
+    rotary = dataclasses.replace(rotary, precise=precise)
     positions = torch.cat([torch.arange(length, device="cuda") for length in lengths])
     cos, sin = (table[positions, None].bfloat16() for table in (rotary.cos, rotary.sin))
 

@@ -220,10 +220,11 @@ def test_hopper_block_attention_kernels_compile(name, rotate, relative):
     from triton.experimental.gluon._runtime import GluonASTSource
 
     kernel = getattr(hopper, f"block_attention_{name}_hopper_kernel")
-    for dtype, dim, width, block_size in (("bf16", 128, 128, 64), ("fp16", 40, 64, 16), ("bf16", 128, 128, 128)):
+    cases = ("bf16", 128, 128, 64, False), ("bf16", 128, 128, 64, True), ("fp16", 40, 64, 16, False), ("bf16", 128, 128, 128, False)
+    for dtype, dim, width, block_size, precise in cases[:: 1 if rotate else 2]:
         rows = max(block_size, 64)
         constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
-        constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative)
+        constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
         constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
         layout = gl.NVMMASharedLayout.get_default_for([1, rows, width], gl.bfloat16 if dtype == "bf16" else gl.float16)
         types = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32") | dict.fromkeys(constants, "constexpr")

@@ -137,20 +137,20 @@ def _clear(buf, num_rows):
 
 
 @gluon.jit
-def _turn(buf, cos, sin, num_rows, TO: gl.constexpr):
-    """Turn the rows of a tile where they lie, in type TO; what follows them becomes 0. Returns the unit that they are then given in.
+def _turn(buf, cos, sin, num_rows, PRECISE: gl.constexpr):
+    """Turn the rows of a tile where they lie; what follows them becomes 0. Returns the unit that they are then given in.
 
-    In fp16 they keep three bits more than in bf16; the unit, a power of two, keeps them in its range.
+    PRECISE: in fp16, which keeps three bits more than bf16; the unit, a power of two, keeps them in its range.
     """
     L: gl.constexpr = pairs_layout(buf.shape[0], buf.shape[1])
     rows = gl.arange(0, buf.shape[0], layout=gl.SliceLayout(1, L))
     words_buf = _words(buf)
     even, odd = _unpack(gl.where((rows < num_rows)[:, None], words_buf.load(L), 0), buf.dtype)
     unit = 1.0
-    if TO == gl.float16:
+    if PRECISE:
         unit = _unit(gl.maximum(gl.abs(even), gl.abs(odd)))
         even, odd = even * (1.0 / unit), odd * (1.0 / unit)
-    words_buf.store(_pack(even * cos - odd * sin, odd * cos + even * sin, TO))
+    words_buf.store(_pack(even * cos - odd * sin, odd * cos + even * sin, gl.float16 if PRECISE else buf.dtype))
     return unit
 
 
@@ -233,7 +233,7 @@ def block_attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
     num_positions, num_segments, scale, stride_om, stride_oh,
     HEADS: gl.constexpr, TURNS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
-    ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr,
+    ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = rows_of_a_tile(BLOCK)
     DTYPE: gl.constexpr = q_desc.dtype
@@ -243,7 +243,7 @@ def block_attention_fwd_hopper_kernel(
     v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
     stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
     q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
-    QK_DTYPE: gl.constexpr = gl.float16 if ROTATE else DTYPE
+    QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
     no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
@@ -263,13 +263,13 @@ def block_attention_fwd_hopper_kernel(
         mbarrier.wait(k_full, phase)
         unit = 1.0
         if ROTATE:  # otherwise what follows the rows reaches only scores that are masked
-            unit = _turn(q_buf, cos, sin, num_rows, gl.float16) * _turn(k_buf, cos, sin, num_rows, gl.float16)
+            unit = _turn(q_buf, cos, sin, num_rows, PRECISE) * _turn(k_buf, cos, sin, num_rows, PRECISE)
             fence_async_shared()
             thread_barrier()
         scores = warpgroup_mma(q_turned, k_turned.permute((1, 0)), no_scores, use_acc=False, is_async=True)
         mbarrier.wait(v_full, phase)
         if ROTATE_V:
-            _turn(v_buf, cos, sin, num_rows, DTYPE)
+            _turn(v_buf, cos, sin, num_rows, False)
         else:
             _clear(v_buf, num_rows)
         scores = warpgroup_mma_wait(0, deps=(scores,))
@@ -291,7 +291,7 @@ def block_attention_bwd_hopper_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
     num_positions, num_segments, scale, stride_dqm, stride_dqh, stride_dkm, stride_dkh, stride_dvm, stride_dvh,
     HEADS: gl.constexpr, TURNS: gl.constexpr, DIM: gl.constexpr, WIDTH: gl.constexpr, BLOCK: gl.constexpr,
-    ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr,
+    ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
     ROWS: gl.constexpr = rows_of_a_tile(BLOCK)
     DTYPE: gl.constexpr = q_desc.dtype
@@ -303,7 +303,7 @@ def block_attention_bwd_hopper_kernel(
     stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
     q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
     do_buf = do_tile.reshape([ROWS, WIDTH])
-    QK_DTYPE: gl.constexpr = gl.float16 if ROTATE else DTYPE
+    QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], DTYPE)
     p_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
@@ -327,8 +327,8 @@ def block_attention_bwd_hopper_kernel(
         mbarrier.wait(k_full, phase)
         q_unit, k_unit, ds_unit = 1.0, 1.0, 1.0
         if ROTATE:
-            q_unit = _turn(q_buf, cos, sin, num_rows, gl.float16)
-            k_unit = _turn(k_buf, cos, sin, num_rows, gl.float16)
+            q_unit = _turn(q_buf, cos, sin, num_rows, PRECISE)
+            k_unit = _turn(k_buf, cos, sin, num_rows, PRECISE)
         else:
             _clear(q_buf, num_rows)
             _clear(k_buf, num_rows)
@@ -339,7 +339,7 @@ def block_attention_bwd_hopper_kernel(
         mbarrier.wait(do_full, phase)
         _clear(do_buf, num_rows)
         if ROTATE_V:
-            _turn(v_buf, cos, sin, num_rows, DTYPE)
+            _turn(v_buf, cos, sin, num_rows, False)
         fence_async_shared()
         thread_barrier()
         dp = warpgroup_mma(do_buf, v_buf.permute((1, 0)), no_scores, use_acc=False, is_async=True)
@@ -349,7 +349,7 @@ def block_attention_bwd_hopper_kernel(
         dp = warpgroup_mma_wait(0, deps=(dp,))
         dp = gl.where(p > 0, dp, 0.0)
         ds = p * (dp - gl.sum(p * dp, 1)[:, None]) * scale
-        if ROTATE:
+        if PRECISE:
             ds_unit = _unit(gl.abs(ds))
             ds *= 1.0 / ds_unit
         ds_buf.store(ds.to(QK_DTYPE))
@@ -388,26 +388,26 @@ def has_descriptor(x: Tensor) -> bool:
     return x.data_ptr() % 16 == 0 and x.stride(2) == 1 and x.shape[2] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
 
 
-def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, block_size, scale) -> None:
+def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale) -> None:
     """Launch the forward kernel; arguments as those of the portable one."""
-    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
+    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, precise, block_size)
     block_attention_fwd_hopper_kernel[grid](
         *_descriptors(block_size, q, k, v, out), out, offsets, cos, sin, positions, *sizes, scale, *out.stride()[:2], **common,
         maxnreg=168 if block_size <= 64 else None,  # three thread blocks on a multiprocessor
     )  # fmt: skip
 
 
-def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, block_size, scale) -> None:
+def backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale) -> None:
     """Launch the backward kernel; arguments as those of the portable one."""
     do = do if has_descriptor(do) else do.contiguous()
-    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, block_size)
+    grid, sizes, common = _launch(q, offsets, cos, positions, rotate_v, relative, precise, block_size)
     block_attention_bwd_hopper_kernel[grid](
         *_descriptors(block_size, do, q, k, v, dq, dk, dv), dq, dk, dv, offsets, cos, sin, positions, *sizes, scale,
         *dq.stride()[:2], *dk.stride()[:2], *dv.stride()[:2], **common, maxnreg=168 if common["WIDTH"] == 64 and block_size <= 64 else None,
     )  # fmt: skip
 
 
-def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_size: int):
+def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, precise: bool, block_size: int):
     """Grid, sizes, and the launch arguments that both kernels share.
 
     Thread blocks are short: the hardware deals them out evenly, and neighbours read the same rows, which keeps DRAM pages open.
@@ -417,6 +417,7 @@ def _launch(q, offsets, cos, positions, rotate_v: bool, relative: bool, block_si
     turns = max(n for n in (1, 2, 3, 4) if heads % n == 0)
     common = dict(HEADS=heads, TURNS=turns, DIM=q.shape[2], WIDTH=64 if q.shape[2] <= 64 else 128, BLOCK=block_size)
     common |= dict(ROTATE=rotate, ROTATE_V=rotate and rotate_v, RELATIVE=rotate and relative and positions is None and not rotate_v)
+    common |= dict(PRECISE=rotate and precise and q.dtype == torch.bfloat16)
     rows = max(block_size, 64)
     grid = ((q.shape[0] // rows + num_segments) * (heads // turns),)
     return grid, (cos.shape[0] if rotate else 0, num_segments), common | dict(num_warps=rows // 16)
