@@ -39,6 +39,7 @@ REFERENCE = f"{OURS}, reference"
 FA2 = "varlen_attn (FA2), a segment per block"
 FLEX = "flex_attention"
 APART = "separate rotary"
+PRECISE = f"{OURS}, precise"
 BLOCKS_NOTE = "offsets of the blocks made beforehand"
 TABLES_NOTE = "cos and sin of each row gathered beforehand"
 # bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense bf16 products
@@ -80,6 +81,10 @@ class Problem:
         self.inputs = leaves(q=q, k=k, v=v)
         samples = range(len(lengths)) if whole else sample_segments(lengths)
         self.rows = [slice(*host_offsets[b : b + 2].tolist()) for b in samples]
+
+    @property
+    def precise(self) -> jm.Rotary:
+        return dataclasses.replace(self.rotary, precise=True)
 
     def setup(self, implementations: dict[str, Callable[[], Implementation]], baseline: str) -> Setup:
         flops = 4.0 * self.grad[0].numel() * float(self.blocks.diff().double().square().sum())
@@ -185,6 +190,7 @@ def with_rotary(problem: Callable[[], Problem]) -> Setup:
     problem = problem()
     implementations = {
         OURS: partial(problem.implementation, partial(problem.ours, rotary=problem.rotary)),
+        PRECISE: partial(problem.implementation, partial(problem.ours, rotary=problem.precise)),
         f"{APART} + {OURS}": partial(problem.rotary_apart, problem.ours),
     }
     if problem.device == "cuda":
@@ -200,18 +206,19 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
         problem = Problem(device, torch.bfloat16, lengths, sizes.num_heads, sizes.head_dim, sizes.block_size, rotate, whole=True)
         exact = problem.reference(torch.float64)
         peer, attention = (FA2, problem.varlen) if device == "cuda" else (REFERENCE, partial(problem.ours, implementation="reference"))
-        ours = problem.implementation(partial(problem.ours, rotary=problem.rotary))
+        ours, precise = (problem.implementation(partial(problem.ours, rotary=x)) for x in (problem.rotary, problem.precise))
         in_bf16 = problem.rotary_apart(attention, rotate=rotate_in_bf16)
         apart = {f"{APART} + {peer}": problem.rotary_apart(attention), f"{APART} in bf16 + {peer}": in_bf16}
         rows = []
-        for name, implementation in ({OURS: ours} | apart).items():
+        for name, implementation in ({OURS: ours, PRECISE: precise} | apart).items():
             row = {"rotary": rotate, "implementation": name}
             for result, x in implementation.run(backward=True).items():
                 errors = (implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]).abs()
                 row |= {f"max {result}": errors.max().item(), f"mean {result}": errors.mean().item()}
             rows.append(row)
         for row in rows:
-            row["ours' max dq over it"] = rows[0]["max dq"] / row["max dq"]
+            row["max dq of ours over it"] = rows[0]["max dq"] / row["max dq"]
+            row["of ours, precise"] = rows[1]["max dq"] / row["max dq"]
         table += rows
     return table
 

@@ -17,7 +17,7 @@ from jagged_modules import functional as F
 ACCURACY = "absolute errors in bf16"
 TABLES = {
     "block attention, B=6 H=2 D=16, blocks of 16": {bench.OURS},
-    "with rotary, B=6 H=2 D=16, blocks of 16": {bench.OURS, f"separate rotary + {bench.OURS}"},
+    "with rotary, B=6 H=2 D=16, blocks of 16": {bench.OURS, bench.PRECISE, f"separate rotary + {bench.OURS}"},
     "lengths, about 100 rows, blocks of 16": {bench.OURS},
     "block sizes, B=6 H=2 D=16, 100 rows": {bench.OURS},
 }
@@ -60,13 +60,14 @@ def test_every_implementation_is_right_and_measured(tiny_run):
 def test_absolute_errors_of_rotary_in_the_kernel_and_apart(tiny_run):
     results, path = tiny_run
     rows = results["other_tables"][ACCURACY]
-    assert [row["rotary"] for row in rows] == ["qk"] * 3 + ["qkv"] * 3
-    for ours, *others in (rows[:3], rows[3:]):
+    assert [row["rotary"] for row in rows] == ["qk"] * 4 + ["qkv"] * 4
+    for ours, precise, *others in (rows[:4], rows[4:]):
         names = [f"separate rotary{arithmetic} + {bench.REFERENCE}" for arithmetic in ("", " in bf16")]
-        assert [row["implementation"] for row in (ours, *others)] == [bench.OURS, *names]
-        for row in (ours, *others):
+        assert [row["implementation"] for row in (ours, precise, *others)] == [bench.OURS, bench.PRECISE, *names]
+        for row in (ours, precise, *others):
             assert all(0 < row[f"mean {name}"] < row[f"max {name}"] < 0.1 for name in ("out", "dq", "dk", "dv"))
-            assert row["ours' max dq over it"] == ours["max dq"] / row["max dq"]
+            assert row["max dq of ours over it"] == ours["max dq"] / row["max dq"]
+            assert row["of ours, precise"] == precise["max dq"] / row["max dq"]
     assert f"## {ACCURACY}" in path.with_suffix(".md").read_text()
 
 
@@ -107,7 +108,7 @@ def test_fa2_gets_a_segment_per_block(as_on_cuda):
 @pytest.mark.parametrize("rotate", ["qk", "qkv"])
 def test_separate_rotary_computes_the_same(rotate, as_on_cuda):
     rows = as_on_cuda(bench.with_rotary, rotate)
-    names = [bench.OURS, f"separate rotary + {bench.OURS}", f"separate rotary + {bench.FA2}"]
+    names = [bench.OURS, bench.PRECISE, f"separate rotary + {bench.OURS}", f"separate rotary + {bench.FA2}"]
     assert [(row["implementation"], row["status"]) for row in rows] == [(name, "ok") for name in names]
 
 
