@@ -2,6 +2,7 @@
 
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 
+from .block_attention import BlockDiagonalSelfAttention
 from .broadcast import CandidateIndex
 from .checks import debug_checks
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
@@ -9,10 +10,12 @@ from .hstu import HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
 from .linear_compress import LinearCompressEmbedding
 from .masks import AttentionMask
+from .rotary import Rotary
 from .target_attention import JaggedTargetAttention
 
 __all__ = [
     "AttentionMask",
+    "BlockDiagonalSelfAttention",
     "CandidateIndex",
     "GDPABlock",
     "GDPAConfig",
@@ -23,6 +26,7 @@ __all__ = [
     "JaggedGDPA",
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
+    "Rotary",
     "TileSchedule",
     "debug_checks",
     "zigzag_schedule",

@@ -125,6 +125,28 @@ def tensor_sizes():
     return _TensorSizes
 
 
+class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Puts into `storages`, by address, the number of elements of all that autograd keeps for a backward."""
+
+    def __init__(self):
+        super().__init__(self._note, lambda x: x)
+        self.storages: dict[int, int] = {}
+
+    def __enter__(self):
+        super().__enter__()
+        return self
+
+    def _note(self, x):
+        self.storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes() // x.element_size()
+        return x
+
+
+@pytest.fixture(scope="session")
+def saved_tensors():
+    """A context, `with saved_tensors() as saved`, in which saved.storages lists what is kept for a backward, as {address: elements}."""
+    return _SavedTensors
+
+
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
         return

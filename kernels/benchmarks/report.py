@@ -41,6 +41,10 @@ def megabytes(value: int | None) -> str:
     return MISSING if value is None else number(value / 1e6)
 
 
+def plain_cell(value: str | float | None) -> str:
+    return shorten(value).replace("|", "\\|") if isinstance(value, str) else number(value)
+
+
 def shorten(text: str, width: int = 100) -> str:
     return text if len(text) <= width else text[: width - 1] + "…"
 
@@ -73,8 +77,10 @@ COLUMNS = {  # heading -> text of a cell
     "backward GB": lambda row: number(row.get("backward_gbytes")),
     "fwd+bwd GB": lambda row: number(row.get("forward_backward_gbytes")),
     "forward % of floor": lambda row: number(row.get("forward_floor_percent")),
+    "backward % of floor": lambda row: number(row.get("backward_floor_percent")),
     "fwd+bwd % of floor": lambda row: number(row.get("forward_backward_floor_percent")),
     "forward speed-up": lambda row: number(row.get("forward_speedup")),
+    "backward speed-up": lambda row: number(row.get("backward_speedup")),
     "fwd+bwd speed-up": lambda row: number(row.get("forward_backward_speedup")),
     "inputs MB": lambda row: megabytes(row.get("input_bytes")),
     "forward peak MB": lambda row: megabytes(row.get("forward_peak_bytes")),
@@ -103,9 +109,16 @@ def markdown(results: dict) -> str:
     for table, rows in by_table(results).items():
         columns = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
         columns = {heading: cells for heading, cells in columns.items() if set(cells) - {MISSING, ""}}
-        lines += ["", f"## {table}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
-        lines += [f"| {' | '.join(cells)} |" for cells in zip(*columns.values())]
+        lines += table_lines(table, columns)
+    for table, rows in results.get("other_tables", {}).items():
+        headings = dict.fromkeys(heading for row in rows for heading in row if heading != "traceback")
+        lines += table_lines(table, {heading: [plain_cell(row.get(heading)) for row in rows] for heading in headings})
     return "\n".join(lines) + "\n"
+
+
+def table_lines(title: str, columns: dict[str, list[str]]) -> list[str]:
+    lines = ["", f"## {title}", "", f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}"]
+    return lines + [f"| {' | '.join(cells)} |" for cells in zip(*columns.values())]
 
 
 # -- picture -------------------------------------------------------------------------------------------------------

@@ -377,6 +377,7 @@ def main(
     make_cases: Callable[[str, bool], list[Case]],
     argv: list[str] | None = None,
     summary: Callable[[list[dict]], list[str]] = lambda rows: [],
+    other_tables: Mapping[str, Callable[[str, bool], list[dict]]] | None = None,
 ) -> int:
     """Runs a benchmark from its command line.
 
@@ -385,6 +386,7 @@ def main(
         make_cases: ``make_cases(device, tiny)`` lists the cases.
         argv: arguments; those of the command line where None.
         summary: ``summary(rows)`` -> lines that stand above the tables: what follows from several rows.
+        other_tables: tables of another form by title, ``table(device, tiny)`` -> rows, ``{heading: text or number}``.
 
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
@@ -406,7 +408,8 @@ def main(
 
     protocol = Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
     cases = [case for case in make_cases(options.device, options.tiny) if options.only.search(f"{case.table}: {case.name}")]
-    if not cases:
+    others = {title: table for title, table in (other_tables or {}).items() if options.only.search(title)}
+    if not cases and not others:
         parser.error(f"--only {options.only.pattern!r} selects no case")
     results = {
         "op": op,
@@ -414,6 +417,7 @@ def main(
         "protocol": {**asdict(protocol), "text": str(protocol)},
         "complete": False,
         "rows": [],
+        "other_tables": {},
     }
     slug = re.sub(r"[^a-z0-9]+", "-", device_name(options.device).lower()).strip("-")
     folder = options.out or Path(__file__).parent / "results" / slug
@@ -423,6 +427,13 @@ def main(
         release_memory(options.device)
         results["rows"] += run_case(case, protocol, options.impl)
         results["summary"] = summary(results["rows"])
+        report.save(results, stem)
+    for title, table in others.items():
+        release_memory(options.device)
+        try:
+            results["other_tables"][title] = table(options.device, options.tiny)
+        except Exception as error:  # noqa: BLE001 whatever it raises stands in its place
+            results["other_tables"][title] = [failure(error)]
         report.save(results, stem)
     results["complete"] = True
     report.save(results, stem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 
 
@@ -127,3 +128,33 @@ def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int
     shapes = (256, 128), (128, 256)
     tile = min(shapes, key=lambda tile: math.prod(math.ceil(size / side) * side for size, side in zip((rows, columns), tile)))
     return ProductConfig(*tile, depth=64, num_warps=8, num_stages=3)
+
+
+def block_attention_fits(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int) -> bool:
+    """Whether a block of that many rows, with what its backward makes of it, fits a multiprocessor's shared memory."""
+    dim = padded_dim(head_dim)
+    if capability < (9, 0) or capability[0] == 12:
+        return block_size <= 64 and dim <= (128 if itemsize == 2 else 64)
+    return block_size <= 64 or dim <= (128 if itemsize == 2 else 32)
+
+
+def block_attention_config(
+    kernel: str, head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int, rotary: str
+) -> LaunchConfig:
+    """Launch configuration of block attention's "fwd" or "bwd" kernel; `rotary`: "none", "relative" or "absolute" positions.
+
+    A tile holds whole blocks, smaller ones several.
+    """
+    dim = padded_dim(head_dim)
+    config = functools.partial(LaunchConfig, block=block_size, tile=max(block_size, 64 if itemsize == 2 or dim <= 64 else 32))
+    if block_size > 64 or itemsize == 4 or dim > 128:
+        return config(num_warps=8, num_stages=1)
+    if capability < (9, 0) or capability[0] == 12:
+        return config(num_warps=4, num_stages=1, ctas_per_sm=4) if kernel == "fwd" or dim <= 64 else config(num_warps=8, num_stages=1)
+    if kernel == "fwd":
+        return config(num_warps=4, num_stages=3) if rotary == "none" else config(num_warps=4, num_stages=2, ctas_per_sm=2)
+    if rotary == "none" and group == 1:
+        return config(num_warps=4, num_stages=3)
+    if capability >= (10, 0) and rotary == "absolute" and group > 1:
+        return config(num_warps=8, num_stages=1)  # the pipeliner of triton 3.6 fails there where values turn too
+    return config(num_warps=8, num_stages=2 if rotary == "absolute" else 3)

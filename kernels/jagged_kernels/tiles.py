@@ -74,6 +74,44 @@ def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl
 
 
 @triton.jit
+def load_pairs(
+    operand, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Even and odd columns [BLOCK, PAIRS] of a block of rows, operand as in load_rows; rows past num_rows and columns past DIM read as 0.
+    PACKED: a pair of 16-bit elements is one 4-byte word."""
+    ptr, _, stride_row, stride_head = operand
+    ptr += row * stride_row + head.to(tl.int64) * stride_head
+    mask = (tl.arange(0, BLOCK)[:, None] < num_rows) & (tl.arange(0, PAIRS)[None, :] < DIM // 2)
+    if PACKED:
+        words_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row_offsets(stride_row // 2, BLOCK, PAIRS)
+        words = tl.load(words_ptr, mask=mask, other=0)
+        dtype: tl.constexpr = ptr.dtype.element_ty
+        return (words & 0xFFFF).to(tl.int16).to(dtype, bitcast=True), (words >> 16).to(tl.int16).to(dtype, bitcast=True)
+    else:
+        ptrs = ptr + tl.arange(0, BLOCK)[:, None] * stride_row + 2 * tl.arange(0, PAIRS)[None, :]
+        return tl.load(ptrs, mask=mask, other=0.0), tl.load(ptrs + 1, mask=mask, other=0.0)
+
+
+@triton.jit
+def store_pairs(
+    operand, row, head, even, odd, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """Store what load_pairs loads."""
+    ptr, _, stride_row, stride_head = operand
+    ptr += row * stride_row + head.to(tl.int64) * stride_head
+    mask = (tl.arange(0, BLOCK)[:, None] < num_rows) & (tl.arange(0, PAIRS)[None, :] < DIM // 2)
+    even, odd = even.to(ptr.dtype.element_ty), odd.to(ptr.dtype.element_ty)
+    if PACKED:
+        words_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row_offsets(stride_row // 2, BLOCK, PAIRS)
+        low = even.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        tl.store(words_ptr, low | odd.to(tl.int16, bitcast=True).to(tl.int32) << 16, mask=mask)
+    else:
+        ptrs = ptr + tl.arange(0, BLOCK)[:, None] * stride_row + 2 * tl.arange(0, PAIRS)[None, :]
+        tl.store(ptrs, even, mask=mask)
+        tl.store(ptrs + 1, odd, mask=mask)
+
+
+@triton.jit
 def load_block(
     operand, batch, row, column, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):

@@ -208,6 +208,17 @@ def test_floor_and_speed_up(tmp_path, attainable, floor_ms):
     assert "| forward % of floor |" in path.with_suffix(".md").read_text()
 
 
+def test_floor_and_speed_up_of_the_backward_alone(tmp_path):
+    setup = dataclasses.replace(squares_setup(4, power=power, multiply=multiply), attainable=(1e6, 1e6), baseline="multiply")
+    setup = dataclasses.replace(setup, backward_bytes=128.0)
+    _, results, path = run(tmp_path, [Case("squares", "a", lambda: setup, backward_alone=True)])
+    first, baseline = results["rows"]
+    assert first["backward_speedup"] == pytest.approx(baseline["backward_ms"] / first["backward_ms"])
+    assert first["backward_floor_percent"] == pytest.approx(100 * 128e-3 / first["backward_ms"])
+    text = path.with_suffix(".md").read_text()
+    assert "| backward % of floor |" in text and "| backward speed-up |" in text
+
+
 def test_the_summary_stands_above_the_tables(tmp_path):
     arguments = [*FAST, "--out", str(tmp_path)]
     cases = [squares_case("a", multiply=multiply), squares_case("b", multiply=multiply)]
@@ -215,6 +226,38 @@ def test_the_summary_stands_above_the_tables(tmp_path):
     (path,) = tmp_path.glob("*-squares.md")
     text = path.read_text()
     assert 0 < text.index("There are 2 rows.") < text.index("## squares")
+
+
+def test_tables_of_another_form_stand_below(tmp_path):
+    def broken(device, tiny):
+        raise MemoryError("too large")
+
+    def sides(device, tiny):
+        return [{"device": device, "side": 0.5, "text": "a|b"}, {"device": f"tiny: {tiny}", "other": 12345.6}]
+
+    def run_main(*options):
+        cases, others = [squares_case(multiply=multiply)], {"sides": sides, "areas": broken}
+        arguments = [*FAST, "--tiny", "--out", str(tmp_path), *options]
+        return runner.main("squares", lambda device, tiny: cases, arguments, other_tables=others)
+
+    assert run_main() == 0
+    (path,) = tmp_path.glob("*-squares.json")
+    lines = path.with_suffix(".md").read_text().splitlines()
+    start = lines.index("## sides")
+    assert lines.index("## squares") < start
+    assert lines[start + 2 : start + 6] == [
+        "| device | side | text | other |",
+        "|---|---|---|---|",
+        "| cpu | 0.5 | a\\|b | – |",
+        "| tiny: True | – | – | 12346 |",
+    ]
+    assert "| unavailable: MemoryError: too large |" in lines
+    results = json.loads(path.read_text())
+    assert results["complete"] and "MemoryError" in results["other_tables"]["areas"][0]["traceback"]
+
+    run_main("--only", "sides")
+    results = json.loads(next(tmp_path.glob("*-squares-2.json")).read_text())
+    assert not results["rows"] and list(results["other_tables"]) == ["sides"]
 
 
 def test_a_setup_that_fails_is_a_row_too(tmp_path):

@@ -197,3 +197,57 @@ def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
         assert_accurate(run("fused"), run("reference"), *tensors, grad=grad, fp32_roundings=4)
 
     return check
+
+
+@pytest.fixture
+def check_block_attention(poisoned_memory, offsets, assert_accurate):
+    """Hold an implementation, forward and every gradient, to the accuracy rule."""
+
+    def check(
+        lengths, dtype, device, block_size=64, heads=(4, 2), dim=24, rotate=None, positions=None, linear=True, precise=False,
+        tensors=None, grad=None, kernels="triton", **options,
+    ):  # fmt: skip
+        segments = offsets(lengths, device)
+        if tensors is None:
+            shapes = [(sum(lengths), number, dim) for number in (heads[0], heads[1], heads[1])]
+            tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        if rotate is not None:
+            tables = jm.Rotary.from_frequencies(tensors[0].shape[2], max(max(lengths, default=0), 1), rotate, device=device)
+            options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions, linear, precise)
+
+        def run(implementation):
+            options_of_both = dict(block_size=block_size, implementation=implementation) | options
+            return lambda *tensors: F.block_diagonal_attention(*tensors, segments, **options_of_both)
+
+        grad = None if grad is None else grad(run(kernels)(*tensors))
+        assert_accurate(run(kernels), run("reference"), *tensors, grad=grad, fp32_roundings=4)
+
+    return check
+
+
+@pytest.fixture
+def check_packed_block_attention(poisoned_memory, offsets, assert_accurate):
+    """q, k and v in one tensor: the results of three, bit for bit, and within the accuracy rule. Not `linear`: angles of no order."""
+
+    def check(lengths, dtype, device, block_size=64, heads=2, dim=24, rotate=None, linear=True, qkv=None, grad=None, kernels="triton"):
+        segments = offsets(lengths, device)
+        qkv = torch.randn(sum(lengths), 3, heads, dim, device=device).to(dtype) if qkv is None else qkv
+        rows, rotary = max(max(lengths, default=0), 1), None
+        if rotate is not None and linear:
+            rotary = jm.Rotary.from_frequencies(qkv.shape[3], rows, rotate, device=device)
+        elif rotate is not None:
+            angles = 6 * torch.rand(rows, qkv.shape[3] // 2, device=device)
+            rotary = jm.Rotary(angles.cos(), angles.sin(), rotate)
+        options = dict(block_size=block_size, rotary=rotary)
+
+        def packed(qkv, implementation=kernels):
+            return F.block_diagonal_attention_packed(qkv, segments, implementation=implementation, **options)
+
+        leaf = qkv.detach().requires_grad_()
+        outputs = packed(leaf), F.block_diagonal_attention(*leaf.unbind(1), segments, implementation=kernels, **options)
+        grad = torch.randn_like(outputs[0]) if grad is None else grad(outputs[0])
+        gradients = [torch.autograd.grad(out, leaf, grad)[0] for out in outputs]
+        assert torch.equal(*outputs) and torch.equal(*gradients)
+        assert_accurate(packed, lambda qkv: packed(qkv, "reference"), qkv, grad=grad, fp32_roundings=4)
+
+    return check

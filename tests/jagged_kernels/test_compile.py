@@ -6,11 +6,12 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels import attention_kernels, linear_compress_kernels, tile_list  # noqa: E402
+from jagged_kernels import attention_kernels, block_attention, linear_compress_kernels, tile_list  # noqa: E402
 from jagged_kernels.activations import activation_function  # noqa: E402
 from jagged_kernels.configs import (  # noqa: E402
     attention_config,
     attention_tile,
+    block_attention_config,
     linear_compress_config,
     padded_dim,
     weight_gradient_config,
@@ -169,3 +170,72 @@ def test_sum_groups_kernel_compiles(capability):
     constants = dict(ROWS=8, BLOCK=1024)
     source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
+
+
+def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1):
+    """The compiled kernel with the launch configuration that it gets."""
+    kernel, itemsize = getattr(block_attention, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
+    rotary = "none" if rotate is None else "relative" if relative else "absolute"
+    config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size, group, rotary)
+    constants = dict(
+        HEADS=4, GROUP=group, DIM=dim, TILE=config.tile, BLOCK=block_size, BLOCK_D=max(32, padded_dim(dim)), positions_ptr=None
+    )
+    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, ALIGN=16 // itemsize, PACKED=itemsize == 2)
+    constants |= dict(PRECISION="bf16x6" if dtype == "fp32" else "ieee")
+    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
+    pointers = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
+    signature = {}
+    for arg in kernel.arg_names:
+        signature[arg] = "constexpr" if arg in constants else pointers.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else "i32")
+    aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if signature[arg].startswith("*")}
+    source = ASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_block_attention_kernels_compile(name, rotate, relative):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
+        for dim, block_size, group in ((128, 64, 1), (64, 16, 2)):
+            compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate, relative, group)
+            assert compiled.metadata.shared <= shared_memory * 1024
+            if capability == 90:
+                assert "wgmma.mma_async" in compiled.asm["ptx"]
+    compile_block_attention(name, 90, "fp32", 64, 64, rotate, relative)
+
+
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
+    loads = re.findall(r"ld\.global\S*", compile_block_attention(name, 90, "bf16", 128, 64, "qkv").asm["ptx"])
+    assert sum(".v4." in load for load in loads) > 0.7 * len(loads)
+
+
+@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_hopper_block_attention_kernels_compile(name, rotate, relative):
+    """Two thread blocks of 64 rows share a multiprocessor; tiles are loaded and stored by the tensor memory accelerator."""
+    from jagged_kernels.hopper import block_attention as hopper
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(hopper, f"block_attention_{name}_hopper_kernel")
+    cases = ("bf16", 128, 128, 64, False), ("bf16", 128, 128, 64, True), ("fp16", 40, 64, 16, False), ("bf16", 128, 128, 128, False)
+    for dtype, dim, width, block_size, precise in cases[:: 1 if rotate else 2]:
+        rows = max(block_size, 64)
+        constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
+        constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
+        constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
+        layout = gl.NVMMASharedLayout.get_default_for([1, rows, width], gl.bfloat16 if dtype == "bf16" else gl.float16)
+        types = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32") | dict.fromkeys(constants, "constexpr")
+        signature = {}
+        for arg in kernel.arg_names:
+            default = f"*{dtype}" if arg.endswith("_ptr") else "i32"
+            signature[arg] = types.get(arg, f"tensordesc<{dtype}[1, {rows}, {width}],{layout!r}>" if arg.endswith("_desc") else default)
+        places = {arg: i for i, arg in enumerate(signature)}
+        source = GluonASTSource(kernel, signature=signature, constexprs={(places[arg],): x for arg, x in constants.items()})
+        options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert compiled.metadata.shared <= 227 * 1024 // (2 if rows == 64 else 1)
+        for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
+            assert instruction in compiled.asm["ptx"]

@@ -162,6 +162,41 @@ def test_linear_compress(implementation, form):
     assert_compiles_once(compress, batches)
 
 
+@pytest.mark.parametrize("rotary", [None, "qk", "qkv", "given"])
+def test_block_diagonal_attention(rotary):
+    tables = jm.Rotary.from_frequencies(DIM, 100)
+
+    def attend(q, k, v, offsets, positions):
+        made = rotary and jm.Rotary(tables.cos, tables.sin, "qkv" if rotary == "qkv" else "qk", positions if rotary == "given" else None)
+        return F.block_diagonal_attention(q, k, v, offsets, block_size=16, rotary=made)
+
+    batches = [(*qkv(rows, rows), random_offsets(users, rows), torch.randint(100, (rows,))) for users, rows, _ in SIZES]
+    assert_compiles_once(attend, batches)
+
+
+@pytest.mark.parametrize("rotary", [None, "qk"])
+@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor"])
+def test_block_diagonal_layer(kind, rotary):
+    torchrec = pytest.importorskip("torchrec")
+    wrap = {
+        "pair": lambda values, offsets: (values, offsets),
+        "Jagged": jm.Jagged,
+        "JaggedTensor": lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff()),
+    }[kind]
+    layer = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, block_size=16, rotary=rotary, max_seqlen=100)
+    graph, counter = compiled(layer)
+    for users, rows, _ in SIZES:
+        x = wrap(torch.randn(rows, WIDTH), random_offsets(users, rows))
+        results = []
+        for call in (layer, graph):
+            out = call(x)
+            assert type(out) is type(x)
+            values = jm.Jagged.wrap(out).values
+            results.append([values, *torch.autograd.grad(values.square().sum(), list(layer.parameters()))])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor", "nested"])
 def test_layer_with_every_container(kind):
     """The container is made outside of the graph, as a data loader or an embedding does."""
@@ -311,6 +346,46 @@ def test_export_of_masked_attention():
     for sizes in SIZES:
         inputs = scorer_inputs(*sizes)
         torch.testing.assert_close(exported(*inputs), Scorer()(*inputs))
+
+
+class BlockEncoder(torch.nn.Module):
+    """The function with given positions, then the layer with its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, block_size=16, rotary="qkv", max_seqlen=1000)
+        self.tables = jm.Rotary.from_frequencies(DIM, 1000)
+
+    def forward(self, x, offsets, positions):
+        heads = x.unflatten(1, (HEADS, DIM))
+        rotary = jm.Rotary(self.tables.cos, self.tables.sin, positions=positions)
+        out = F.block_diagonal_attention(heads, heads, heads, offsets, block_size=32, rotary=rotary)
+        return self.attention((out.flatten(1), offsets))[0]
+
+
+def encoder_inputs(users, rows, _):
+    return torch.randn(rows, WIDTH), random_offsets(users, rows), torch.randint(1000, (rows,))
+
+
+def test_export_of_block_diagonal_attention():
+    model, rows, boundaries = BlockEncoder(), torch.export.Dim("rows"), torch.export.Dim("boundaries")
+    shapes = dict(x={0: rows}, offsets={0: boundaries}, positions={0: rows})
+    exported = torch.export.export(model, encoder_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
+    for sizes in [*SIZES, (2, 700, 0)]:
+        inputs = encoder_inputs(*sizes)
+        torch.testing.assert_close(exported(*inputs), model(*inputs))
+
+
+def test_symbolic_trace_of_block_diagonal_attention(offsets_of):
+    rotary = jm.Rotary.from_frequencies(4, 10)
+
+    class Attention(torch.nn.Module):
+        def forward(self, x, offsets):
+            return F.block_diagonal_attention(x, x, x, offsets, rotary=rotary).relu()
+
+    traced = torch.fx.symbolic_trace(Attention())
+    inputs = torch.randn(9, 2, 4), offsets_of([4, 5])
+    assert torch.equal(traced(*inputs), Attention()(*inputs))
 
 
 def test_symbolic_trace_keeps_the_functions_whole(offsets_of):

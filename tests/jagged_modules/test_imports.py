@@ -20,7 +20,9 @@ index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
 layer(torch.randn(3, 1, 8), history, index).sum().backward()
 compress = jm.LinearCompressEmbedding(3, 4, 5)
 compress(torch.randn(3, 3, 8), torch.randn(2, 5, 8), index).sum().backward()
-assert all(p.grad is not None for p in (*layer.parameters(), *compress.parameters()))
+blocks = jm.BlockDiagonalSelfAttention(8, 2)
+blocks(history).values.sum().backward()
+assert all(p.grad is not None for module in (layer, compress, blocks) for p in module.parameters())
 """
 
 

@@ -1,0 +1,123 @@
+"""BlockDiagonalSelfAttention: rows attend to the rows of their own block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from .checks import check_size, resolve_head_dim
+from .functional import BLOCKS, MAX_HEAD_DIM, block_diagonal_attention_packed
+from .jagged import Jagged
+from .rotary import Rotary, rotary_tables
+
+
+class BlockDiagonalSelfAttention(nn.Module):
+    """Multi-head softmax attention within blocks of rows, counted from the start of each segment, with rotary positions.
+
+        [q | k | v] = x W + b        out = block_diagonal_attention(q, k, v) W_o + b_o
+
+    Time and memory are linear in the rows. The kernels read q, k and v in place from the packed projection, which is all that is kept for
+    their backward, rotate them on the way, and write their gradients as one tensor.
+
+    Args:
+        embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with rotary.
+        num_heads: attention heads.
+        block_size: rows of a block: 16, 32, 64 or 128. The last block of a segment may be shorter.
+        rotary: what is turned by its position in the segment: "qk", "qkv" (values too), or None.
+        max_seqlen: the longest segment with rotary: rows of the tables of cos and sin, which are fp32 whatever the layer's dtype.
+        device: device of the parameters and tables.
+
+    Raises:
+        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256 or, with rotary, of odd
+        width; another block_size or rotary.
+
+    Example::
+
+        attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # blocks of 16 and 4, of 16 and 14 rows
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        block_size: int = 64,
+        rotary: str | None = "qk",
+        max_seqlen: int = 8192,
+        device=None,
+    ) -> None:
+        super().__init__()
+        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        check_size("block_size", block_size)
+        if block_size not in BLOCKS:
+            raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
+        if rotary not in ("qk", "qkv", None):
+            raise ValueError(f'rotary must be "qk", "qkv" or None, got {rotary!r}')
+        check_size("max_seqlen", max_seqlen)
+        if rotary is not None and self.head_dim % 2:
+            raise ValueError(f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and {num_heads}")
+        self.embedding_dim, self.num_heads, self.block_size = embedding_dim, num_heads, block_size
+        self.rotary, self.max_seqlen = rotary, max_seqlen
+        if rotary is None:
+            self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device)
+        else:
+            self.qkv_proj = _RotaryLinear(embedding_dim, 3 * embedding_dim, self.head_dim, max_seqlen, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise parameters as nn.Linear does, and the tables, for instance after `to_empty` of a layer built on the meta device."""
+        for projection in (self.qkv_proj, self.out_proj):
+            projection.reset_parameters()
+
+    def forward(self, x):
+        """Attend.
+
+        Args:
+            x: any container of `[L, E]` values, with rotary no segment longer than max_seqlen.
+
+        Returns:
+            x's kind of container, with `[L, E]` values in the dtype of the projections.
+
+        Raises:
+            TypeError, ValueError: an input of another kind or shape, or with a segment that is too long.
+        """
+        jagged = Jagged.wrap(x)
+        if jagged.values.dim() != 2 or jagged.values.shape[1] != self.embedding_dim:
+            raise ValueError(f"x's values must have shape [L, {self.embedding_dim}], got {list(jagged.values.shape)}")
+        qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
+        rotary = None if self.rotary is None else Rotary(self.qkv_proj.cos, self.qkv_proj.sin, self.rotary, linear=True)
+        out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
+        return jagged.unwrap(self.out_proj(out.flatten(1)))
+
+    def extra_repr(self) -> str:
+        sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, block_size={self.block_size}"
+        return f"{sizes}, rotary={self.rotary!r}, max_seqlen={self.max_seqlen}"
+
+
+class _RotaryLinear(nn.Linear):
+    """The projection to q, k and v, with the rotary tables `[max_seqlen, head_dim / 2]` of its heads.
+
+    Both in one module, because DistributedModelParallel zeroes buffers built on the meta device and then resets only modules that own
+    parameters themselves.
+    """
+
+    def __init__(self, in_features: int, out_features: int, head_dim: int, max_seqlen: int, device=None) -> None:
+        super().__init__(in_features, out_features, device=device)
+        self.table_sizes = head_dim, max_seqlen
+        for name in ("cos", "sin"):
+            self.register_buffer(name, None, persistent=False)
+        self._make_tables()
+
+    def _make_tables(self) -> None:
+        self.cos, self.sin = rotary_tables(*self.table_sizes, device=self.weight.device)
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if hasattr(self, "table_sizes"):  # not yet in nn.Linear's constructor
+            self._make_tables()
+
+    def _apply(self, fn, recurse=True):
+        super()._apply(fn, recurse)
+        if self.cos.dtype != torch.float32:  # .half() and the like take buffers along
+            self._make_tables()
+        return self

@@ -1,0 +1,88 @@
+"""Rotary position embeddings in interleaved pairs (Su et al. 2021, arXiv:2104.09864)."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from .checks import check_integers, check_size, check_tensor
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rotary:
+    """What rotary attention rotates by.
+
+    Args:
+        cos, sin: `[P, D / 2]` floating point, by position; no gradient flows to them.
+        rotate: "qk", or "qkv": values too, as block attention models have been published.
+        positions: `[L]` int32 or int64, the position of each row, 0 to P - 1; counted from the start of each segment if None.
+        linear: the angles are linear in the position, as those of `from_frequencies` are. Scores then depend on distances alone, and
+            kernels may count positions from anywhere.
+        precise: the Hopper kernels keep what they rotate of bf16 q and k, and the gradient of scores, in fp16 with powers of two as units:
+            three bits more, for a backward that takes longer by a seventh, with "qkv" by two fifths. Elsewhere it changes nothing.
+
+    Raises:
+        TypeError, ValueError: fields of another kind or shape.
+
+    Example::
+
+        rotary = jm.Rotary.from_frequencies(head_dim=64, max_seqlen=4096, rotate="qkv")
+    """
+
+    cos: Tensor
+    sin: Tensor
+    rotate: str = "qk"
+    positions: Tensor | None = None
+    linear: bool = False
+    precise: bool = False
+
+    def __post_init__(self) -> None:
+        check_tensor("cos", self.cos, 2, "[P, D / 2]")
+        check_tensor("sin", self.sin, 2, "[P, D / 2]")
+        if self.sin.shape != self.cos.shape:
+            raise ValueError(f"sin must have cos's shape, {list(self.cos.shape)}, got {list(self.sin.shape)}")
+        if self.rotate not in ("qk", "qkv"):
+            raise ValueError(f'rotate must be "qk" or "qkv", got {self.rotate!r}')
+        if self.positions is not None:
+            check_integers("positions", self.positions)
+
+    @classmethod
+    def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device=None) -> Rotary:
+        """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables in fp32."""
+        return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate, linear=True)
+
+
+def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device=None) -> tuple[Tensor, Tensor]:
+    """cos and sin `[max_seqlen, head_dim / 2]`, fp32."""
+    check_size("head_dim", head_dim)
+    check_size("max_seqlen", max_seqlen)
+    if head_dim % 2:
+        raise ValueError(f"head_dim must be even for rotary pairs, got {head_dim}")
+    frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    angles = torch.arange(max_seqlen, dtype=torch.float64, device="cpu")[:, None] * frequencies
+    return angles.cos().float().to(device), angles.sin().float().to(device)
+
+
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(x0, x1) → (x0 cos − x1 sin, x1 cos + x0 sin) for every interleaved pair of the last dimension.
+
+    Args:
+        x: `[L, H, D]`, D even. cos, sin: `[L, D / 2]`, of each row. The arithmetic is at least fp32.
+
+    Returns:
+        `[L, H, D]` in x's dtype, rounded once.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind, or shapes that do not fit together.
+    """
+    check_tensor("x", x, 3, "[L, H, D]")
+    for name, table in (("cos", cos), ("sin", sin)):
+        check_tensor(name, table, 2, "[L, D / 2]")
+        if x.shape[2] % 2 or table.shape != (x.shape[0], x.shape[2] // 2):
+            raise ValueError(f"{name} must have shape [L, D / 2] of x {list(x.shape)} with D even, got {list(table.shape)}")
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    cos, sin = (table.to(dtype)[:, None] for table in (cos, sin))
+    first, second = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)

@@ -1,0 +1,290 @@
+"""Attention within blocks of rows of jagged segments, without and with rotary, against what torch has fused.
+
+    python kernels/benchmarks/bench_block_attention.py                        # on a CUDA device
+    python kernels/benchmarks/bench_block_attention.py --only "rotary|bf16"   # some of the tables
+    python kernels/benchmarks/bench_block_attention.py --device cpu           # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_block_attention.py --tiny --device cpu
+
+GB count q, k, v and the output once, in the backward these three, the output's gradient and theirs; the floor is what an H200 needs
+for that. TFLOP/s count 4·H·D for each pair of rows of a block and 2.5 times that backward. Speed-ups are over FlashAttention-2.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch._functorch.config
+from bench_attention import (
+    BACKWARD_FLOPS,
+    OURS,
+    leaves,
+    offsets_of,
+    plain_attention,
+    random_tensors,
+    sample_segments,
+    uniform_lengths,
+    varlen_attention,
+)
+from runner import Case, Implementation, Setup, device_name, main
+from torch import Tensor
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.blocks import block_offsets, positions_in_segments
+from jagged_modules.rotary import apply_rotary
+
+REFERENCE = f"{OURS}, reference"
+FA2 = "varlen_attn (FA2), a segment per block"
+FLEX = "flex_attention"
+APART = "separate rotary"
+PRECISE = f"{OURS}, precise"
+BLOCKS_NOTE = "offsets of the blocks made beforehand"
+TABLES_NOTE = "cos and sin of each row gathered beforehand"
+# bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense bf16 products
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}
+
+
+def rotate_all(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
+    return [apply_rotary(x, cos, sin) for x in tensors]
+
+
+def rotate_in_bf16(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
+    """As models without a kernel for it do: every product and sum is rounded, there and back."""
+    cos, sin = (table.bfloat16()[:, None] for table in (cos, sin))
+    pairs = [x.unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
+    return [torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2) for first, second in pairs]
+
+
+def compiled(function: Callable, **options) -> Callable:
+    """torch.compile for a backward that is timed again and again on one graph, whose buffers it may not take for its own."""
+    torch._functorch.config.donated_buffer = False
+    return torch.compile(function, **options)
+
+
+# -- one shape -----------------------------------------------------------------------------------------------------
+
+
+class Problem:
+    """Inputs of one shape, ways to compute attention on them, and the definition on sampled segments (all of them if ``whole``)."""
+
+    def __init__(
+        self, device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, block_size: int, rotate="", whole=False
+    ):
+        self.device, self.dtype, self.block_size, self.total = device, dtype, block_size, int(lengths.sum())
+        host_offsets = offsets_of(lengths)
+        self.offsets = host_offsets.to(device)
+        self.blocks = block_offsets(host_offsets, block_size, self.total).unique_consecutive().to(device)
+        self.rotary = jm.Rotary.from_frequencies(head_dim, int(lengths.max()), rotate, device=device) if rotate else None
+        q, k, v, self.grad = random_tensors(device, dtype, *[(self.total, num_heads, head_dim)] * 4)
+        self.inputs = leaves(q=q, k=k, v=v)
+        samples = range(len(lengths)) if whole else sample_segments(lengths)
+        self.rows = [slice(*host_offsets[b : b + 2].tolist()) for b in samples]
+
+    @property
+    def precise(self) -> jm.Rotary:
+        return dataclasses.replace(self.rotary, precise=True)
+
+    def setup(self, implementations: dict[str, Callable[[], Implementation]], baseline: str) -> Setup:
+        flops = 4.0 * self.grad[0].numel() * float(self.blocks.diff().double().square().sum())
+        return Setup(
+            implementations,
+            self.reference,
+            self.dtype,
+            flops=flops,
+            backward_flops=BACKWARD_FLOPS * flops,
+            bytes=4 * self.grad.nbytes,
+            backward_bytes=7 * self.grad.nbytes,
+            attainable=ATTAINABLE.get(device_name(self.device)),
+            baseline=baseline,
+        )
+
+    def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        results = []
+        for rows in self.rows:
+            sample = [x.detach()[rows].to(dtype).requires_grad_() for x in self.inputs.values()]
+            positions = torch.arange(len(sample[0]), device=self.device)
+            blocks = zip(*(x.split(self.block_size) for x in self.turn(rotate_all, self.tables(positions), *sample)))
+            out = torch.cat([plain_attention(*(x.transpose(0, 1) for x in block)).transpose(0, 1) for block in blocks])
+            results.append((out.detach(), *torch.autograd.grad(out, sample, self.grad[rows].to(dtype))))
+        return {f"{name}/sampled": torch.cat(parts) for name, parts in zip(("out", "dq", "dk", "dv"), zip(*results))}
+
+    def tables(self, positions: Tensor) -> tuple[Tensor, ...]:
+        return () if self.rotary is None else (self.rotary.cos[positions], self.rotary.sin[positions])
+
+    def turn(self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor) -> tuple[Tensor, ...]:
+        """What rotary rotates, turned by ``tables``; the others as they are."""
+        if self.rotary is None:
+            return qkv
+        count = len(self.rotary.rotate)
+        return *rotate(*tables, *qkv[:count]), *qkv[count:]
+
+    def implementation(self, forward, inputs=None, grad=None, rows_of=lambda x, rows: x[rows], **extra) -> Implementation:
+        """``rows_of(x, rows)`` finds rows ``[N, H, D]`` in a result of the layout that ``inputs`` have."""
+
+        def pick(name, x):
+            return {"sampled": torch.cat([rows_of(x, rows) for rows in self.rows])}
+
+        inputs = self.inputs if inputs is None else inputs
+        return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
+
+    def ours(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+        return F.block_diagonal_attention(q, k, v, self.offsets, block_size=self.block_size, **options)
+
+    def varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return varlen_attention(q, k, v, self.blocks, self.blocks, self.block_size, self.block_size)
+
+    def rotary_apart(self, attention: Callable, note: str = TABLES_NOTE, rotate: Callable = rotate_all) -> Implementation:
+        """Rotary as a kernel of its own, one for all it rotates, before ``attention``; on the CPU in plain torch."""
+        tables = self.tables(positions_in_segments(self.offsets, self.total))
+        if self.device == "cuda" and rotate is rotate_all:
+            torch.compiler.reset()  # a kernel for each shape is the fastest, and dynamo keeps only some of a function
+            rotate = compiled(rotate_all, dynamic=False, options={"force_pointwise_cat": True})  # no fp32 result in between
+        return self.implementation(lambda q, k, v: attention(*self.turn(rotate, tables, q, k, v)), note=note)
+
+    def flex(self) -> Implementation:
+        """flex_attention, compiled, all blocks in one sequence: the block mask keeps them apart."""
+        from torch.nn.attention.flex_attention import flex_attention
+
+        attention = partial(compiled(flex_attention, dynamic=True), block_mask=self.flex_mask())
+        return self.implementation(
+            lambda q, k, v: attention(q, k, v),
+            leaves(**{name: x.transpose(0, 1)[None] for name, x in self.inputs.items()}),
+            self.grad.transpose(0, 1)[None].contiguous(),
+            lambda x, rows: x[0, :, rows].transpose(0, 1),
+            note="block mask made beforehand",
+        )
+
+    def flex_mask(self, tile: int = 128):
+        """From the first and the last tile that a tile sees: create_block_mask would look at all total² pairs of rows."""
+        from torch.nn.attention.flex_attention import BlockMask
+
+        rows = torch.arange(self.total, dtype=torch.int32, device=self.device)
+        block = torch.searchsorted(self.blocks, rows, right=True, out_int32=True) - 1
+        first = self.blocks[block[::tile]] // tile
+        last = (self.blocks[block[(rows[::tile] + tile - 1).clamp(max=self.total - 1)] + 1] - 1) // tile
+        tiles = torch.arange(len(first), dtype=torch.int32, device=self.device)
+        seen = (first[:, None] + tiles).clamp(max=len(first) - 1)[None, None]
+
+        def same_block(batch, head, i, j):
+            return block[i] == block[j]
+
+        count, lengths = (last - first + 1)[None, None], (self.total, self.total)
+        return BlockMask.from_kv_blocks(count, seen, BLOCK_SIZE=tile, mask_mod=same_block, seq_lengths=lengths)
+
+
+# -- tables --------------------------------------------------------------------------------------------------------
+
+
+def without_rotary(problem: Callable[[], Problem], flex: bool = False) -> Setup:
+    problem = problem()
+    implementations = {OURS: partial(problem.implementation, problem.ours)}
+    if problem.device == "cuda":
+        implementations[FA2] = partial(problem.implementation, problem.varlen, note=BLOCKS_NOTE)
+        implementations |= {FLEX: problem.flex} if flex else {}
+    return problem.setup(implementations, FA2)
+
+
+def with_rotary(problem: Callable[[], Problem]) -> Setup:
+    problem = problem()
+    implementations = {
+        OURS: partial(problem.implementation, partial(problem.ours, rotary=problem.rotary)),
+        PRECISE: partial(problem.implementation, partial(problem.ours, rotary=problem.precise)),
+        f"{APART} + {OURS}": partial(problem.rotary_apart, problem.ours),
+    }
+    if problem.device == "cuda":
+        implementations[f"{APART} + {FA2}"] = partial(problem.rotary_apart, problem.varlen, f"{TABLES_NOTE}; {BLOCKS_NOTE}")
+    return problem.setup(implementations, f"{APART} + {FA2}")
+
+
+def accuracy(device: str, tiny: bool) -> list[dict]:
+    """Absolute errors over all rows in bf16, against float64 on the same inputs; all of them standard normal."""
+    sizes, table = sizes_of(device, tiny), []
+    lengths = uniform_lengths(sizes.accuracy[0], 1, sizes.accuracy[1])
+    for rotate in ("qk", "qkv"):
+        problem = Problem(device, torch.bfloat16, lengths, sizes.num_heads, sizes.head_dim, sizes.block_size, rotate, whole=True)
+        exact = problem.reference(torch.float64)
+        peer, attention = (FA2, problem.varlen) if device == "cuda" else (REFERENCE, partial(problem.ours, implementation="reference"))
+        ours, precise = (problem.implementation(partial(problem.ours, rotary=x)) for x in (problem.rotary, problem.precise))
+        in_bf16 = problem.rotary_apart(attention, rotate=rotate_in_bf16)
+        apart = {f"{APART} + {peer}": problem.rotary_apart(attention), f"{APART} in bf16 + {peer}": in_bf16}
+        rows = []
+        for name, implementation in ({OURS: ours, PRECISE: precise} | apart).items():
+            row = {"rotary": rotate, "implementation": name}
+            for result, x in implementation.run(backward=True).items():
+                errors = (implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]).abs()
+                row |= {f"max {result}": errors.max().item(), f"mean {result}": errors.mean().item()}
+            rows.append(row)
+        for row in rows:
+            row["max dq of ours over it"] = rows[0]["max dq"] / row["max dq"]
+            row["of ours, precise"] = rows[1]["max dq"] / row["max dq"]
+        table += rows
+    return table
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+
+def lengths_of_total(count: int, total: int) -> Tensor:
+    """Uniform lengths, scaled to exactly that total."""
+    ends = uniform_lengths(count, 1, 2 * total // count - 1).cumsum(0).double()
+    return (ends * (total / ends[-1])).round().long().diff(prepend=torch.zeros(1, dtype=torch.long))
+
+
+def lengths_of_mean(count: int, longest: int, mean: float) -> Tensor:
+    """Lengths up to ``longest``, ``mean`` times that on average: uniform for 0.5, all equal for 1."""
+    return (longest * (uniform_lengths(count, 1, longest).double() / longest) ** (1 / mean - 1)).round().long().clamp(min=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the tables."""
+
+    num_heads: int
+    head_dim: int
+    block_size: int
+    batch: int
+    totals: list[int]
+    sweep_total: int
+    sweep: list[tuple[int, int, float]]  # D, maximum length, mean over maximum
+    accuracy: tuple[int, int]  # B, maximum length
+
+
+SWEEP = [(128, 2048, mean) for mean in (0.3, 0.5, 0.7, 1.0)]
+SWEEP += [(128, longest, 0.5) for longest in (512, 1024, 4096, 7168)] + [(64, longest, 0.5) for longest in (512, 2048, 7168)]
+FULL = Sizes(4, 128, 64, batch=1152, totals=[704_106, 1_609_731], sweep_total=400_000, sweep=SWEEP, accuracy=(64, 512))
+CPU = Sizes(4, 64, 64, 64, [39_117, 89_430], 40_000, sweep=[(64, 512, 0.3), (64, 512, 1.0), (64, 2048, 0.5)], accuracy=(16, 512))
+TINY = Sizes(2, 16, 16, batch=6, totals=[100, 190], sweep_total=100, sweep=[(16, 20, 0.3), (8, 40, 0.5)], accuracy=(4, 40))
+
+
+def sizes_of(device: str, tiny: bool) -> Sizes:
+    return TINY if tiny else FULL if device == "cuda" else CPU
+
+
+def make_cases(device: str, tiny: bool) -> list[Case]:
+    """CUDA: bf16. CPU: fp32 and smaller shapes. ``tiny``: everything, small."""
+    sizes = sizes_of(device, tiny)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def case(table, name, setup, lengths, rotate="", head_dim=sizes.head_dim, block_size=sizes.block_size) -> Case:
+        problem = partial(Problem, device, dtype, lengths, sizes.num_heads, head_dim, block_size, rotate)
+        return Case(table, name, partial(setup, problem), backward_alone=True, picture="ms")
+
+    shape, block = f"B={sizes.batch} H={sizes.num_heads} D={sizes.head_dim}", f"blocks of {sizes.block_size}"
+    by_total = {total: lengths_of_total(sizes.batch, total) for total in sizes.totals}
+    alone = partial(without_rotary, flex=True)
+    cases = [case(f"block attention, {shape}, {block}", f"{total} rows", alone, by_total[total]) for total in sizes.totals]
+    for total in sizes.totals:
+        table = f"with rotary, {shape}, {block}"
+        cases += [case(table, f"{total} rows, {rotate}", with_rotary, by_total[total], rotate) for rotate in ("qk", "qkv")]
+    for head_dim, longest, mean in sizes.sweep:
+        lengths = lengths_of_mean(round(sizes.sweep_total / (mean * longest)), longest, mean)
+        table, name = f"lengths, about {sizes.sweep_total} rows, {block}", f"D={head_dim}, N={longest}, mean {mean} N, B={len(lengths)}"
+        cases.append(case(table, name, without_rotary, lengths, head_dim=head_dim))
+    table, lengths = f"block sizes, {shape}, {sizes.totals[0]} rows", by_total[sizes.totals[0]]
+    return cases + [case(table, f"blocks of {size}", without_rotary, lengths, block_size=size) for size in (16, 32, 64, 128)]
+
+
+if __name__ == "__main__":
+    sys.exit(main("block_attention", make_cases, other_tables={"absolute errors in bf16": accuracy}))

@@ -1,0 +1,14 @@
+"""What differs between the Triton versions whose Gluon the Hopper kernels are written in (3.6 to 3.9)."""
+
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma
+
+
+def _either(owner, name: str, former_name: str):
+    return getattr(owner, name) if hasattr(owner, name) else getattr(owner, former_name)
+
+
+load_tile = _either(tma, "async_load", "async_copy_global_to_shared")
+store_tile = _either(tma, "async_store", "async_copy_shared_to_global")
+reinterpret = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
+thread_barrier = _either(gl, "barrier", "thread_barrier")
