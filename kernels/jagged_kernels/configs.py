@@ -156,3 +156,45 @@ def block_attention_config(
     if rotary == "none" and group == 1:
         return config(num_warps=4, num_stages=3)
     return config(num_warps=8, num_stages=2 if rotary == "absolute" else 3)
+
+
+def jagged_matmul_config(kernel: str, itemsize: int, capability: tuple[int, int], rows: int, columns: int, precision: str) -> ProductConfig:
+    """Launch configuration of a product of jagged tensors.
+
+    Args:
+        kernel: "dense", "jagged", "outer" or "array".
+        rows, columns: of one segment's product, as far as shapes tell them: rows of "jagged", columns of all but "outer"; else 0.
+        precision: of fp32 products, as `launch.precision` has it.
+    """
+    if itemsize == 4 and precision != "tf32":  # a product is six: registers bound the tiles
+        return ProductConfig(_side(rows, 64), _side(columns, 64), depth=32, num_warps=4, num_stages=2)
+    small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+    depth = 32 if itemsize == 4 else 64
+    if kernel == "outer":
+        return ProductConfig(64, 64, depth, num_warps=4, num_stages=3)
+    if kernel == "jagged" and rows > 64 and columns > 64:
+        return ProductConfig(128, 128, depth, num_warps=8, num_stages=2 if small_memory else 3)
+    return ProductConfig(_side(rows, 64), _side(columns, 128), depth, num_warps=4, num_stages=3)
+
+
+def _side(size: int, most: int) -> int:
+    return min(most, padded_dim(size)) if size else most
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxConfig:
+    """A softmax kernel's tile: lines, and elements along them that are held in registers at once; its launch."""
+
+    lines: int
+    length: int
+    num_warps: int
+
+
+def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
+    """Launch configuration for lines side by side in memory, 128 bytes of them or fewer."""
+    return SoftmaxConfig(lines=min(128 // itemsize, padded_dim(lines)), length=128 if itemsize == 4 else 64, num_warps=4)
+
+
+def jagged2_softmax_config() -> SoftmaxConfig:
+    """Launch configuration for the lines of a jagged matrix, whose number and length vary."""
+    return SoftmaxConfig(lines=32, length=128, num_warps=4)
