@@ -174,6 +174,11 @@ def jagged_matmul_config(kernel: str, itemsize: int, capability: tuple[int, int]
         return ProductConfig(64, 64, depth, num_warps=4, num_stages=3)
     if kernel == "jagged" and rows > 64 and columns > 64:
         return ProductConfig(128, 128, depth, num_warps=8, num_stages=2 if small_memory else 3)
+    if itemsize == 4 and 0 < columns <= 64 and kernel != "array":
+        # Hopper's own product of tf32 wants the summed dimension contiguous, and so 4-byte copies of operands that lie otherwise; with
+        # these shapes the compiler takes the older one
+        shape = dict(rows=32, num_warps=4) if kernel == "dense" else dict(rows=_side(rows, 64), num_warps=2)
+        return ProductConfig(columns=_side(columns, 64), depth=depth, num_stages=3, **shape)
     return ProductConfig(_side(rows, 64), _side(columns, 128), depth, num_warps=4, num_stages=3)
 
 
@@ -197,4 +202,4 @@ def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
 
 def jagged2_softmax_config() -> SoftmaxConfig:
     """Launch configuration for the lines of a jagged matrix, whose number and length vary."""
-    return SoftmaxConfig(lines=32, length=128, num_warps=4)
+    return SoftmaxConfig(lines=32, length=128, num_warps=8)

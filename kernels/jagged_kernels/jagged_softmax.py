@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
-from .launch import ceil_div, chunk_rows, rows_in_place
+from .launch import aligned_strides, ceil_div, chunk_rows, rows_in_place
 from .operators import below_autograd, differentiate, operator
 from .tiles import find_segment, find_tile, load_segment
 
@@ -118,12 +118,13 @@ def _whole_lines(x, weight, out, line, num_lines, length, BACKWARD: tl.constexpr
 @triton.jit(do_not_specialize=["num_segments", "chunk"])
 def jagged_softmax_kernel(
     x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, chunk, stride_x, stride_grad,
-    H: tl.constexpr, FINISH: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
+    H: tl.constexpr, FINISH: tl.constexpr, ALIGN: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """softmax over the rows of each segment, `[L, H]`; with a gradient of it, x being its result, that of its input.
 
-    A segment longer than a chunk leaves maximum and sum of its i-th chunk in slot 2 (offsets[b] // chunk) + i of sums `[slots, 2, H]`
-    (`jagged_jagged_bmm_kernel` says why no two share one); with FINISH the kernel does the rest for these segments alone.
+    A segment longer than a chunk leaves maximum and sum of its i-th chunk (backward: the sum and 1, its weight) in slot
+    2 (offsets[b] // chunk) + i of sums `[slots, 2, H]`; `jagged_jagged_bmm_kernel` says why no two share one. With FINISH, the kernel does
+    the rest for these segments alone. Strides are in units of ALIGN elements (see launch.py).
     Grid: places of chunks, blocks of columns.
     """
     BACKWARD: tl.constexpr = grad_ptr is not None
@@ -132,9 +133,9 @@ def jagged_softmax_kernel(
     segment, start, length, first = find_tile(place, offsets_ptr, num_segments, chunk)
     if first >= length:
         return
-    x = x_ptr + start * stride_x, 1, stride_x
+    x = x_ptr + start * (stride_x * ALIGN), 1, stride_x * ALIGN
     if BACKWARD:
-        weight = grad_ptr + start * stride_grad, 1, stride_grad
+        weight = grad_ptr + start * (stride_grad * ALIGN), 1, stride_grad * ALIGN
     else:
         weight = None, 0, 0
     out = out_ptr + start * H, 1, H
@@ -146,7 +147,6 @@ def jagged_softmax_kernel(
         sums_ptr += 2 * (start // chunk) * (2 * H)
         if FINISH:
             parts = (length + chunk - 1) // chunk
-            # exp(maximum) times sum, or sum times 1
             sums = sums_ptr, 1, 2 * H
             weights = sums_ptr + H, 1, 2 * H
             largest, total = _sum_lines(sums, weights, line, H, 0, parts, BACKWARD, LINES, LENGTH)
@@ -154,9 +154,9 @@ def jagged_softmax_kernel(
         else:
             largest, total = _sum_lines(x, weight, line, H, first, last, BACKWARD, LINES, LENGTH)
             lines = line + tl.arange(0, LINES)
-            sums_ptr += tl.cast(first // chunk, tl.int64) * (2 * H) + lines
-            tl.store(sums_ptr, total if BACKWARD else largest, mask=lines < H)
-            tl.store(sums_ptr + H, tl.full([LINES], 1.0, tl.float32) if BACKWARD else total, mask=lines < H)
+            slot_ptr = sums_ptr + tl.cast(first // chunk, tl.int64) * (2 * H) + lines
+            tl.store(slot_ptr, total if BACKWARD else largest, mask=lines < H)
+            tl.store(slot_ptr + H, tl.full([LINES], 1.0, tl.float32) if BACKWARD else total, mask=lines < H)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
@@ -218,10 +218,11 @@ def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor) -> Tensor:
     blocks = ceil_div(columns, config.lines)
     chunk = chunk_rows(rows, blocks, x.device)
     sums = x.new_empty((2 * (rows // chunk), 2, columns), dtype=torch.float32)
+    align, strides = aligned_strides(*((tensor, 0) for tensor in (x, grad) if tensor is not None))
     for finish in (False, True) if rows > chunk else (False,):
         jagged_softmax_kernel[((rows // chunk + segments) * blocks,)](
-            x, grad, out, sums, offsets, segments, chunk, x.stride(0), 0 if grad is None else grad.stride(0),
-            H=columns, FINISH=finish, **_options(config),
+            x, grad, out, sums, offsets, segments, chunk, strides[0], strides[-1],
+            H=columns, FINISH=finish, ALIGN=align, **_options(config),
         )  # fmt: skip
     return out
 
