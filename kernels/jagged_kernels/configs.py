@@ -200,6 +200,7 @@ def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
     return SoftmaxConfig(lines=min(128 // itemsize, padded_dim(lines)), length=128 if itemsize == 4 else 64, num_warps=4)
 
 
-def jagged2_softmax_config() -> SoftmaxConfig:
-    """Launch configuration for the lines of a jagged matrix, whose number and length vary."""
-    return SoftmaxConfig(lines=32, length=128, num_warps=8)
+def jagged2_softmax_config(over_columns: bool) -> SoftmaxConfig:
+    """Launch configuration for the rows or columns of jagged matrices. Nothing is known of their alignment, so that every element is
+    loaded by itself: more of them in a thread's registers would leave the multiprocessor few warps."""
+    return SoftmaxConfig(lines=32, length=128, num_warps=8) if over_columns else SoftmaxConfig(lines=8, length=128, num_warps=4)

@@ -35,7 +35,7 @@ def _block(operand, line, first, num_lines, last, LINES: tl.constexpr, LENGTH: t
     lines, places = tl.arange(0, LINES), tl.arange(0, LENGTH)
     ptr += tl.cast(line, tl.int64) * stride_line + tl.cast(first, tl.int64) * stride
     mask = (line + lines < num_lines)[:, None] & (first + places < last)[None, :]
-    return ptr + lines[:, None] * stride_line + places[None, :] * stride, mask
+    return ptr + (lines[:, None] * stride_line + places[None, :] * stride), mask
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def _softmax2(p: Tensor, grad: Tensor | None, x_offsets: Tensor, y_offsets: Tens
     p, grad, segments = p.contiguous(), None if grad is None else grad.contiguous(), p_offsets.shape[0] - 1
     out = torch.empty_like(p)
     if p.numel():
-        config = jagged2_softmax_config()
+        config = jagged2_softmax_config(columns)
         jagged2_softmax_kernel[(p.shape[0] // (config.lines * config.length) + segments,)](
             p, grad, out, x_offsets, y_offsets, p_offsets, segments, OVER_COLUMNS=columns, **_options(config)
         )

@@ -322,9 +322,9 @@ def test_jagged_softmax_kernels_compile(capability, shared_memory, backward):
             kernel = jagged_softmax.jagged_softmax_kernel
             compiled = compile_jagged(kernel, capability, dtype, options, **constants, **tile, H=64, FINISH=finish, ALIGN=16 // itemsize)
             assert compiled.metadata.shared <= shared_memory * 1024
-        config = jagged2_softmax_config()
-        tile = dict(LINES=config.lines, LENGTH=config.length)
         for over_columns in (False, True):
+            config = jagged2_softmax_config(over_columns)
+            tile = dict(LINES=config.lines, LENGTH=config.length)
             options = dict(num_warps=config.num_warps)
             kernel = jagged_softmax.jagged2_softmax_kernel
             compiled = compile_jagged(kernel, capability, dtype, options, **constants, **tile, OVER_COLUMNS=over_columns)
