@@ -1,7 +1,8 @@
 """Device code of the products of jagged tensors.
 
 Tiles of rows are numbered in closed form (`find_tile`), so that a grid follows from shapes alone. Dimensions of rows are constants, as
-they are a model's; numbers of rows and segments are not. Strides of rows are in units of ALIGN elements (see launch.py).
+they are a model's; numbers of rows and segments are not. Strides of rows are in units of ALIGN elements (see launch.py), which says all
+that loads need to know: a batch of one row, whose stride is none, runs the same kernel.
 """
 
 import triton
@@ -10,7 +11,7 @@ import triton.language as tl
 from .tiles import find_segment, find_tile, load_matrix, load_segment, store_matrix
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_yb", "stride_y", "stride_bias", "stride_grad"])
 def jagged_dense_bmm_kernel(
     x_ptr, y_ptr, bias_ptr, grad_ptr, out_ptr, offsets_ptr, num_segments, stride_x, stride_yb, stride_y, stride_bias, stride_grad,
     D: tl.constexpr, T: tl.constexpr, TRANSPOSED: tl.constexpr, ACTIVATION: tl.constexpr, FACTOR: tl.constexpr,
@@ -48,7 +49,7 @@ def jagged_dense_bmm_kernel(
     store_matrix(out_ptr + start * T, row, column, T, acc, num_rows, T)
 
 
-@triton.jit(do_not_specialize=["num_segments", "chunk"])
+@triton.jit(do_not_specialize=["num_segments", "chunk", "stride_x", "stride_y"])
 def jagged_jagged_bmm_kernel(
     x_ptr, y_ptr, out_ptr, partial_ptr, offsets_ptr, num_segments, chunk, stride_x, stride_y,
     D: tl.constexpr, T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -57,7 +58,7 @@ def jagged_jagged_bmm_kernel(
     """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`; without x, the sum of y's rows, D and BLOCK_M being 1.
 
     A segment longer than a chunk of rows is summed by parts. Part i goes to slot 2 (offsets[b] // chunk) + i: a segment of n > chunk rows
-    has no more than n // chunk + 1 <= 2 (n // chunk) parts, and no other long one begins at less than n // chunk chunks after it.
+    has at most n // chunk + 1 <= 2 (n // chunk) parts, and those after it begin at least n // chunk chunks later.
     Grid: places of chunks, tiles of the product, which follow one another.
     """
     COLUMNS: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
@@ -106,7 +107,7 @@ def sum_chunks_kernel(
     store_matrix(out_ptr + tl.cast(segment, tl.int64) * SIZE, 0, column, SIZE, tl.sum(acc, 0)[None, :], 1, SIZE)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_y"])
 def jagged_outer_kernel(
     x_ptr, y_ptr, p_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_x, stride_y,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
@@ -128,7 +129,7 @@ def jagged_outer_kernel(
         store_matrix(p_ptr, row, column, num_columns, acc, num_rows, num_columns)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "stride_y"])
 def array_jagged_bmm_kernel(
     p_ptr, y_ptr, out_ptr, out_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_y,
     D: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,

@@ -115,7 +115,7 @@ def _whole_lines(x, weight, out, line, num_lines, length, BACKWARD: tl.constexpr
         _store_lines(x, weight, out, line, num_lines, 0, length, largest, total, BACKWARD, LINES, LENGTH)
 
 
-@triton.jit(do_not_specialize=["num_segments", "chunk"])
+@triton.jit(do_not_specialize=["num_segments", "chunk", "stride_x", "stride_grad"])
 def jagged_softmax_kernel(
     x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, chunk, stride_x, stride_grad,
     H: tl.constexpr, FINISH: tl.constexpr, ALIGN: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
