@@ -6,7 +6,8 @@
 A line is a column of a segment, or a row or a column of a jagged matrix: so many elements a stride apart, and lines lie side by side. A
 program holds a tile of lines in registers where they are short: one read, one write. Longer ones it reads twice. Columns of long segments
 are cut into chunks: one kernel leaves what each comes to (its maximum and its sum), another adds that up and writes. Sums are made in
-fp32 and in an order that follows from the shapes, so results are deterministic.
+fp32 and in an order that follows from the shapes, so results are deterministic. Offsets stay on the device; the last of them is the number
+of rows, or of elements of all matrices.
 """
 
 from __future__ import annotations

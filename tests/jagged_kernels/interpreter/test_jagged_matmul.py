@@ -100,6 +100,16 @@ def test_sums_of_chunks(jagged_products, assert_accurate, monkeypatch, name, chu
     assert_accurate(operator, reference, *tensors, fp32_roundings=4)
 
 
+def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
+    from jagged_kernels import jagged_matmul
+
+    monkeypatch.setattr(jagged_matmul, "sum_chunks_kernel", None)
+    x = torch.randn(513, 3)
+    jagged_matmul.triton_jagged_jagged_bmm(x[:512], x[:512], offsets([512]))
+    with pytest.raises(TypeError, match="not subscriptable"):
+        jagged_matmul.triton_jagged_jagged_bmm(x, x, offsets([513]))
+
+
 @triton.jit
 def find_tiles_kernel(places_ptr, offsets_ptr, out_ptr, num_segments, TILE: tl.constexpr):
     place = tl.load(places_ptr + tl.program_id(0))
