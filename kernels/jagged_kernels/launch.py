@@ -34,3 +34,21 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x, dim in dims]
     align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
     return align, [stride // align for stride in strides]
+
+
+def rows_in_place(x: Tensor) -> Tensor:
+    """x, copied if the elements of its rows do not follow one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def chunk_rows(num_rows: int, tiles: int, device: torch.device) -> int:
+    """Length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all rows as keep
+    the GPU busy, and not many more, as all of them are added up."""
+    chunk = 512
+    while num_rows // chunk * tiles > 4 * device_properties(device)[1]:
+        chunk *= 2
+    return chunk
+
+
+def ceil_div(size: int, block: int) -> int:
+    return (size + block - 1) // block
