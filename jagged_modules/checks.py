@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+IMPLEMENTATIONS = ("auto", "reference", "triton")
 _check_device_values = False
 
 

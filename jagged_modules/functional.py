@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
+from .autocast import autocast, autocast_dtype
 from .blocks import block_offsets, positions_in_segments
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import IMPLEMENTATIONS, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .decomposed import linear_compress_decomposed
 from .masks import AttentionMask
@@ -18,7 +19,6 @@ from .reference import attention_reference, linear_compress_reference
 from .rotary import Rotary, apply_rotary
 from .schedule import TileSchedule, attention_tile, device_schedule
 
-IMPLEMENTATIONS = ("auto", "reference", "triton")
 BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
 MAX_HEAD_DIM = 256
@@ -78,7 +78,7 @@ def jagged_attention(
     check_tensor("q", q, 3, "[Lq, H, D]")
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
@@ -257,7 +257,7 @@ def linear_compress(
     weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
     indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
     _check_linear_compress(weights, embeddings, indices, implementation)
-    weights, embeddings = ([_autocast(x) for x in tensors] for tensors in (weights, embeddings))
+    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
     if implementation == "reference":
@@ -293,7 +293,7 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
         for name, x in (("weights", weight), ("embeddings", embedding)):
             if x.device != embeddings[0].device:
                 raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
-            if x.dtype != embeddings[0].dtype and _autocast_dtype(x) != _autocast_dtype(embeddings[0]):
+            if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
                 raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     for level, index in enumerate(indices):
@@ -351,7 +351,7 @@ def block_diagonal_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]")
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     check_offsets("offsets", offsets, q.shape[0])
     if offsets.device not in (q.device, torch.device("cpu")):
         raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
@@ -495,15 +495,3 @@ def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
     expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
     if int(schedule.num_tiles) != expected:
         raise ValueError(f"schedule was built for other lengths: it has {int(schedule.num_tiles)} tiles, q_offsets need {expected}")
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, as scaled_dot_product_attention has it: float64 stays."""
-    device = x.device.type
-    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    return x.to(_autocast_dtype(x))
