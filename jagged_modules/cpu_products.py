@@ -24,9 +24,7 @@ def outer_cpu(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offs
 
 
 @torch.library.custom_op("jagged_modules::product_cpu", mutates_args=(), device_types="cpu")
-def product_cpu(
-    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool
-) -> Tensor:
+def product_cpu(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool) -> Tensor:
     """out[b] = p[b] @ y[b], over x's rows; if transposed p[b]ᵀ @ y[b], over y's rows, of a y over x's rows: `[out_rows, D]`."""
     out = y.new_zeros(out_rows, y.shape[1])
     for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets):

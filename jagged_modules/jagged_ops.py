@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 from .activations import POINTWISE
 from .autocast import autocast
 from .blocks import rows_and_segments
-from .checks import IMPLEMENTATIONS, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, values_are_checkable
 from .cpu_groups import compute_dtype
 from .cpu_products import outer_cpu, product_cpu, softmax_cpu
 from .reference import (
@@ -103,7 +103,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: s
         RuntimeError: a torch.func transform (vmap, grad, jvp); the reference has them.
     """
     x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    offsets = _offsets(offsets, x)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
     _check_segment_matrices("y", y, offsets, x.shape[1])
     if implementation == "reference":
         return jagged_dense_bmm_reference(x, y, offsets)
@@ -126,7 +126,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: 
         `[B, D, T]`.
     """
     x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    offsets = _offsets(offsets, x)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     if implementation == "reference":
@@ -152,7 +152,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, implementation: str = "auto") 
         `[L, H]`; the rows of a segment add up to 1.
     """
     (x,) = _operands(implementation, False, x=(x, "[L, H]"))
-    offsets = _offsets(offsets, x)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
     if implementation == "reference":
         return jagged_softmax_reference(x, offsets)
     if _on_kernels(implementation, x):
@@ -188,9 +188,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     return outer_cpu(x, y, *offsets, plan.total)
 
 
-def array_jagged_bmm_jagged_out(
-    p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto"
-) -> Tensor:
+def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto") -> Tensor:
     """out[b] = p[b] @ y[b]: rows of y weighted by the scores of its segment; transposed, p[b]ᵀ @ y[b] for a y over x's rows.
 
     Gradients, precision, implementation and errors as in `jagged_dense_bmm`. A row that no scores belong to gives 0.
@@ -284,7 +282,7 @@ def jagged_linear(
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
         return function(nnf.linear(x, weight, bias))
-    offsets = _offsets(offsets, x)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
     _check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
@@ -356,23 +354,11 @@ def _last_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _check_device(name: str, offsets: Tensor, x: Tensor) -> None:
-    if offsets.device not in (x.device, torch.device("cpu")):
-        raise ValueError(f"{name} must be on the tensors' device, {x.device}, or the host, got {offsets.device}")
-
-
-def _offsets(offsets: Tensor, x: Tensor) -> Tensor:
-    """The offsets of x's rows, checked, on x's device."""
-    check_offsets("offsets", offsets, x.shape[0])
-    _check_device("offsets", offsets, x)
-    return offsets.to(x.device, non_blocking=True)
-
-
 def _plan_offsets(plan: ScorePlan, x: Tensor) -> list[Tensor]:
     """The plan's offsets on x's device."""
     if not isinstance(plan, ScorePlan):
         raise TypeError(f"plan must be a ScorePlan, got {type(plan).__name__}")
-    _check_device("plan", plan.p_offsets, x)
+    check_device("plan", plan.p_offsets, x.device)
     return [offsets.to(x.device, non_blocking=True) for offsets in plan.offsets]
 
 

@@ -97,4 +97,4 @@ def jagged2_softmax_reference(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p
 
 
 def _matrices(p: Tensor, *offsets: Tensor) -> list[Tensor]:
-    return [p[scores].view(x.stop - x.start, y.stop - y.start) for x, y, scores in zip(*(segments(o) for o in offsets))]
+    return [p[scores].reshape(x.stop - x.start, y.stop - y.start) for x, y, scores in zip(*(segments(o) for o in offsets))]
