@@ -175,8 +175,8 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     """
     x, y = _operands(implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
     offsets = _plan_offsets(plan, x)
-    _check_rows("x", x, "x", plan.x_rows)
-    _check_rows("y", y, "y", plan.y_rows)
+    _check_rows("x", x, "x rows", plan.x_rows)
+    _check_rows("y", y, "y rows", plan.y_rows)
     if y.shape[1] != x.shape[1]:
         raise ValueError(f"y must have x's width, {x.shape[1]}, got {y.shape[1]}")
     if implementation == "reference":
@@ -203,7 +203,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
     p, y = _operands(implementation, p=(p, "[total]"), y=(y, "[Lx, D]" if transposed else "[Ly, D]"))
     offsets = _plan_offsets(plan, p)
     _check_rows("p", p, "scores", plan.total)
-    _check_rows("y", y, *(("x", plan.x_rows) if transposed else ("y", plan.y_rows)))
+    _check_rows("y", y, *(("x rows", plan.x_rows) if transposed else ("y rows", plan.y_rows)))
     if implementation == "reference":
         return array_jagged_bmm_reference(p, y, *offsets, transposed)
     out_rows = plan.y_rows if transposed else plan.x_rows

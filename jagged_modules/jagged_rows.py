@@ -15,14 +15,14 @@ from torch import Tensor
 from .blocks import rows_and_segments
 from .checks import check_device, check_integers, check_offsets, check_size, check_tensor, checked_offsets, values_are_checkable
 
-_FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
 def jagged_to_padded(values: Tensor, offsets: Tensor, max_seqlen: int, padding_value: float = 0.0) -> Tensor:
     """Each segment as the first rows of a dense block, padding_value after them.
 
-    FBGEMM's operator where fbgemm_gpu has been imported (TorchRec does) and has it: `[L, D]` values of fp32, fp16 or bf16. Torch
-    otherwise; the results are equal.
+    FBGEMM's operator where fbgemm_gpu has been imported (TorchRec does), for `[L, D]` values that need no gradient: its second
+    derivatives are wrong without a warning, and it has no fp64. Torch otherwise; the results are equal.
 
     Args:
         values: `[L, ...]` of any dtype.
@@ -39,7 +39,7 @@ def jagged_to_padded(values: Tensor, offsets: Tensor, max_seqlen: int, padding_v
     _check_rows("values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
     offsets = checked_offsets("offsets", offsets, values.shape[0], values.device, max_seqlen)
-    if "fbgemm_gpu" in sys.modules and values.dim() == 2 and values.dtype in _FBGEMM_DTYPES:
+    if "fbgemm_gpu" in sys.modules and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
     rows, segment, position = _positions(offsets, values.shape[0])
@@ -69,10 +69,8 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
     _check_rows("dense", dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
-        if offsets.device.type != "cpu" or not values_are_checkable(offsets):
-            raise ValueError(
-                f"total must be the number of rows where offsets are on a device or in a traced graph, got None, {offsets.device}"
-            )
+        if not values_are_checkable(offsets):
+            raise ValueError("total must be the number of rows where offsets are on a device or in a traced graph, got None")
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
@@ -172,17 +170,9 @@ def jagged_split(
     if first_lengths.shape[0] != segments:
         raise ValueError(f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}")
     check_device("first_lengths", first_lengths, x.device)
-    if total_first is None:
-        if first_lengths.device.type != "cpu" or not values_are_checkable(first_lengths):
-            where = first_lengths.device
-            raise ValueError(
-                f"total_first must be the sum of first_lengths where they are on a device or in a traced graph, got None, {where}"
-            )
-        total_first = int(first_lengths.sum())
-    check_size("total_first", total_first, at_least=0)
+    total_first = _checked_total(first_lengths, offsets, total_first)
     if total_first > x.shape[0]:
-        raise ValueError(f"first_lengths must add up to at most x's rows, {x.shape[0]}, got {total_first}")
-    _check_first_lengths(first_lengths, offsets, total_first)
+        raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
     first_lengths = first_lengths.to(x.device, offsets.dtype, non_blocking=True)
     first = torch.cat([offsets.new_zeros(1), first_lengths.cumsum(0, dtype=offsets.dtype)])
     rest = offsets - first
@@ -192,16 +182,29 @@ def jagged_split(
     return (head, first), (x.index_select(0, rows + first[segment + 1]), rest)
 
 
-def _check_first_lengths(first_lengths: Tensor, offsets: Tensor, total_first: int) -> None:
-    if not (values_are_checkable(first_lengths) and values_are_checkable(offsets)):
-        return
-    wrong = (first_lengths < 0) | (first_lengths > offsets.diff().to(first_lengths.device))
-    if wrong.any():
-        b = int(wrong.int().argmax())
-        length = int(offsets[b + 1] - offsets[b])
-        raise ValueError(f"first_lengths must be 0 to the segment's length, got {int(first_lengths[b])} of {length} at segment {b}")
-    if int(first_lengths.sum()) != total_first:
-        raise ValueError(f"total_first must be the sum of first_lengths, {int(first_lengths.sum())}, got {total_first}")
+def _fbgemm_is_right(values: Tensor) -> bool:
+    differentiated = torch.is_grad_enabled() and values.requires_grad or torch._C._are_functorch_transforms_active()
+    return values.dim() == 2 and values.dtype in _FBGEMM_DTYPES and not differentiated
+
+
+def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) -> int:
+    """The sum of first_lengths: as given, or read where that waits for no device."""
+    if total is not None:
+        check_size("total_first", total, at_least=0)
+    if not values_are_checkable(first_lengths):
+        if total is None:
+            raise ValueError("total_first must be the sum of first_lengths where they are on a device or in a traced graph, got None")
+        return total
+    if values_are_checkable(offsets):
+        lengths = offsets.diff().to(first_lengths.device)
+        wrong = (first_lengths < 0) | (first_lengths > lengths)
+        if wrong.any():
+            b = int(wrong.int().argmax())
+            found = f"{int(first_lengths[b])} of {int(lengths[b])} at segment {b}"
+            raise ValueError(f"first_lengths must be 0 to the segment's length, got {found}")
+    if total is not None and int(first_lengths.sum()) != total:
+        raise ValueError(f"total_first must be the sum of first_lengths, {int(first_lengths.sum())}, got {total}")
+    return int(first_lengths.sum())
 
 
 def _dense_rows(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
