@@ -18,7 +18,12 @@ from .checks import check_device, check_integers, check_offsets, check_size, che
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
 
-def jagged_to_padded(values: Tensor, offsets: Tensor, max_seqlen: int, padding_value: float = 0.0) -> Tensor:
+def jagged_to_padded(
+    values: Tensor,
+    offsets: Tensor,
+    max_seqlen: int,
+    padding_value: float = 0,  # an int: torch.compile makes a symbol of a float default
+) -> Tensor:
     """Each segment as the first rows of a dense block, padding_value after them.
 
     FBGEMM's operator where fbgemm_gpu has been imported (TorchRec does), for `[L, D]` values that need no gradient: its second
