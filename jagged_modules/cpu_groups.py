@@ -20,22 +20,22 @@ class Rows(NamedTuple):
 
     @classmethod
     def of(cls, starts: tuple[int, ...], length: int) -> Rows:
-        if starts[-1] - starts[0] == (len(starts) - 1) * length:
+        if _adjoin(starts, length):
             return cls(slice(starts[0], starts[-1] + length), length)
         return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
 
     def take(self, x: Tensor) -> Tensor:
         """`[segments, length, ...]` of `[rows, ...]`; a view of a slice."""
         x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
-        return x.unflatten(0, (-1, self.length))
+        return x.view(x.shape[0] // self.length, self.length, *x.shape[1:])
 
     def put(self, x: Tensor, block: Tensor) -> None:
         """Undo `take`: write a block to its rows of x."""
-        block = block.flatten(0, -x.dim())
         if isinstance(self.rows, slice):
-            x[self.rows] = block
+            rows = x[self.rows]
+            rows.copy_(block.reshape(rows.shape))
         else:
-            x.index_copy_(0, self.rows, block.to(x.dtype))
+            x.index_copy_(0, self.rows, block.reshape(len(self.rows), *x.shape[1:]).to(x.dtype))
 
 
 def groups(*offsets: Tensor) -> Iterator[tuple[Rows, ...]]:
@@ -47,11 +47,14 @@ def groups(*offsets: Tensor) -> Iterator[tuple[Rows, ...]]:
         if all(lengths):
             starts[lengths].append(firsts)
     for lengths, segments in starts.items():
-        rows = tuple(Rows.of(firsts, length) for firsts, length in zip(zip(*segments), lengths))
-        if max(lengths) <= GATHERED or all(isinstance(x.rows, slice) for x in rows):
-            yield rows
-        else:
-            yield from (tuple(Rows.of((first,), length) for first, length in zip(firsts, lengths)) for firsts in segments)
+        together = max(lengths) <= GATHERED or all(map(_adjoin, zip(*segments), lengths))
+        for some in [segments] if together else zip(segments):
+            yield tuple(map(Rows.of, zip(*some), lengths))
+
+
+def _adjoin(starts: tuple[int, ...], length: int) -> bool:
+    """Whether segments in ascending order lie one after the other."""
+    return starts[-1] - starts[0] == (len(starts) - 1) * length
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:

@@ -19,7 +19,7 @@ def outer_cpu(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offs
     """p[b] = x[b] @ y[b]ᵀ, `[total]`."""
     p = x.new_zeros(total)
     for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets):
-        scores.put(p, _take(x, rows) @ _take(y, columns).mT)
+        scores.put(p, torch.bmm(_take(x, rows), _take(y, columns).mT))
     return p
 
 
@@ -28,11 +28,11 @@ def product_cpu(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_of
     """out[b] = p[b] @ y[b], over x's rows; if transposed p[b]ᵀ @ y[b], over y's rows, of a y over x's rows: `[out_rows, D]`."""
     out = y.new_zeros(out_rows, y.shape[1])
     for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets):
-        block = _take(p, scores).unflatten(1, (rows.length, columns.length))
+        block = _take(p, scores).view(-1, rows.length, columns.length)
         if transposed:
-            columns.put(out, block.mT @ _take(y, rows))
+            columns.put(out, torch.bmm(block.mT, _take(y, rows)))
         else:
-            rows.put(out, block @ _take(y, columns))
+            rows.put(out, torch.bmm(block, _take(y, columns)))
     return out
 
 
@@ -41,7 +41,7 @@ def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tens
     """Softmax of each row of p[b], or of each column."""
     out = p.new_zeros(p.shape)
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets):
-        scores.put(out, _take(p, scores).unflatten(1, shape).softmax(1 if columns else 2))
+        scores.put(out, _take(p, scores).view(-1, *shape).softmax(1 if columns else 2))
     return out
 
 
@@ -50,7 +50,7 @@ def softmax_backward_cpu(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets
     """dp = out ∘ (grad − Σ out ∘ grad), sums over a row, or a column."""
     dp = out.new_zeros(out.shape)
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets):
-        block, block_grad = (_take(x, scores).unflatten(1, shape) for x in (out, grad))
+        block, block_grad = (_take(x, scores).view(-1, *shape) for x in (out, grad))
         scores.put(dp, torch._softmax_backward_data(block_grad, block, 1 if columns else 2, block.dtype))
     return dp
 
