@@ -44,7 +44,7 @@ def jagged_to_padded(
     _check_rows("values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
     offsets = checked_offsets("offsets", offsets, values.shape[0], values.device, max_seqlen)
-    if "fbgemm_gpu" in sys.modules and _fbgemm_is_right(values):
+    if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
     rows, segment, position = _positions(offsets, values.shape[0])
