@@ -47,7 +47,7 @@ def jagged_to_padded(
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
-    rows, segment, position = _positions(offsets, values.shape[0])
+    segment, position = _positions(offsets, values.shape[0])
     places = segment * max_seqlen + position
     places = torch.where(position < max_seqlen, places, segments * max_seqlen)  # a last row, cut off, for what is too long
     padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
@@ -79,14 +79,14 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
-    offsets = checked_offsets("offsets", offsets, total, dense.device, width)
+    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense.device, width)
     if offsets.shape[0] - 1 != segments:
         raise ValueError(f"dense must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
     if total > segments * width:
         raise ValueError(f"total must be at most the rows of dense, {segments * width}, got {total}")
-    rows, segment, position = _positions(offsets, total)
+    segment, position = _positions(offsets, total)
     taken = dense.flatten(0, 1).index_select(0, segment * width + position.clamp(max=width - 1))
-    if values_are_checkable(offsets):  # no segment is too long
+    if values_are_checkable(given):  # no segment is too long
         return taken
     return taken.masked_fill((position >= width).view(-1, *[1] * (dense.dim() - 2)), 0)
 
@@ -165,17 +165,17 @@ def jagged_split(
         shape, offsets or device that does not fit, or no total_first where it is needed.
     """
     _check_rows("x", x)
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x.device)
     segments = offsets.shape[0] - 1
     if not isinstance(first_lengths, Tensor):
         check_size("first_lengths", first_lengths, at_least=0)
         total_first = segments * first_lengths
-        first_lengths = torch.full((segments,), first_lengths, dtype=offsets.dtype, device=offsets.device)
+        first_lengths = torch.full((segments,), first_lengths, dtype=given.dtype, device=given.device)
     check_integers("first_lengths", first_lengths)
     if first_lengths.shape[0] != segments:
         raise ValueError(f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}")
     check_device("first_lengths", first_lengths, x.device)
-    total_first = _checked_total(first_lengths, offsets, total_first)
+    total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
     first_lengths = first_lengths.to(x.device, offsets.dtype, non_blocking=True)
@@ -220,9 +220,10 @@ def _dense_rows(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     return padded_to_jagged(y, offsets, x.shape[0])
 
 
-def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor]:
+def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`[total]`, each row's segment, and its distance from the segment's start."""
     rows, segments = rows_and_segments(offsets, total)
-    return rows, segments, rows - offsets[segments]
+    return segments, rows - offsets[segments]
 
 
 def _check_rows(name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
