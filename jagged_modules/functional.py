@@ -8,25 +8,59 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
+from .autocast import autocast, autocast_dtype
 from .blocks import block_offsets, positions_in_segments
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import IMPLEMENTATIONS, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .decomposed import linear_compress_decomposed
+from .jagged_ops import (
+    ScorePlan,
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_layer_norm,
+    jagged_linear,
+    jagged_softmax,
+)
+from .jagged_rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
 from .masks import AttentionMask
 from .reference import attention_reference, linear_compress_reference
 from .rotary import Rotary, apply_rotary
 from .schedule import TileSchedule, attention_tile, device_schedule
 
-IMPLEMENTATIONS = ("auto", "reference", "triton")
 BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)
-__all__ = ["apply_rotary", "block_diagonal_attention", "jagged_attention", "linear_compress", "target_attention"]
+__all__ = [
+    "ScorePlan",
+    "apply_rotary",
+    "array_jagged_bmm_jagged_out",
+    "block_diagonal_attention",
+    "jagged2_softmax",
+    "jagged_attention",
+    "jagged_concat",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_layer_norm",
+    "jagged_linear",
+    "jagged_softmax",
+    "jagged_split",
+    "jagged_to_padded",
+    "linear_compress",
+    "padded_to_jagged",
+    "target_attention",
+]
+for _name in __all__[1:]:
+    torch.fx.wrap(_name)  # by name: those defined elsewhere are called through this module, too
 
 
-@torch.fx.wrap
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -78,7 +112,7 @@ def jagged_attention(
     check_tensor("q", q, 3, "[Lq, H, D]")
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
@@ -156,7 +190,6 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shar
     return out
 
 
-@torch.fx.wrap
 def target_attention(
     q: Tensor,
     k: Tensor,
@@ -220,7 +253,6 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-@torch.fx.wrap
 def linear_compress(
     weights: Tensor | Sequence[Tensor],
     embeddings: Tensor | Sequence[Tensor],
@@ -257,7 +289,7 @@ def linear_compress(
     weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
     indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
     _check_linear_compress(weights, embeddings, indices, implementation)
-    weights, embeddings = ([_autocast(x) for x in tensors] for tensors in (weights, embeddings))
+    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
     if implementation == "reference":
@@ -293,7 +325,7 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
         for name, x in (("weights", weight), ("embeddings", embedding)):
             if x.device != embeddings[0].device:
                 raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
-            if x.dtype != embeddings[0].dtype and _autocast_dtype(x) != _autocast_dtype(embeddings[0]):
+            if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
                 raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     for level, index in enumerate(indices):
@@ -311,7 +343,6 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
             raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")
 
 
-@torch.fx.wrap
 def block_diagonal_attention(
     q: Tensor,
     k: Tensor,
@@ -351,7 +382,7 @@ def block_diagonal_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]")
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     offsets = offsets.to(q.device, non_blocking=True)
@@ -375,7 +406,7 @@ def block_diagonal_attention_packed(
     qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
 ) -> Tensor:
     """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three."""
-    qkv = _autocast(qkv)
+    qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
     if not _block_attention_by_kernels(q, block_size, implementation):
         return block_diagonal_attention(q, k, v, offsets, block_size=block_size, rotary=rotary, implementation=implementation)
@@ -525,15 +556,3 @@ def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
     expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
     if int(schedule.num_tiles) != expected:
         raise ValueError(f"schedule was built for other lengths: it has {int(schedule.num_tiles)} tiles, q_offsets need {expected}")
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, as scaled_dot_product_attention has it: float64 stays."""
-    device = x.device.type
-    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    return x.to(_autocast_dtype(x))
