@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .activations import ACTIVATIONS
+from .autocast import autocast, autocast_dtype
 from .blocks import block_offsets, positions_in_segments
 from .broadcast import CandidateIndex
 from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
@@ -15,7 +16,7 @@ from .cpu import attention_cpu
 from .decomposed import linear_compress_decomposed
 from .masks import AttentionMask
 from .reference import attention_reference, linear_compress_reference
-from .rotary import Rotary, apply_rotary
+from .rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from .schedule import TileSchedule, attention_tile, device_schedule
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
@@ -78,7 +79,7 @@ def jagged_attention(
     check_tensor("q", q, 3, "[Lq, H, D]")
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
@@ -257,7 +258,7 @@ def linear_compress(
     weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
     indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
     _check_linear_compress(weights, embeddings, indices, implementation)
-    weights, embeddings = ([_autocast(x) for x in tensors] for tensors in (weights, embeddings))
+    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
     if implementation == "reference":
@@ -293,7 +294,7 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
         for name, x in (("weights", weight), ("embeddings", embedding)):
             if x.device != embeddings[0].device:
                 raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
-            if x.dtype != embeddings[0].dtype and _autocast_dtype(x) != _autocast_dtype(embeddings[0]):
+            if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
                 raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     for level, index in enumerate(indices):
@@ -351,7 +352,7 @@ def block_diagonal_attention(
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]")
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (autocast(x) for x in (q, k, v))
     _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     offsets = offsets.to(q.device, non_blocking=True)
@@ -360,7 +361,7 @@ def block_diagonal_attention(
         from jagged_kernels.block_attention import triton_block_attention
 
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale, implementation)
+        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
 
     if rotary is not None:
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
@@ -375,7 +376,7 @@ def block_diagonal_attention_packed(
     qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
 ) -> Tensor:
     """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three."""
-    qkv = _autocast(qkv)
+    qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
     if not _block_attention_by_kernels(q, block_size, implementation):
         return block_diagonal_attention(q, k, v, offsets, block_size=block_size, rotary=rotary, implementation=implementation)
@@ -384,8 +385,9 @@ def block_diagonal_attention_packed(
 
     _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
     qkv, offsets = qkv if qkv.stride(-1) == 1 else qkv.contiguous(), offsets.to(qkv.device, non_blocking=True)
-    options = *_kernel_rotary(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
-    return triton_block_attention_packed(qkv, offsets, *options)
+    return triton_block_attention_packed(
+        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
+    )
 
 
 def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
@@ -412,37 +414,7 @@ def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule
     check_size("block_size", block_size)
     if block_size not in BLOCKS:
         raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
-    _check_rotary(q, offsets, rotary)
-
-
-def _kernel_rotary(rotary: Rotary | None, device: torch.device) -> tuple:
-    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position, precise."""
-    if rotary is None:
-        return None, None, None, False, False, False
-    cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
-    positions = None if rotary.positions is None else rotary.positions.to(device, non_blocking=True).contiguous()
-    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
-
-
-def _check_rotary(q: Tensor, offsets: Tensor, rotary: Rotary | None) -> None:
-    if rotary is None:
-        return
-    if not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
-    rows, _, dim = q.shape
-    if dim % 2 or rotary.cos.shape[1] != dim // 2:
-        raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] of q {list(q.shape)} with D even, got {list(rotary.cos.shape)}")
-    if rotary.cos.requires_grad or rotary.sin.requires_grad:
-        raise ValueError("rotary's cos and sin must not require gradients: none flow to them")
-    positions, limit = rotary.positions, rotary.cos.shape[0]
-    if positions is None:
-        check_offsets("offsets", offsets, max_seqlen=limit)
-        return
-    if positions.shape[0] != rows:
-        raise ValueError(f"rotary's positions must have one entry per row of q, {rows}, got {positions.shape[0]}")
-    if values_are_checkable(positions) and rows and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
-        found = f"values {int(positions.min())} to {int(positions.max())}"
-        raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
+    check_rotary(rotary, q, offsets)
 
 
 def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:
@@ -525,15 +497,3 @@ def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
     expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
     if int(schedule.num_tiles) != expected:
         raise ValueError(f"schedule was built for other lengths: it has {int(schedule.num_tiles)} tiles, q_offsets need {expected}")
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, as scaled_dot_product_attention has it: float64 stays."""
-    device = x.device.type
-    if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
-        return x.dtype
-    return torch.get_autocast_dtype(device)
-
-
-def _autocast(x: Tensor) -> Tensor:
-    return x.to(_autocast_dtype(x))
