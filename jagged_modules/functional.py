@@ -28,7 +28,7 @@ from .jagged_ops import (
 from .jagged_rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
 from .masks import AttentionMask
 from .reference import attention_reference, linear_compress_reference
-from .rotary import Rotary, apply_rotary
+from .rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from .schedule import TileSchedule, attention_tile, device_schedule
 
 BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
@@ -391,7 +391,7 @@ def block_diagonal_attention(
         from jagged_kernels.block_attention import triton_block_attention
 
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return triton_block_attention(q, k, v, offsets, *_kernel_rotary(rotary, q.device), block_size, scale, implementation)
+        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
 
     if rotary is not None:
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
@@ -415,8 +415,9 @@ def block_diagonal_attention_packed(
 
     _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
     qkv, offsets = qkv if qkv.stride(-1) == 1 else qkv.contiguous(), offsets.to(qkv.device, non_blocking=True)
-    options = *_kernel_rotary(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
-    return triton_block_attention_packed(qkv, offsets, *options)
+    return triton_block_attention_packed(
+        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
+    )
 
 
 def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
@@ -443,37 +444,7 @@ def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule
     check_size("block_size", block_size)
     if block_size not in BLOCKS:
         raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
-    _check_rotary(q, offsets, rotary)
-
-
-def _kernel_rotary(rotary: Rotary | None, device: torch.device) -> tuple:
-    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position, precise."""
-    if rotary is None:
-        return None, None, None, False, False, False
-    cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
-    positions = None if rotary.positions is None else rotary.positions.to(device, non_blocking=True).contiguous()
-    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
-
-
-def _check_rotary(q: Tensor, offsets: Tensor, rotary: Rotary | None) -> None:
-    if rotary is None:
-        return
-    if not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
-    rows, _, dim = q.shape
-    if dim % 2 or rotary.cos.shape[1] != dim // 2:
-        raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] of q {list(q.shape)} with D even, got {list(rotary.cos.shape)}")
-    if rotary.cos.requires_grad or rotary.sin.requires_grad:
-        raise ValueError("rotary's cos and sin must not require gradients: none flow to them")
-    positions, limit = rotary.positions, rotary.cos.shape[0]
-    if positions is None:
-        check_offsets("offsets", offsets, max_seqlen=limit)
-        return
-    if positions.shape[0] != rows:
-        raise ValueError(f"rotary's positions must have one entry per row of q, {rows}, got {positions.shape[0]}")
-    if values_are_checkable(positions) and rows and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
-        found = f"values {int(positions.min())} to {int(positions.max())}"
-        raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
+    check_rotary(rotary, q, offsets)
 
 
 def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:

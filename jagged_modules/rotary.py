@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_integers, check_size, check_tensor
+from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +52,37 @@ class Rotary:
     def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device=None) -> Rotary:
         """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables in fp32."""
         return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate, linear=True)
+
+
+def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
+    """Raise unless it can rotate q `[L, H, D]` of segments at `offsets`; values on a device are looked at under debug_checks."""
+    if rotary is None:
+        return
+    if not isinstance(rotary, Rotary):
+        raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+    rows, _, dim = q.shape
+    if dim % 2 or rotary.cos.shape[1] != dim // 2:
+        raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] of q {list(q.shape)} with D even, got {list(rotary.cos.shape)}")
+    if rotary.cos.requires_grad or rotary.sin.requires_grad:
+        raise ValueError("rotary's cos and sin must not require gradients: none flow to them")
+    positions, limit = rotary.positions, rotary.cos.shape[0]
+    if positions is None:
+        check_offsets("offsets", offsets, max_seqlen=limit)
+        return
+    if positions.shape[0] != rows:
+        raise ValueError(f"rotary's positions must have one entry per row of q, {rows}, got {positions.shape[0]}")
+    if values_are_checkable(positions) and rows and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
+        found = f"values {int(positions.min())} to {int(positions.max())}"
+        raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
+
+
+def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple:
+    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position, precise."""
+    if rotary is None:
+        return None, None, None, False, False, False
+    cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
+    positions = None if rotary.positions is None else rotary.positions.to(device, non_blocking=True).contiguous()
+    return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
 
 
 def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device=None) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, padded_dim
-from .launch import aligned_strides, device_properties, precision
+from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision
 from .operators import below_autograd, differentiate, operator
 from .tile_list import tile_list
 
@@ -178,23 +178,10 @@ def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
     device = blocks[0][0].device
-    if device.type != "cuda" or device_properties(device)[0] < (9, 0) or not all(_has_descriptor(x, align) for x, _ in blocks):
+    aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x, _ in blocks)
+    if device.type != "cuda" or device_properties(device)[0] < (9, 0) or not aligned:
         return [None] * len(blocks)
-    return [
-        # A dimension of size 1 may have any stride: one that TMA takes stands in for it.
-        TensorDescriptor(
-            x,
-            [x.shape[1], x.shape[0], x.shape[2]],
-            [*(x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (1, 0)), 1],
-            [1, rows, padded_dim(x.shape[2])],
-        )
-        for x, rows in blocks
-    ]
-
-
-def _has_descriptor(x: Tensor, align: int) -> bool:
-    expanded = any(x.stride(dim) == 0 and x.shape[dim] > 1 for dim in (0, 1))
-    return align * x.element_size() >= 16 and x.data_ptr() % 16 == 0 and x.shape[0] > 0 and not expanded
+    return [TensorDescriptor(x, *descriptor_sizes(x), [1, rows, padded_dim(x.shape[2])]) for x, rows in blocks]
 
 
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:

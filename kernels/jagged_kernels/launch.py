@@ -52,3 +52,15 @@ def chunk_rows(num_rows: int, tiles: int, device: torch.device) -> int:
 
 def ceil_div(size: int, block: int) -> int:
     return (size + block - 1) // block
+
+
+def has_descriptor(x: Tensor) -> bool:
+    """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they begin at 16-byte boundaries, and none is another."""
+    strides = [x.stride(dim) * x.element_size() for dim in (0, 1) if x.shape[dim] > 1]
+    return x.shape[0] > 0 and x.stride(2) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+
+
+def descriptor_sizes(x: Tensor) -> tuple[list[int], list[int]]:
+    """Shape and strides of x `[rows, H, D]` as `[H, rows, D]`. A dimension of size 1 may have any stride: one that the accelerator takes
+    stands in for it."""
+    return [x.shape[1], x.shape[0], x.shape[2]], [*(x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (1, 0)), 1]

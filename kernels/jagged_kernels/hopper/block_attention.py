@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..launch import device_properties
+from ..launch import descriptor_sizes, device_properties, has_descriptor
 from .gluon_api import load_tile, reinterpret, store_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -228,6 +228,13 @@ def _barrier():
     return barrier
 
 
+@gluon.jit
+def _buffer(desc, ROWS: gl.constexpr, WIDTH: gl.constexpr):
+    """As the accelerator fills it, [1, ROWS, WIDTH], and as products read it, [ROWS, WIDTH]."""
+    tile = gl.allocate_shared_memory(desc.dtype, [1, ROWS, WIDTH], desc.layout)
+    return tile, tile.reshape([ROWS, WIDTH])
+
+
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
@@ -238,11 +245,10 @@ def block_attention_fwd_hopper_kernel(
     ROWS: gl.constexpr = rows_of_a_tile(BLOCK)
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full = _barrier(), _barrier(), _barrier()
-    q_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    k_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
-    q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
+    q_tile, q_buf = _buffer(q_desc, ROWS, WIDTH)
+    k_tile, k_buf = _buffer(k_desc, ROWS, WIDTH)
+    v_tile, v_buf = _buffer(v_desc, ROWS, WIDTH)
+    _, stage = _buffer(out_desc, ROWS, WIDTH)
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
     no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
@@ -296,13 +302,11 @@ def block_attention_bwd_hopper_kernel(
     ROWS: gl.constexpr = rows_of_a_tile(BLOCK)
     DTYPE: gl.constexpr = q_desc.dtype
     q_full, k_full, v_full, do_full = _barrier(), _barrier(), _barrier(), _barrier()
-    q_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    k_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    v_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    do_tile = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout)
-    stage = gl.allocate_shared_memory(DTYPE, [1, ROWS, WIDTH], q_desc.layout).reshape([ROWS, WIDTH])
-    q_buf, k_buf, v_buf = q_tile.reshape([ROWS, WIDTH]), k_tile.reshape([ROWS, WIDTH]), v_tile.reshape([ROWS, WIDTH])
-    do_buf = do_tile.reshape([ROWS, WIDTH])
+    q_tile, q_buf = _buffer(q_desc, ROWS, WIDTH)
+    k_tile, k_buf = _buffer(k_desc, ROWS, WIDTH)
+    v_tile, v_buf = _buffer(v_desc, ROWS, WIDTH)
+    do_tile, do_buf = _buffer(do_desc, ROWS, WIDTH)
+    _, stage = _buffer(dq_desc, ROWS, WIDTH)
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], DTYPE)
@@ -379,13 +383,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether the kernels take these operands: on Hopper, 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows."""
     if q.device.type != "cuda" or device_properties(q.device)[0] != (9, 0) or k.shape != q.shape:
         return False
-    return q.element_size() == 2 and q.shape[2] <= 128 and q.shape[0] > 0 and all(has_descriptor(x) for x in (q, k, v))
-
-
-def has_descriptor(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads its rows: they begin at 16-byte boundaries."""
-    strides = [x.stride(dim) for dim in (0, 1) if x.shape[dim] > 1]
-    return x.data_ptr() % 16 == 0 and x.stride(2) == 1 and x.shape[2] % 8 == 0 and all(s > 0 and s % 8 == 0 for s in strides)
+    return q.element_size() == 2 and q.shape[2] in range(8, 129, 8) and all(has_descriptor(x) for x in (q, k, v))
 
 
 def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale) -> None:
@@ -428,13 +426,7 @@ def _descriptors(block_size: int, *tensors: Tensor) -> list[TensorDescriptor]:
     head_dim = tensors[0].shape[2]
     box = [1, max(block_size, 64), 64 if head_dim <= 64 else 128]
     layout = _box_layout(tensors[0].dtype, *box)
-    return [
-        # A dimension of size 1 may have any stride: one that the accelerator takes stands in for it.
-        TensorDescriptor(
-            x, [x.shape[1], x.shape[0], head_dim], [*(x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (1, 0)), 1], box, layout
-        )
-        for x in tensors
-    ]
+    return [TensorDescriptor(x, *descriptor_sizes(x), box, layout) for x in tensors]
 
 
 @functools.cache
