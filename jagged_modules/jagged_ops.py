@@ -236,7 +236,7 @@ def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation
     if _on_kernels(implementation, p):
         from jagged_kernels.jagged_softmax import triton_jagged2_softmax
 
-        return triton_jagged2_softmax(p.contiguous(), *offsets, dim == -2)
+        return triton_jagged2_softmax(p.contiguous(), *offsets, plan.y_rows if dim == -2 else plan.x_rows, dim == -2)
     return softmax_cpu(p, *offsets, dim == -2)
 
 

@@ -170,18 +170,22 @@ def jagged_matmul_config(kernel: str, itemsize: int, capability: tuple[int, int]
     """
     if itemsize == 4 and precision != "tf32":  # a product is six: registers bound the tiles
         return ProductConfig(_side(rows, 64), _side(columns, 64), depth=32, num_warps=4, num_stages=2)
-    small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
-    depth = 32 if itemsize == 4 else 64
     if kernel == "outer":
-        return ProductConfig(64, 64, depth, num_warps=4, num_stages=3)
+        small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+        return ProductConfig(64, 64, depth=256 // itemsize, num_warps=4, num_stages=2 if small_memory else 3)
+    if itemsize == 4:
+        # Hopper's own product of tf32 wants the summed dimension contiguous, and operands that lie otherwise are copied by 4 bytes; with
+        # 32 rows or two warps the compiler takes the older one
+        if kernel == "dense":
+            return ProductConfig(32, _side(columns, 128), depth=32 if columns > 16 else 64, num_warps=4, num_stages=3)
+        if kernel == "array":
+            return ProductConfig(32, _side(columns, 256), depth=16, num_warps=4, num_stages=3)
+        if rows <= 64 or columns <= 64:
+            return ProductConfig(_side(rows, 64), _side(columns, 64), depth=16, num_warps=2, num_stages=3)
+        return ProductConfig(32, 128, depth=16, num_warps=4, num_stages=3)
     if kernel == "jagged" and rows > 64 and columns > 64:
-        return ProductConfig(128, 128, depth, num_warps=8, num_stages=2 if small_memory else 3)
-    if itemsize == 4 and 0 < columns <= 64 and kernel != "array":
-        # Hopper's own product of tf32 wants the summed dimension contiguous, and so 4-byte copies of operands that lie otherwise; with
-        # these shapes the compiler takes the older one
-        shape = dict(rows=32, num_warps=4) if kernel == "dense" else dict(rows=_side(rows, 64), num_warps=2)
-        return ProductConfig(columns=_side(columns, 64), depth=depth, num_stages=3, **shape)
-    return ProductConfig(_side(rows, 64), _side(columns, 128), depth, num_warps=4, num_stages=3)
+        return ProductConfig(128, 128, depth=32, num_warps=4 if capability >= (9, 0) else 8, num_stages=3)
+    return ProductConfig(_side(rows, 64), _side(columns, 128), depth=32 if columns > 64 else 64, num_warps=4, num_stages=3)
 
 
 def _side(size: int, most: int) -> int:
@@ -199,10 +203,10 @@ class SoftmaxConfig:
 
 def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
     """Launch configuration for lines side by side in memory, 128 bytes of them or fewer."""
-    return SoftmaxConfig(lines=min(128 // itemsize, padded_dim(lines)), length=128 if itemsize == 4 else 64, num_warps=4)
+    return SoftmaxConfig(lines=min(128 // itemsize, padded_dim(lines)), length=64, num_warps=2 if itemsize == 4 else 4)
 
 
 def jagged2_softmax_config(over_columns: bool) -> SoftmaxConfig:
     """Launch configuration for the rows or columns of jagged matrices. Nothing is known of their alignment, so that every element is
-    loaded by itself: more of them in a thread's registers would leave the multiprocessor few warps."""
-    return SoftmaxConfig(lines=32, length=128, num_warps=8) if over_columns else SoftmaxConfig(lines=8, length=128, num_warps=4)
+    loaded by itself: more of them in a thread's registers would leave the multiprocessor few warps. A warp alone waits for no other."""
+    return SoftmaxConfig(lines=16 if over_columns else 4, length=128, num_warps=1)

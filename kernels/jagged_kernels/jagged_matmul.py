@@ -26,7 +26,7 @@ from .jagged_matmul_kernels import (
     jagged_outer_kernel,
     sum_chunks_kernel,
 )
-from .launch import aligned_strides, ceil_div, chunk_rows, device_properties, precision, rows_in_place
+from .launch import aligned_strides, ceil_div, chunk_shift, device_properties, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
@@ -115,17 +115,18 @@ def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor) -> Tensor:
     if x is None:
         options = options | dict(BLOCK_M=1)
     tiles = ceil_div(depth, config.rows) * ceil_div(columns, config.columns)
-    chunk = chunk_rows(length, tiles, y.device)
-    partial = y.new_empty((2 * (length // chunk), depth, columns), dtype=torch.float32)
+    shift = chunk_shift(length, tiles, y.device)
+    chunks = length >> shift
+    partial = y.new_empty((2 * chunks, depth, columns), dtype=torch.float32)
     operands = (y,) if x is None else (x, y)
     align, strides = aligned_strides(*((tensor, 0) for tensor in operands))
-    jagged_jagged_bmm_kernel[((length // chunk + segments) * tiles,)](
-        x, y, out, partial, offsets, segments, chunk, strides[0], strides[-1], D=depth, T=columns, ALIGN=align, **options
+    jagged_jagged_bmm_kernel[((chunks + segments) * tiles,)](
+        x, y, out, partial, offsets, segments, shift, strides[0], strides[-1], D=depth, T=columns, ALIGN=align, **options
     )
-    if length > chunk:
+    if length > 1 << shift:
         size, parts, block = depth * columns, 16, 256
-        sum_chunks_kernel[(length // chunk * ceil_div(size, block),)](
-            partial, out, offsets, segments, chunk, SIZE=size, PARTS=parts, BLOCK=block, num_warps=4
+        sum_chunks_kernel[(chunks * ceil_div(size, block),)](
+            partial, out, offsets, segments, shift, SIZE=size, PARTS=parts, BLOCK=block, num_warps=4
         )
     return out
 
@@ -147,9 +148,9 @@ def triton_jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tens
         `[total]`.
     """
     x, y = rows_in_place(x), rows_in_place(y)
+    if total == 0 or x.shape[1] == 0:
+        return x.new_zeros((total,))
     p = x.new_empty((total,))
-    if total == 0:
-        return p
     config, options = _launch("outer", x, 0, 0)
     segments = x_offsets.shape[0] - 1
     align, strides = aligned_strides((x, 0), (y, 0))

@@ -18,9 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
-from .launch import aligned_strides, ceil_div, chunk_rows, rows_in_place
+from .launch import aligned_strides, ceil_div, chunk_shift, rows_in_place
 from .operators import below_autograd, differentiate, operator
-from .tiles import find_segment, find_tile, load_segment
+from .tiles import find_tile, load_segment, log2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -116,14 +116,14 @@ def _whole_lines(x, weight, out, line, num_lines, length, BACKWARD: tl.constexpr
         _store_lines(x, weight, out, line, num_lines, 0, length, largest, total, BACKWARD, LINES, LENGTH)
 
 
-@triton.jit(do_not_specialize=["num_segments", "chunk", "stride_x", "stride_grad"])
+@triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_grad"])
 def jagged_softmax_kernel(
-    x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, chunk, stride_x, stride_grad,
+    x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, shift, stride_x, stride_grad,
     H: tl.constexpr, FINISH: tl.constexpr, ALIGN: tl.constexpr, LINES: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     """softmax over the rows of each segment, `[L, H]`; with a gradient of it, x being its result, that of its input.
 
-    A segment longer than a chunk leaves maximum and sum of its i-th chunk (backward: the sum and 1, its weight) in slot
+    A segment longer than a chunk of 2^shift rows leaves maximum and sum of its i-th chunk (backward: the sum and 1, its weight) in slot
     2 (offsets[b] // chunk) + i of sums `[slots, 2, H]`; `jagged_jagged_bmm_kernel` says why no two share one. With FINISH, the kernel does
     the rest for these segments alone. Strides are in units of ALIGN elements (see launch.py).
     Grid: places of chunks, blocks of columns.
@@ -131,7 +131,7 @@ def jagged_softmax_kernel(
     BACKWARD: tl.constexpr = grad_ptr is not None
     COLUMNS: tl.constexpr = (H + LINES - 1) // LINES
     place, line = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS * LINES
-    segment, start, length, first = find_tile(place, offsets_ptr, num_segments, chunk)
+    segment, start, length, first = find_tile(place, offsets_ptr, num_segments, shift)
     if first >= length:
         return
     x = x_ptr + start * (stride_x * ALIGN), 1, stride_x * ALIGN
@@ -139,15 +139,15 @@ def jagged_softmax_kernel(
         weight = grad_ptr + start * (stride_grad * ALIGN), 1, stride_grad * ALIGN
     else:
         weight = None, 0, 0
-    out = out_ptr + start * H, 1, H
+    out, chunk = (out_ptr + start * H, 1, H), 1 << shift
     if length <= chunk:
         if not FINISH:
             _whole_lines(x, weight, out, line, H, length, BACKWARD, LINES, LENGTH)
     else:
         last = tl.minimum(first + chunk, length)
-        sums_ptr += 2 * (start // chunk) * (2 * H)
+        sums_ptr += 2 * (start >> shift) * (2 * H)
         if FINISH:
-            parts = (length + chunk - 1) // chunk
+            parts = ((length - 1) >> shift) + 1
             sums = sums_ptr, 1, 2 * H
             weights = sums_ptr + H, 1, 2 * H
             largest, total = _sum_lines(sums, weights, line, H, 0, parts, BACKWARD, LINES, LENGTH)
@@ -155,7 +155,7 @@ def jagged_softmax_kernel(
         else:
             largest, total = _sum_lines(x, weight, line, H, first, last, BACKWARD, LINES, LENGTH)
             lines = line + tl.arange(0, LINES)
-            slot_ptr = sums_ptr + tl.cast(first // chunk, tl.int64) * (2 * H) + lines
+            slot_ptr = sums_ptr + tl.cast(first >> shift, tl.int64) * (2 * H) + lines
             tl.store(slot_ptr, total if BACKWARD else largest, mask=lines < H)
             tl.store(slot_ptr + H, tl.full([LINES], 1.0, tl.float32) if BACKWARD else total, mask=lines < H)
 
@@ -168,30 +168,25 @@ def jagged2_softmax_kernel(
     """softmax of each row of the matrices p[b] `[N_b, M_b]`; OVER_COLUMNS: of each column. With a gradient of it, p being its result,
     that of its input.
 
-    Grid: places of tiles of LINES · LENGTH elements. Such a tile stands for the blocks of lines whose first element, were all of the
-    matrix's lines one after the other, lies within it: many short lines, or few long ones.
+    Grid: places of blocks of LINES lines, numbered as the rows (OVER_COLUMNS: the columns) of all matrices are.
     """
     BACKWARD: tl.constexpr = grad_ptr is not None
-    TILE: tl.constexpr = LINES * LENGTH
-    segment = find_segment(tl.program_id(0), p_offsets_ptr, num_segments, TILE, True)
-    start = tl.load(p_offsets_ptr + segment).to(tl.int64)
-    _, num_rows = load_segment(x_offsets_ptr, segment)
-    _, num_columns = load_segment(y_offsets_ptr, segment)
-    if OVER_COLUMNS:
-        num_lines, length, stride_line, stride = num_columns, num_rows, 1, num_columns
-    else:
-        num_lines, length, stride_line, stride = num_rows, num_columns, num_columns, 1
-    if length == 0:
+    line_offsets_ptr, length_offsets_ptr = (y_offsets_ptr, x_offsets_ptr) if OVER_COLUMNS else (x_offsets_ptr, y_offsets_ptr)
+    segment, _, num_lines, line = find_tile(tl.program_id(0), line_offsets_ptr, num_segments, log2(LINES))
+    if line >= num_lines:
         return
+    start = tl.load(p_offsets_ptr + segment).to(tl.int64)
+    _, length = load_segment(length_offsets_ptr, segment)
+    if OVER_COLUMNS:
+        stride_line, stride = 1, num_lines
+    else:
+        stride_line, stride = length, 1
     x, out = (p_ptr + start, stride_line, stride), (out_ptr + start, stride_line, stride)
     if BACKWARD:
         weight = grad_ptr + start, stride_line, stride
     else:
         weight = None, 0, 0
-    first, size = (tl.program_id(0) - start // TILE - segment) * TILE, tl.cast(length, tl.int64) * LINES
-    last = tl.minimum(first + TILE, tl.cast(length, tl.int64) * num_lines)
-    for block in range((first + size - 1) // size, (last + size - 1) // size):
-        _whole_lines(x, weight, out, tl.cast(block * LINES, tl.int32), num_lines, length, BACKWARD, LINES, LENGTH)
+    _whole_lines(x, weight, out, line, num_lines, length, BACKWARD, LINES, LENGTH)
 
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
@@ -217,49 +212,49 @@ def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor) -> Tensor:
         return out
     config = jagged_softmax_config(x.element_size(), columns)
     blocks = ceil_div(columns, config.lines)
-    chunk = chunk_rows(rows, blocks, x.device)
-    sums = x.new_empty((2 * (rows // chunk), 2, columns), dtype=torch.float32)
+    shift = chunk_shift(rows, blocks, x.device)
+    chunks = rows >> shift
+    sums = x.new_empty((2 * chunks, 2, columns), dtype=torch.float32)
     align, strides = aligned_strides(*((tensor, 0) for tensor in (x, grad) if tensor is not None))
-    for finish in (False, True) if rows > chunk else (False,):
-        jagged_softmax_kernel[((rows // chunk + segments) * blocks,)](
-            x, grad, out, sums, offsets, segments, chunk, strides[0], strides[-1],
+    for finish in (False, True) if rows > 1 << shift else (False,):
+        jagged_softmax_kernel[((chunks + segments) * blocks,)](
+            x, grad, out, sums, offsets, segments, shift, strides[0], strides[-1],
             H=columns, FINISH=finish, ALIGN=align, **_options(config),
         )  # fmt: skip
     return out
 
 
-@operator("jagged2_softmax", fake=lambda p, x_offsets, y_offsets, p_offsets, columns: p.new_empty(p.shape))
-def triton_jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool) -> Tensor:
+@operator("jagged2_softmax", fake=lambda p, *_: p.new_empty(p.shape))
+def triton_jagged2_softmax(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool) -> Tensor:
     """softmax of each row of the matrices p[b], or of each column.
 
     Args:
         p: `[Σ N_b M_b]`, the matrices `[N_b, M_b]` row-major, one after the other; fp32, fp16 or bf16.
         x_offsets, y_offsets: `[B + 1]`, of segments of N_b and M_b rows. p_offsets: `[B + 1]`, of N_b M_b elements.
+        lines: rows of all matrices, or columns, whichever it is of.
 
     Returns:
         `[Σ N_b M_b]`.
     """
-    return _softmax2(p, None, x_offsets, y_offsets, p_offsets, columns)
+    return _softmax2(p, None, x_offsets, y_offsets, p_offsets, lines, columns)
 
 
-def _softmax2_backward_fake(grad, out, x_offsets, y_offsets, p_offsets, columns):
-    return out.new_empty(out.shape)
-
-
-@operator("jagged2_softmax_backward", fake=_softmax2_backward_fake)
+@operator("jagged2_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
 def triton_jagged2_softmax_backward(
-    grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool
+    grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
 ) -> Tensor:
     """Gradient of p, given that of the result and the result, `[Σ N_b M_b]` each."""
-    return _softmax2(out, grad, x_offsets, y_offsets, p_offsets, columns)
+    return _softmax2(out, grad, x_offsets, y_offsets, p_offsets, lines, columns)
 
 
-def _softmax2(p: Tensor, grad: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool) -> Tensor:
+def _softmax2(
+    p: Tensor, grad: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
+) -> Tensor:
     p, grad, segments = p.contiguous(), None if grad is None else grad.contiguous(), p_offsets.shape[0] - 1
     out = torch.empty_like(p)
     if p.numel():
         config = jagged2_softmax_config(columns)
-        jagged2_softmax_kernel[(p.shape[0] // (config.lines * config.length) + segments,)](
+        jagged2_softmax_kernel[(lines // config.lines + segments,)](
             p, grad, out, x_offsets, y_offsets, p_offsets, segments, OVER_COLUMNS=columns, **_options(config)
         )
     return out
@@ -287,16 +282,16 @@ class _Softmax(torch.autograd.Function):
 
 class _Softmax2(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, p, x_offsets, y_offsets, p_offsets, columns):
+    def forward(ctx, p, x_offsets, y_offsets, p_offsets, lines, columns):
         with below_autograd():
-            out = triton_jagged2_softmax(p, x_offsets, y_offsets, p_offsets, columns)
+            out = triton_jagged2_softmax(p, x_offsets, y_offsets, p_offsets, lines, columns)
         ctx.save_for_backward(out, x_offsets, y_offsets, p_offsets)
-        ctx.columns = columns
+        ctx.lines, ctx.columns = lines, columns
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.columns), *(None,) * 4
+        return triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns), *(None,) * 5
 
 
 def _once(name: str, backward) -> type[torch.autograd.Function]:

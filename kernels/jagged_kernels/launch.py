@@ -41,13 +41,13 @@ def rows_in_place(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def chunk_rows(num_rows: int, tiles: int, device: torch.device) -> int:
-    """Length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all rows as keep
-    the GPU busy, and not many more, as all of them are added up."""
-    chunk = 512
-    while num_rows // chunk * tiles > 4 * device_properties(device)[1]:
-        chunk *= 2
-    return chunk
+def chunk_shift(num_rows: int, tiles: int, device: torch.device) -> int:
+    """log2 of the length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all
+    rows as keep the GPU busy, and not many more, as all of them are added up."""
+    shift = 9
+    while (num_rows >> shift) * tiles > 4 * device_properties(device)[1]:
+        shift += 1
+    return shift
 
 
 def ceil_div(size: int, block: int) -> int:

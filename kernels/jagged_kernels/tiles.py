@@ -137,19 +137,26 @@ def store_block(
     tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :])
 
 
-@triton.jit
-def find_segment(place, offsets_ptr, num_segments, tile, SPACED: tl.constexpr):
-    """The last segment whose first place is not past `place`; that of segment b is offsets[b] // tile, plus b where SPACED.
+@triton.constexpr_function
+def log2(size):
+    """log2 of a power of two."""
+    return size.bit_length() - 1
 
-    Spaced, every segment owns as many places as it has tiles of that many rows, and one at least. A step looks at 32 segments at once,
-    which a warp does without shared memory: two steps for a thousand segments, where halving waits for memory ten times.
+
+@triton.jit
+def find_segment(place, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
+    """The last segment whose first place is not past `place`; that of segment b is offsets[b] // 2^shift, plus b where SPACED.
+
+    Spaced, every segment owns as many places as it has tiles of 2^shift rows, and one at least. A step looks at 32 segments at once,
+    which a warp does without shared memory: two steps for a thousand segments, where halving waits for memory ten times. A division of
+    64-bit integers by a number that the compiler does not know would take longer than the rest.
     """
     low, size = 0, num_segments
     while size > 1:
         step = (size + 31) // 32
         segments = low + tl.arange(0, 32) * step
         inside = segments < low + size
-        first = tl.load(offsets_ptr + segments, mask=inside, other=0).to(tl.int64) // tile
+        first = tl.load(offsets_ptr + segments, mask=inside, other=0).to(tl.int64) >> shift
         if SPACED:
             first += segments
         skipped = (tl.sum((inside & (first <= place)).to(tl.int32), 0) - 1) * step
@@ -166,12 +173,12 @@ def load_segment(offsets_ptr, segment):
 
 
 @triton.jit
-def find_tile(place, offsets_ptr, num_segments, tile):
-    """Segment of a place, its first row and its number of rows, and the row of the segment where the place's tile begins: past the
-    last one where there is no tile."""
-    segment = find_segment(place, offsets_ptr, num_segments, tile, True)
+def find_tile(place, offsets_ptr, num_segments, shift):
+    """Segment of a place, its first row and its number of rows, and the row of the segment where the place's tile of 2^shift rows
+    begins: past the last one where there is no tile."""
+    segment = find_segment(place, offsets_ptr, num_segments, shift, True)
     start, num_rows = load_segment(offsets_ptr, segment)
-    return segment, start, num_rows, ((place - start // tile - segment) * tile).to(tl.int32)
+    return segment, start, num_rows, ((place - (start >> shift) - segment) << shift).to(tl.int32)
 
 
 @triton.jit

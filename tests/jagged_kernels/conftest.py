@@ -367,7 +367,7 @@ def jagged_softmaxes(jagged_pair):
     from jagged_kernels import jagged_softmax as jagged
 
     def make(name, lengths, dtype, device, columns=9):
-        offsets, (x_rows, _, total) = jagged_pair(lengths, device)
+        offsets, (x_rows, y_rows, total) = jagged_pair(lengths, device)
         x_offsets, y_offsets, p_offsets = offsets
         if name == "softmax":
             return (
@@ -383,7 +383,8 @@ def jagged_softmaxes(jagged_pair):
             return _join([a.flatten() for a in parts], p[:0])
 
         p = (3 * torch.randn(total, device=device)).to(dtype)
-        return lambda p: jagged.triton_jagged2_softmax(p, *offsets, over_columns), reference, [p]
+        lines = y_rows if over_columns else x_rows
+        return lambda p: jagged.triton_jagged2_softmax(p, *offsets, lines, over_columns), reference, [p]
 
     return make
 

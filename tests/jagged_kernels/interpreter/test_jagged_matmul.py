@@ -89,13 +89,13 @@ def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
         assert window < sum(lengths) // chunk and max(j for j, start in enumerate(starts) if start // chunk <= window) == i
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 64])
+@pytest.mark.parametrize("shift", [0, 3, 6])
 @pytest.mark.parametrize("name", ["jagged", "sum"])
-def test_sums_of_chunks(jagged_products, assert_accurate, monkeypatch, name, chunk):
+def test_sums_of_chunks(jagged_products, assert_accurate, monkeypatch, name, shift):
     from jagged_kernels import jagged_matmul
 
-    monkeypatch.setattr(jagged_matmul, "chunk_rows", lambda *_: chunk)
-    lengths = [3, 0, 14, 1, 8, 0, 0, 7, 29] if chunk < 64 else [64, 65, 0, 300, 1, 63]
+    monkeypatch.setattr(jagged_matmul, "chunk_shift", lambda *_: shift)
+    lengths = [3, 0, 16, 1, 9, 0, 0, 8, 33] if shift < 6 else [64, 65, 0, 300, 1, 63]
     operator, reference, tensors = jagged_products(name, (lengths, [0] * len(lengths)), torch.float16, "cpu")
     assert_accurate(operator, reference, *tensors, fp32_roundings=4)
 
@@ -111,9 +111,9 @@ def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
 
 
 @triton.jit
-def find_tiles_kernel(places_ptr, offsets_ptr, out_ptr, num_segments, TILE: tl.constexpr):
+def find_tiles_kernel(places_ptr, offsets_ptr, out_ptr, num_segments, SHIFT: tl.constexpr):
     place = tl.load(places_ptr + tl.program_id(0))
-    segment, start, num_rows, row = find_tile(place, offsets_ptr, num_segments, TILE)
+    segment, start, num_rows, row = find_tile(place, offsets_ptr, num_segments, SHIFT)
     out_ptr += tl.program_id(0) * 4
     tl.store(out_ptr, segment)
     tl.store(out_ptr + 1, start)
@@ -132,7 +132,7 @@ def test_the_tile_of_a_place(offsets, num_segments):
     places[:2] = torch.tensor([0, num_places - 1])
     expected = torch.stack([owner, bounds[owner], lengths[owner], (torch.arange(num_places) - first[owner]) * tile], 1)[places]
     out = torch.empty(50, 4, dtype=torch.int64)
-    find_tiles_kernel[(50,)](places, bounds, out, num_segments, TILE=tile)
+    find_tiles_kernel[(50,)](places, bounds, out, num_segments, SHIFT=4)
     assert torch.equal(out, expected)
     row = (torch.arange(num_places) - first[owner]) * tile  # every row has a tile
     assert (torch.bincount(owner[row < lengths[owner]], minlength=num_segments) == (lengths + tile - 1) // tile).all()
