@@ -57,8 +57,8 @@ def jagged_jagged_bmm_kernel(
 ):  # fmt: skip
     """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`; without x, the sum of y's rows, D and BLOCK_M being 1.
 
-    A segment longer than a chunk of 2^shift rows is summed by parts. Part i goes to slot 2 (offsets[b] // chunk) + i: a segment of n > chunk rows
-    has at most n // chunk + 1 <= 2 (n // chunk) parts, and those after it begin at least n // chunk chunks later.
+    A segment longer than a chunk of 2^shift rows is summed by parts. Part i goes to slot 2 (offsets[b] // chunk) + i: a segment of
+    n > chunk rows has at most n // chunk + 1 <= 2 (n // chunk) parts, and those after it begin at least n // chunk chunks later.
     Grid: places of chunks, tiles of the product, which follow one another.
     """
     COLUMNS: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N

@@ -247,9 +247,7 @@ def triton_jagged2_softmax_backward(
     return _softmax2(out, grad, x_offsets, y_offsets, p_offsets, lines, columns)
 
 
-def _softmax2(
-    p: Tensor, grad: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool
-) -> Tensor:
+def _softmax2(p: Tensor, grad: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, lines: int, columns: bool) -> Tensor:
     p, grad, segments = p.contiguous(), None if grad is None else grad.contiguous(), p_offsets.shape[0] - 1
     out = torch.empty_like(p)
     if p.numel():
