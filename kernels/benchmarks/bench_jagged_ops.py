@@ -26,7 +26,7 @@ PADDED = "torch, padded"
 CONVERTED = "torch, padded with conversions"
 # bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense tf32 products
 ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}
-PRECISION = 'fp32; matrix products take tf32 on CUDA (torch.set_float32_matmul_precision("high")), plain torch\'s of the bound too.'
+PRECISION = 'fp32; matrix products take tf32 on CUDA (torch.set_float32_matmul_precision("high")), and those of the bound its operands.'
 
 
 # -- operators -----------------------------------------------------------------------------------------------------
@@ -83,12 +83,16 @@ class Conversion(torch.autograd.Function):
         return ctx.back(grad.contiguous()), None, None
 
 
+def mantissa_of_tf32(x: Tensor) -> Tensor:
+    """x as tf32 matrix units read it, which drop the lower 13 bits of fp32's mantissa. Small products of torch need not be in tf32."""
+    return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
+
+
 # -- one shape -----------------------------------------------------------------------------------------------------
 
 
 class Problem:
-    """Inputs of an operator in one shape, ways to compute it, and its definition on sampled segments, padded: at these sizes torch's
-    products are in tf32 where they may be, which those of single short segments need not be."""
+    """Inputs of an operator in one shape, ways to compute it, and its definition on sampled segments, padded."""
 
     def __init__(self, device: str, lengths: Tensor, operator: str, width: int, columns: int):
         if device == "cuda":
@@ -156,9 +160,15 @@ class Problem:
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         layouts = self.operator.inputs
-        inputs = [self.pad(layouts[name], x.detach(), self.samples).to(dtype).requires_grad_() for name, x in self.inputs.items()]
+        tf32 = dtype == torch.float32 and self.device == "cuda" and self.operator.product
+
+        def operand(layout, x):
+            x = self.pad(layout, x.detach(), self.samples)
+            return mantissa_of_tf32(x).double() if tf32 else x.to(dtype)
+
+        inputs = [operand(layouts[name], x).requires_grad_() for name, x in self.inputs.items()]
         out = self.operator.padded(self.hidden[self.samples], *inputs)
-        gradients = torch.autograd.grad(out, inputs, self.pad(self.operator.out, self.grad, self.samples).to(dtype))
+        gradients = torch.autograd.grad(out, inputs, operand(self.operator.out, self.grad))
         results = {"out": out.detach()} | {f"d{name}": x for name, x in zip(layouts, gradients)}
         return {f"{name}/{part}": rows for name, x in results.items() for part, rows in self.sampled(self.layout(name), x).items()}
 
