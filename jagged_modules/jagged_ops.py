@@ -85,7 +85,7 @@ class ScorePlan:
         return ScorePlan(*offsets, self.x_rows, self.y_rows, self.total)
 
 
-def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: str = "auto") -> Tensor:
+def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """out[b] = x[b] @ y[b]: the rows of each segment times its own matrix.
 
     Gradients of any order flow to x and y. Low precision is accumulated in fp32 and rounded once.
@@ -93,6 +93,8 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: s
     Args:
         x: `[L, D]` fp32, fp16 or bf16 (on the CPU also fp64). y: `[B, D, T]`, same dtype, any strides.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        max_seqlen: rows of the longest segment, if the host knows. On CUDA, segments of up to 512 rows then need one launch less. A
+            longer segment is an error where the host has the offsets; elsewhere it is computed correctly, only slower.
         implementation: "auto" (triton on CUDA, segments of equal lengths together on the CPU), "reference" or "triton".
 
     Returns:
@@ -103,21 +105,21 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: s
         RuntimeError: a torch.func transform (vmap, grad, jvp); the reference has them.
     """
     x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     _check_segment_matrices("y", y, offsets, x.shape[1])
     if implementation == "reference":
         return jagged_dense_bmm_reference(x, y, offsets)
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(_last_contiguous(x), offsets, y, None, None)
+        return triton_jagged_dense_bmm(_last_contiguous(x), offsets, y, None, None, max_seqlen)
     return _jagged_dense_bmm_cpu(x, y, offsets)
 
 
-def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: str = "auto") -> Tensor:
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """out[b] = x[b]ᵀ @ y[b]: one matrix for each segment, 0 for an empty one.
 
-    Gradients, precision, offsets, implementation and errors as in `jagged_dense_bmm`.
+    Gradients, precision, offsets, max_seqlen, implementation and errors as in `jagged_dense_bmm`.
 
     Args:
         x: `[L, D]`, y: `[L, T]`, same dtype.
@@ -126,7 +128,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: 
         `[B, D, T]`.
     """
     x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     if implementation == "reference":
@@ -134,16 +136,16 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, implementation: 
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_jagged_bmm
 
-        return triton_jagged_jagged_bmm(_last_contiguous(x), _last_contiguous(y), offsets)
+        return triton_jagged_jagged_bmm(_last_contiguous(x), _last_contiguous(y), offsets, max_seqlen)
     segments, width = offsets.shape[0] - 1, x.shape[1]
     out = product_cpu(x.flatten(), y, offsets, *_matrix_offsets(offsets, width), segments * width, True)
     return out.unflatten(0, (segments, width))
 
 
-def jagged_softmax(x: Tensor, offsets: Tensor, *, implementation: str = "auto") -> Tensor:
+def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """Softmax over the rows of each segment, each column by itself.
 
-    First derivatives. Computed in fp32 at least; offsets, implementation and errors as in `jagged_dense_bmm`.
+    First derivatives. Computed in fp32 at least; offsets, max_seqlen, implementation and errors as in `jagged_dense_bmm`.
 
     Args:
         x: `[L, H]`, one column per head, for instance.
@@ -152,13 +154,13 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, implementation: str = "auto") 
         `[L, H]`; the rows of a segment add up to 1.
     """
     (x,) = _operands(implementation, False, x=(x, "[L, H]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     if implementation == "reference":
         return jagged_softmax_reference(x, offsets)
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_softmax import triton_jagged_softmax
 
-        return triton_jagged_softmax(_last_contiguous(x), offsets)
+        return triton_jagged_softmax(_last_contiguous(x), offsets, max_seqlen)
     return softmax_cpu(x.flatten(), offsets, *_matrix_offsets(offsets, x.shape[1]), True).view(x.shape)
 
 
@@ -247,6 +249,7 @@ def jagged_linear(
     offsets: Tensor | None = None,
     activation: str | None = None,
     *,
+    max_seqlen: int | None = None,
     implementation: str = "auto",
 ) -> Tensor:
     """activation(x Wᵀ + b) with weights for all rows, or activation(x[b] @ W[b] + bias[b]) with weights for each segment.
@@ -259,6 +262,7 @@ def jagged_linear(
         weight: `[T, D]`, as nn.Linear has it, or `[B, D, T]`. bias: `[T]`, or `[B, T]`, or None.
         offsets: `[B + 1]`, with weights for each segment alone.
         activation: None, or a function of each result by itself, one of those of `jagged_attention` other than softmax.
+        max_seqlen: as in `jagged_dense_bmm`; with weights for each segment.
         implementation: as in `jagged_dense_bmm`; of weights for each segment.
 
     Returns:
@@ -282,14 +286,14 @@ def jagged_linear(
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
         return function(nnf.linear(x, weight, bias))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     _check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
     if implementation != "reference" and _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(_last_contiguous(x), offsets, weight, bias, activation)
+        return triton_jagged_dense_bmm(_last_contiguous(x), offsets, weight, bias, activation, max_seqlen)
     dtype, product = x.dtype, jagged_dense_bmm_reference if implementation == "reference" else _jagged_dense_bmm_cpu
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # so that the sum with the bias is rounded once
     out = product(x, weight, offsets)

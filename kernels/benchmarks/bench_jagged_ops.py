@@ -40,7 +40,7 @@ class Operator:
     padded, L is ``[B, N]`` and P is ``[B, N, N]``.
 
     Args:
-        ours: ``ours(*inputs, plan)`` where there are scores, else ``ours(*inputs, offsets)``.
+        ours: ``ours(*inputs, plan)`` where there are scores, else ``ours(*inputs, offsets, max_seqlen=...)``.
         padded: ``padded(hidden, *inputs)``, where ``hidden`` ``[B, N]`` is True in the padding.
         inputs: their dimensions by name. out: its dimensions.
         product: the dimensions whose product is the number of multiplications; none for a softmax.
@@ -182,8 +182,10 @@ class Problem:
         return Implementation(lambda: forward(*self.inputs.values()), self.inputs, pick, self.grad, self.note(flops))
 
     def ours(self) -> Implementation:
-        segments = self.plan if "P" in self.operator.dimensions else self.offsets
-        return self.jagged(lambda *inputs: self.operator.ours(*inputs, segments), self.flops())
+        operator = self.operator
+        if "P" in operator.dimensions:
+            return self.jagged(lambda *inputs: operator.ours(*inputs, self.plan), self.flops())
+        return self.jagged(lambda *inputs: operator.ours(*inputs, self.offsets, max_seqlen=self.longest), self.flops())
 
     def padded(self) -> Implementation:
         """The inputs come padded, and the output stays so."""

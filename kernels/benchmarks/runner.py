@@ -234,30 +234,33 @@ def host_median_ms(call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: 
 
 
 CACHE_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
-CYCLES_PER_S = 2e9  # at most, of the device's clock
+CYCLES_PER_MS = 2e6  # at most, of the device's clock
 
 
 def device_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) -> tuple[float, float]:
     """Medians of the device's time for ``call``, with an empty L2 cache and all of it issued before, and of the host's to issue it."""
     cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
-    device_ms, host_ms, ahead_s = [], [], 0.0
-    spent, wanted = 0.0, warmup_ms
-    while len(device_ms) < 3 or spent < wanted:
+
+    def sample(head_start_ms: float) -> tuple[float, float]:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         cache.zero_()
-        torch.cuda._sleep(int(2 * ahead_s * CYCLES_PER_S))
+        torch.cuda._sleep(int(head_start_ms * CYCLES_PER_MS))
         start.record()
-        begun = time.perf_counter()
+        begin = time.perf_counter()
         call()
-        host_ms.append((time.perf_counter() - begun) * 1e3)
+        host_ms = (time.perf_counter() - begin) * 1e3
         end.record()
         end.synchronize()
-        device_ms.append(start.elapsed_time(end))
-        spent += device_ms[-1]
-        ahead_s = max(ahead_s, host_ms[-1] / 1e3)
-        if wanted == warmup_ms and spent >= wanted and len(device_ms) >= 3:  # the first calls are the warm-up
-            wanted, spent, device_ms, host_ms, ahead_s = rep_ms, 0.0, [], [], statistics.median(host_ms) / 1e3
-    return statistics.median(device_ms), statistics.median(host_ms)
+        return start.elapsed_time(end), host_ms
+
+    def medians(for_ms: float, head_start_ms: float) -> list[float]:
+        samples, begin = [], time.perf_counter()
+        while len(samples) < 3 or (time.perf_counter() - begin) * 1e3 < for_ms:
+            samples.append(sample(head_start_ms))
+        return [statistics.median(times) for times in zip(*samples)]
+
+    _, host_ms = medians(warmup_ms, 0.0)
+    return tuple(medians(rep_ms, 2 * host_ms))
 
 
 def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, float | None]:

@@ -32,18 +32,21 @@ from .operators import below_autograd, differentiate, operator
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-def _dense_fake(x, offsets, y, bias, activation):
+def _dense_fake(x, offsets, y, bias, activation, longest=None):
     return x.new_empty((x.shape[0], y.shape[2]))
 
 
 @operator("jagged_dense_bmm", fake=_dense_fake)
-def triton_jagged_dense_bmm(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def triton_jagged_dense_bmm(
+    x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, longest: int | None = None
+) -> Tensor:
     """out[b] = activation(x[b] @ y[b] + bias[b]).
 
     Args:
         x: `[L, D]`, fp32, fp16 or bf16. offsets: `[B + 1]`.
         y: `[B, D, T]` of any strides; one matrix for all segments is expanded. bias: `[B, T]` or None.
         activation: a name of `activations.py`, or None.
+        longest: rows of the longest segment, for the gradients. An understatement costs time.
 
     Returns:
         `[L, T]`.
@@ -84,27 +87,28 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activatio
     return out
 
 
-def _jagged_fake(x, y, offsets):
+def _jagged_fake(x, y, offsets, longest=None):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1], y.shape[1]))
 
 
 @operator("jagged_jagged_bmm", fake=_jagged_fake)
-def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """out[b] = x[b]ᵀ @ y[b]: x `[L, D]`, y `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, D, T]`, 0 for an empty segment."""
-    return _sum_products(x, y, offsets)
+def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
+    """out[b] = x[b]ᵀ @ y[b]: x `[L, D]`, y `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, D, T]`, 0 for an empty segment.
+    longest: rows of the longest segment. An understatement costs time."""
+    return _sum_products(x, y, offsets, longest)
 
 
-def _sum_fake(x, offsets):
+def _sum_fake(x, offsets, longest=None):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1]))
 
 
 @operator("jagged_sum", fake=_sum_fake)
-def triton_jagged_sum(x: Tensor, offsets: Tensor) -> Tensor:
-    """Sums of the rows of each segment: x `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, T]`."""
-    return _sum_products(None, x, offsets).squeeze(1)
+def triton_jagged_sum(x: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
+    """Sums of the rows of each segment: x `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]`, longest as above → `[B, T]`."""
+    return _sum_products(None, x, offsets, longest).squeeze(1)
 
 
-def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor) -> Tensor:
+def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | None) -> Tensor:
     """x[b]ᵀ @ y[b], `[B, D, T]`; x None: a column of ones."""
     x, y, segments = None if x is None else rows_in_place(x), rows_in_place(y), offsets.shape[0] - 1
     (length, columns), depth = y.shape, 1 if x is None else x.shape[1]
@@ -115,7 +119,7 @@ def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor) -> Tensor:
     if x is None:
         options = options | dict(BLOCK_M=1)
     tiles = ceil_div(depth, config.rows) * ceil_div(columns, config.columns)
-    shift = chunk_shift(length, tiles, y.device)
+    shift = chunk_shift(length, longest, tiles, y.device)
     chunks = length >> shift
     partial = y.new_empty((2 * chunks, depth, columns), dtype=torch.float32)
     operands = (y,) if x is None else (x, y)
@@ -209,20 +213,20 @@ def _launch_plan(kernel: str, itemsize: int, rows: int, columns: int, device: to
 
 class _DenseBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, y, bias, activation):
+    def forward(ctx, x, offsets, y, bias, activation, longest=None):
         ctx.save_for_backward(x, offsets, y, bias)
-        ctx.activation = activation
+        ctx.activation, ctx.longest = activation, longest
         with below_autograd():
-            return triton_jagged_dense_bmm(x, offsets, y, bias, activation)
+            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, longest)
 
     @staticmethod
     def backward(ctx, grad):
         (x, offsets, y, bias), wanted = ctx.saved_tensors, ctx.needs_input_grad
         if ctx.activation is not None:
             grad = triton_jagged_dense_bmm_slope(grad, x, offsets, y, bias, ctx.activation)
-        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None) if wanted[0] else None
-        dy = triton_jagged_jagged_bmm(x, grad, offsets) if wanted[2] else None
-        return dx, None, dy, triton_jagged_sum(grad, offsets) if wanted[3] else None, None
+        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, ctx.longest) if wanted[0] else None
+        dy = triton_jagged_jagged_bmm(x, grad, offsets, ctx.longest) if wanted[2] else None
+        return dx, None, dy, triton_jagged_sum(grad, offsets, ctx.longest) if wanted[3] else None, None, None
 
 
 class _DenseBmmSlope(torch.autograd.Function):
@@ -238,30 +242,32 @@ class _DenseBmmSlope(torch.autograd.Function):
 
 class _JaggedBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, offsets):
+    def forward(ctx, x, y, offsets, longest=None):
         ctx.save_for_backward(x, y, offsets)
+        ctx.longest = longest
         with below_autograd():
-            return triton_jagged_jagged_bmm(x, y, offsets)
+            return triton_jagged_jagged_bmm(x, y, offsets, longest)
 
     @staticmethod
     def backward(ctx, grad):
         x, y, offsets = ctx.saved_tensors
-        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None) if ctx.needs_input_grad[0] else None
-        return dx, triton_jagged_dense_bmm(x, offsets, grad, None, None) if ctx.needs_input_grad[1] else None, None
+        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, ctx.longest) if ctx.needs_input_grad[0] else None
+        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, ctx.longest) if ctx.needs_input_grad[1] else None
+        return dx, dy, None, None
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets):
+    def forward(ctx, x, offsets, longest=None):
         ctx.save_for_backward(offsets)
         ctx.rows = x.shape[0]
         with below_autograd():
-            return triton_jagged_sum(x, offsets)
+            return triton_jagged_sum(x, offsets, longest)
 
     @staticmethod
     def backward(ctx, grad):
         (offsets,) = ctx.saved_tensors
-        return grad.repeat_interleave(offsets.diff(), 0, output_size=ctx.rows), None
+        return grad.repeat_interleave(offsets.diff(), 0, output_size=ctx.rows), None, None
 
 
 class _Outer(torch.autograd.Function):

@@ -192,19 +192,20 @@ def jagged2_softmax_kernel(
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-@operator("jagged_softmax", fake=lambda x, offsets: x.new_empty(x.shape))
-def triton_jagged_softmax(x: Tensor, offsets: Tensor) -> Tensor:
-    """softmax over the rows of each segment, column by column: x `[L, H]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[L, H]`."""
-    return _softmax(x, None, offsets)
+@operator("jagged_softmax", fake=lambda x, *_: x.new_empty(x.shape))
+def triton_jagged_softmax(x: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
+    """softmax over the rows of each segment, column by column: x `[L, H]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[L, H]`.
+    longest: rows of the longest segment. An understatement costs time."""
+    return _softmax(x, None, offsets, longest)
 
 
-@operator("jagged_softmax_backward", fake=lambda grad, out, offsets: out.new_empty(out.shape))
-def triton_jagged_softmax_backward(grad: Tensor, out: Tensor, offsets: Tensor) -> Tensor:
+@operator("jagged_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
+def triton_jagged_softmax_backward(grad: Tensor, out: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
     """Gradient `[L, H]` of the input, given that of the result and the result."""
-    return _softmax(out, grad, offsets)
+    return _softmax(out, grad, offsets, longest)
 
 
-def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor) -> Tensor:
+def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, longest: int | None) -> Tensor:
     x, grad = rows_in_place(x), None if grad is None else rows_in_place(grad)
     (rows, columns), segments = x.shape, offsets.shape[0] - 1
     out = x.new_empty((rows, columns))
@@ -212,7 +213,7 @@ def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor) -> Tensor:
         return out
     config = jagged_softmax_config(x.element_size(), columns)
     blocks = ceil_div(columns, config.lines)
-    shift = chunk_shift(rows, blocks, x.device)
+    shift = chunk_shift(rows, longest, blocks, x.device)
     chunks = rows >> shift
     sums = x.new_empty((2 * chunks, 2, columns), dtype=torch.float32)
     align, strides = aligned_strides(*((tensor, 0) for tensor in (x, grad) if tensor is not None))
@@ -267,15 +268,16 @@ def _options(config: SoftmaxConfig) -> dict:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets):
+    def forward(ctx, x, offsets, longest=None):
         with below_autograd():
-            out = triton_jagged_softmax(x, offsets)
+            out = triton_jagged_softmax(x, offsets, longest)
         ctx.save_for_backward(out, offsets)
+        ctx.longest = longest
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors), None
+        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
 
 
 class _Softmax2(torch.autograd.Function):

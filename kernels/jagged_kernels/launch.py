@@ -41,10 +41,13 @@ def rows_in_place(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def chunk_shift(num_rows: int, tiles: int, device: torch.device) -> int:
+def chunk_shift(num_rows: int, longest: int | None, tiles: int, device: torch.device) -> int:
     """log2 of the length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all
-    rows as keep the GPU busy, and not many more, as all of them are added up."""
+    rows as keep the GPU busy, and not many more, as all of them are added up by another launch. Where no segment is said to be longer
+    than the shortest part, none is cut."""
     shift = 9
+    if longest is not None and longest <= 1 << shift:
+        return 30
     while (num_rows >> shift) * tiles > 4 * device_properties(device)[1]:
         shift += 1
     return shift

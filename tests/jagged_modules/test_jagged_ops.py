@@ -713,3 +713,16 @@ def test_containers_of_split_rows(offsets_of):
     """Pairs, as every layer takes them."""
     (head, _), tail = F.jagged_split(torch.randn(5, 4), offsets_of([2, 3]), 1)
     assert head.shape == (2, 4) and jm.Jagged.wrap(tail).num_segments == 2
+
+
+@pytest.mark.parametrize("call", [name for name in CALLS if name.startswith(("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax"))])
+def test_a_stated_longest_segment(call, offsets_of):
+    function, *tensors = calls(offsets_of)[call]
+    if "out" in call:
+        return
+    longest = int(tensors[-1].diff().max())
+    assert torch.equal(function(*tensors, max_seqlen=longest), function(*tensors))
+    with pytest.raises(ValueError, match=f"offsets has a segment of {longest} rows, longer than the stated max_seqlen {longest - 1}"):
+        function(*tensors, max_seqlen=longest - 1)
+    with pytest.raises(TypeError, match="max_seqlen must be an int, got float"):
+        function(*tensors, max_seqlen=4.0)

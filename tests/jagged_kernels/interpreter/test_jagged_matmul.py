@@ -108,6 +108,13 @@ def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
     jagged_matmul.triton_jagged_jagged_bmm(x[:512], x[:512], offsets([512]))
     with pytest.raises(TypeError, match="not subscriptable"):
         jagged_matmul.triton_jagged_jagged_bmm(x, x, offsets([513]))
+    for lengths, longest in (([500, 13], 500), ([513], 20)):  # known; understated, which costs time alone
+        bounds = offsets(lengths)
+        expected = torch.stack([part.T @ part for part in x.split(lengths)])
+        torch.testing.assert_close(jagged_matmul.triton_jagged_jagged_bmm(x, x, bounds, longest), expected)
+        y = torch.randn(len(lengths), 3, 2, requires_grad=True)
+        jagged_matmul.triton_jagged_dense_bmm(x, bounds, y, None, None, longest).sum().backward()
+        torch.testing.assert_close(y.grad, torch.stack([part.sum(0) for part in x.split(lengths)])[:, :, None].expand_as(y))
 
 
 @triton.jit

@@ -42,6 +42,28 @@ def test_chunks_of_long_segments(jagged_softmaxes, assert_accurate, monkeypatch,
         assert_accurate(operator, reference, *tensors, fp32_roundings=4)
 
 
+@pytest.mark.parametrize("lengths, longest", [([500, 13], 500), ([600, 1], 20)], ids=["known", "understated"])
+def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, lengths, longest):
+    from jagged_kernels import jagged_softmax
+
+    launches = []
+    kernel = jagged_softmax.jagged_softmax_kernel
+
+    class Counted:
+        def __getitem__(self, grid):
+            launches.append(grid)
+            return kernel[grid]
+
+    monkeypatch.setattr(jagged_softmax, "jagged_softmax_kernel", Counted())
+    x = torch.randn(sum(lengths), 3, requires_grad=True)
+    out = jagged_softmax.triton_jagged_softmax(x, offsets(lengths), longest)
+    torch.testing.assert_close(out, torch.cat([part.softmax(0) for part in x.split(lengths)]))
+    out.square().sum().backward()
+    assert len(launches) == 2
+    jagged_softmax.triton_jagged_softmax(x, offsets(lengths))
+    assert len(launches) == 4
+
+
 @pytest.mark.parametrize("shift", [6, 9])
 def test_infinite_elements(jagged_softmaxes, monkeypatch, shift):
     """-inf before and after finite elements, and alone; +inf; as torch has them."""
