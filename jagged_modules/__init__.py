@@ -8,6 +8,7 @@ from .checks import debug_checks
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
 from .hstu import HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
+from .jagged_mlp import JaggedMLP
 from .linear_compress import LinearCompressEmbedding
 from .masks import AttentionMask
 from .rotary import Rotary
@@ -24,6 +25,7 @@ __all__ = [
     "HSTUStack",
     "Jagged",
     "JaggedGDPA",
+    "JaggedMLP",
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
     "Rotary",

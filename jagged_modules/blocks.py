@@ -18,7 +18,13 @@ def block_offsets(offsets: Tensor, block_size: int, total: int) -> Tensor:
     return torch.minimum(offsets[segments] + (places - firsts[segments]) * block_size, ends)
 
 
+def rows_and_segments(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`[total]` row numbers, and the segment of each."""
+    rows = torch.arange(total, dtype=offsets.dtype, device=offsets.device)
+    return rows, torch.searchsorted(offsets, rows, right=True) - 1
+
+
 def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
     """`[total]`, each row's distance from the start of its segment."""
-    rows = torch.arange(total, dtype=offsets.dtype, device=offsets.device)
-    return rows - offsets[torch.searchsorted(offsets, rows, right=True) - 1]
+    rows, segments = rows_and_segments(offsets, total)
+    return rows - offsets[segments]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .blocks import rows_and_segments
 from .checks import check_integers, check_offsets, check_size, values_are_checkable
 from .schedule import new_token
 
@@ -95,8 +96,7 @@ class CandidateIndex:
         """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""
         if self._users is not None:
             return self._users
-        positions = torch.arange(num_candidates, dtype=self.offsets.dtype, device=self.offsets.device)
-        users = torch.searchsorted(self.offsets, positions, right=True) - 1
+        _, users = rows_and_segments(self.offsets, num_candidates)
         users = users if self.inverse is None else users[self.inverse]
         if not torch.compiler.is_compiling():
             self._users = users

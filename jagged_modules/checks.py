@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+IMPLEMENTATIONS = ("auto", "reference", "triton")
 _check_device_values = False
 
 
@@ -92,6 +93,19 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
         raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than the stated max_seqlen {max_seqlen}")
+
+
+def check_device(name: str, x: Tensor, device: torch.device) -> None:
+    """ValueError unless x is on the device or the host."""
+    if x.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on the values' device, {device}, or the host, got {x.device}")
+
+
+def checked_offsets(name: str, offsets, total: int, device: torch.device, max_seqlen: int | None = None) -> Tensor:
+    """The offsets on the device, after `check_offsets` and `check_device`."""
+    check_offsets(name, offsets, total, max_seqlen)
+    check_device(name, offsets, device)
+    return offsets.to(device, non_blocking=True)
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:

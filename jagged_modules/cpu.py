@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .cpu_blocks import pointwise_backward, pointwise_forward, scores_at_a_time, softmax_backward, softmax_forward
+from .cpu_groups import Rows, compute_dtype
 from .masks import AttentionMask
 
 
@@ -57,9 +58,9 @@ def attention_cpu_backward(
     grad = _scaled(grad, q_offsets, segment_scale, output_scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets):
-        operands = _take(grad, group.rows, group.num_queries), *group.operands(queries, keys, values)
+        operands = _take(grad, group.rows), *group.operands(queries, keys, values)
         if activation == "softmax":
-            block, block_lse = (_take(x, group.rows, group.num_queries) for x in (*results, lse))
+            block, block_lse = (_take(x, group.rows) for x in (*results, lse))
             grads = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
         else:
             grads = pointwise_backward(*operands, *group.mask, scale, activation)
@@ -80,17 +81,15 @@ def _(do, q, k, v, *args):
 class _Group(NamedTuple):
     """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets."""
 
-    num_queries: int
-    num_keys: int
-    rows: slice | Tensor
-    q_rows: slice | Tensor
-    kv_rows: slice | Tensor
+    rows: Rows
+    q_rows: Rows
+    kv_rows: Rows
     mask: tuple[AttentionMask | None, int]
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
-        keys, values = (_take(x, self.kv_rows, self.num_keys) for x in (k, v))
-        return _take(q, self.q_rows, self.num_queries).expand(len(keys), -1, -1, -1), keys, values
+        keys, values = (_take(x, self.kv_rows) for x in (k, v))
+        return _take(q, self.q_rows).expand(len(keys), -1, -1, -1), keys, values
 
 
 def _groups(
@@ -108,38 +107,26 @@ def _groups(
         at_a_time = max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
-            rows = _rows(q_starts, num_queries)
-            q_rows = slice(0, num_queries) if q_shared else rows
-            yield _Group(num_queries, num_keys, rows, q_rows, _rows(kv_starts, num_keys), (mask, t))
+            rows = Rows.of(q_starts, num_queries)
+            q_rows = Rows.of((0,), num_queries) if q_shared else rows
+            yield _Group(rows, q_rows, Rows.of(kv_starts, num_keys), (mask, t))
 
 
-def _rows(starts: tuple[int, ...], length: int) -> slice | Tensor:
-    """Rows of segments of equal length: a slice where they lie one after the other."""
-    if starts[-1] - starts[0] == (len(starts) - 1) * length:
-        return slice(starts[0], starts[-1] + length)
-    return (torch.tensor(starts)[:, None] + torch.arange(length)).flatten()
+def _take(x: Tensor, rows: Rows) -> Tensor:
+    """`[segments, heads, length, dim]` of `[rows, heads, dim]`."""
+    return rows.take(x).transpose(1, 2)
 
 
-def _take(x: Tensor, rows: slice | Tensor, length: int) -> Tensor:
-    """`[segments, heads, length, dim]` of `[rows, heads, dim]`; a view of a slice."""
-    x = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-    return x.unflatten(0, (-1, length)).transpose(1, 2)
-
-
-def _put(x: Tensor, rows: slice | Tensor, block: Tensor) -> None:
+def _put(x: Tensor, rows: Rows, block: Tensor) -> None:
     """Undo `_take`: write a block to its rows of x."""
-    block = block.transpose(1, 2).flatten(0, 1)
-    if isinstance(rows, slice):
-        x[rows] = block
-    else:
-        x.index_copy_(0, rows, block)
+    rows.put(x, block.transpose(1, 2))
 
 
 def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
     """fp32 or fp64; for the fused kernels one head dim (zeros change neither scores nor results) and last stride 1."""
     width = max(x.shape[-1] for x in tensors)
     for x in tensors:
-        x = x.to(_compute_dtype(x))
+        x = x.to(compute_dtype(x))
         if activation == "softmax":
             x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
             x = x if x.stride(-1) == 1 else x.contiguous()
@@ -158,14 +145,10 @@ def _scaled(x: Tensor, q_offsets: Tensor, segment_scale: Tensor | None, output_s
     return x if output_scale == 1 else x * output_scale
 
 
-def _compute_dtype(x: Tensor) -> torch.dtype:
-    return torch.float64 if x.dtype == torch.float64 else torch.float32
-
-
 def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
     lse_rows = rows if activation == "softmax" else 0
-    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((lse_rows, q.shape[1], 1), dtype=_compute_dtype(q))
+    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((lse_rows, q.shape[1], 1), dtype=compute_dtype(q))
 
 
 def _setup_context(ctx, inputs, output):

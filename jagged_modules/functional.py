@@ -11,23 +11,56 @@ from .activations import ACTIVATIONS
 from .autocast import autocast, autocast_dtype
 from .blocks import block_offsets, positions_in_segments
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import IMPLEMENTATIONS, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 from .cpu import attention_cpu
 from .decomposed import linear_compress_decomposed
+from .jagged_ops import (
+    ScorePlan,
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_layer_norm,
+    jagged_linear,
+    jagged_softmax,
+)
+from .jagged_rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
 from .masks import AttentionMask
 from .reference import attention_reference, linear_compress_reference
 from .rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from .schedule import TileSchedule, attention_tile, device_schedule
 
-IMPLEMENTATIONS = ("auto", "reference", "triton")
 BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)
-__all__ = ["apply_rotary", "block_diagonal_attention", "jagged_attention", "linear_compress", "target_attention"]
+__all__ = [
+    "ScorePlan",
+    "apply_rotary",
+    "array_jagged_bmm_jagged_out",
+    "block_diagonal_attention",
+    "jagged2_softmax",
+    "jagged_attention",
+    "jagged_concat",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_layer_norm",
+    "jagged_linear",
+    "jagged_softmax",
+    "jagged_split",
+    "jagged_to_padded",
+    "linear_compress",
+    "padded_to_jagged",
+    "target_attention",
+]
+for _name in __all__[1:]:
+    torch.fx.wrap(_name)  # by name: those defined elsewhere are called through this module, too
 
 
-@torch.fx.wrap
 def jagged_attention(
     q: Tensor,
     k: Tensor,
@@ -157,7 +190,6 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shar
     return out
 
 
-@torch.fx.wrap
 def target_attention(
     q: Tensor,
     k: Tensor,
@@ -221,7 +253,6 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-@torch.fx.wrap
 def linear_compress(
     weights: Tensor | Sequence[Tensor],
     embeddings: Tensor | Sequence[Tensor],
@@ -312,7 +343,6 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
             raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")
 
 
-@torch.fx.wrap
 def block_diagonal_attention(
     q: Tensor,
     k: Tensor,

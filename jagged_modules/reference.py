@@ -58,3 +58,43 @@ def segments(offsets: Tensor, shared: bool = False) -> list[slice]:
     """Row slice of each segment; of the one shared block of rows, once per segment, if `shared`. An empty one if there is none."""
     bounds = offsets.tolist() if offsets.shape[0] > 1 else [0, 0]
     return [slice(0, end - start) if shared else slice(start, end) for start, end in zip(bounds, bounds[1:])]
+
+
+def jagged_dense_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """x[b] @ y[b] of x `[L, D]` and y `[B, D, T]`: `[L, T]`."""
+    products = [x[rows] @ matrix for rows, matrix in zip(segments(offsets), y)]
+    return torch.cat(products) if products else x @ y.sum(0)
+
+
+def jagged_jagged_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+    """x[b]ᵀ @ y[b] of x `[L, D]` and y `[L, T]`: `[B, D, T]`."""
+    return torch.stack([x[rows].T @ y[rows] for rows in segments(offsets)])[: offsets.shape[0] - 1]
+
+
+def jagged_softmax_reference(x: Tensor, offsets: Tensor) -> Tensor:
+    """softmax(x[b]) over the rows."""
+    return torch.cat([x[rows].softmax(0) for rows in segments(offsets)])
+
+
+def jagged_outer_reference(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor) -> Tensor:
+    """x[b] @ y[b]ᵀ of x `[Lx, D]` and y `[Ly, D]`, flattened: `[Σ N_b · M_b]`."""
+    return torch.cat([(x[rows] @ y[columns].T).flatten() for rows, columns in zip(segments(x_offsets), segments(y_offsets))])
+
+
+def array_jagged_bmm_reference(
+    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, transposed: bool = False
+) -> Tensor:
+    """p[b] @ y[b] of matrices p[b] `[N_b, M_b]`, or p[b]ᵀ @ y[b]."""
+    matrices = _matrices(p, x_offsets, y_offsets, p_offsets)
+    if transposed:
+        return torch.cat([matrix.T @ y[rows] for matrix, rows in zip(matrices, segments(x_offsets))])
+    return torch.cat([matrix @ y[rows] for matrix, rows in zip(matrices, segments(y_offsets))])
+
+
+def jagged2_softmax_reference(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, dim: int = -1) -> Tensor:
+    """softmax(p[b]) of matrices p[b] `[N_b, M_b]`, flattened."""
+    return torch.cat([matrix.softmax(dim).flatten() for matrix in _matrices(p, x_offsets, y_offsets, p_offsets)])
+
+
+def _matrices(p: Tensor, *offsets: Tensor) -> list[Tensor]:
+    return [p[scores].reshape(x.stop - x.start, y.stop - y.start) for x, y, scores in zip(*(segments(o) for o in offsets))]

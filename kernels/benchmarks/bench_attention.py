@@ -1,6 +1,6 @@
 """Jagged attention against what ships with torch: self-attention over jagged sequences, target attention with shared users.
 
-    python kernels/benchmarks/bench_attention.py                    # on a CUDA device: both tables and the memory sweep
+    python kernels/benchmarks/bench_attention.py                    # on a CUDA device: both tables, the memory sweep, the ladder
     python kernels/benchmarks/bench_attention.py --device cpu       # the CPU path against padded attention
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
@@ -24,6 +24,8 @@ from jagged_modules import functional as F
 from jagged_modules.schedule import host_schedule
 
 OURS = "jagged_modules"
+UNFUSED = f"{OURS}, unfused"
+DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
 BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
 
 
@@ -132,6 +134,16 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         forward = partial(F.jagged_attention, q_offsets=offsets, max_seqlen_q=max_seqlen, schedule=schedule)
         return jagged(forward, host_ms=build_ms)
 
+    def unfused():
+        """From the operators on jagged tensors, which know no heads; q is scaled, being smaller than the scores."""
+        plan = F.ScorePlan.from_offsets(host_offsets).to(device)
+
+        def forward(q, k, v):
+            scores = F.jagged_jagged_bmm_jagged_out(q[:, 0] / math.sqrt(head_dim), k[:, 0], plan)
+            return F.array_jagged_bmm_jagged_out(F.jagged2_softmax(scores, plan), v[:, 0], plan)[:, None]
+
+        return jagged(forward)
+
     def varlen():
         return jagged(lambda q, k, v: varlen_attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
 
@@ -162,10 +174,11 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
     else:
         peers = {
             "varlen_attn (FA2)": varlen,
-            "SDPA flash, padded": partial(padded, partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
+            DENSE_FLASH: partial(padded, partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
             "SDPA cuDNN, padded": partial(padded, partial(sdpa, SDPBackend.CUDNN_ATTENTION), False),
-            "math, padded + mask": partial(padded, plain_attention, True),
+            DENSE: partial(padded, plain_attention, True),
         }
+        peers |= {UNFUSED: unfused} if num_heads == 1 else {}
     flops = 4.0 * num_heads * head_dim * float(lengths.double().square().sum())
     return Setup(
         {OURS: ours, **peers},
@@ -268,9 +281,10 @@ def target_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """The sizes of the tables. ``self_shapes`` and ``cpu_shapes`` hold (B, maximum length, H, D)."""
+    """The sizes of the tables. ``self_shapes``, ``ladder`` and ``cpu_shapes`` hold (B, maximum length, H, D)."""
 
     self_shapes: list[tuple[int, int, int, int]]
+    ladder: list[tuple[int, int, int, int]]
     cpu_shapes: list[tuple[int, int, int, int]]
     histories: list[int]
     sweep: list[int]
@@ -284,6 +298,7 @@ class Sizes:
 
 FULL = Sizes(
     self_shapes=[(128, 1024, 4, 64), (64, 2048, 4, 64), (64, 2048, 4, 128), (1024, 256, 4, 128)],
+    ladder=[(256, longest, 1, 128) for longest in (128, 256, 512, 1024)],
     cpu_shapes=[(256, 512, 4, 64)],
     histories=[512, 1024, 2048, 4096],
     sweep=[256, 512, 1024, 2048, 4096],
@@ -296,6 +311,7 @@ FULL = Sizes(
 )
 TINY = Sizes(
     self_shapes=[(4, 24, 2, 16)],
+    ladder=[(4, 12, 1, 16), (4, 24, 1, 16)],
     cpu_shapes=[(6, 24, 2, 16)],
     histories=[20],
     sweep=[6, 12],
@@ -321,7 +337,7 @@ def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...]) 
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
-    """CUDA: both tables and the memory sweep, bf16. CPU: the table of the CPU path, fp32. ``tiny``: everything, small."""
+    """CUDA: both tables, the memory sweep and the ladder, bf16. CPU: the table of the CPU path, fp32. ``tiny``: everything, small."""
     sizes = TINY if tiny else FULL
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cases = []
@@ -353,6 +369,10 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         setup = target(equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history))
         setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"))
         cases.append(Case("target attention, memory of a training step", f"{candidates} candidates", setup, timed=False))
+    for batch, longest, heads, dim in sizes.ladder:
+        setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim)
+        setup = partial(keep_implementations, setup, (DENSE, UNFUSED, DENSE_FLASH, OURS))
+        cases.append(Case("ladder: dense, jagged, each unfused and fused", f"B{batch} N{longest} H{heads} D{dim}", setup, picture="ms"))
     return cases
 
 

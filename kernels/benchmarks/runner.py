@@ -33,8 +33,9 @@ from tqdm import tqdm
 PROTOCOL = """\
 Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
 order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
-better round is reported, all are kept. On CUDA: events around each call (triton.testing.do_bench), which empties the L2 cache before it,
-so launch gaps count where the host is slower than the device; on the CPU: time.perf_counter. Forward runs without autograd;
+better round is reported, all are kept. On CUDA: events around each call, before which the L2 cache is overwritten and the device waits
+until the host has issued all of it, so that no launch gap counts; what the host takes to issue it is its own column. On the CPU:
+time.perf_counter. Forward runs without autograd;
 forward+backward is forward, then torch.autograd.grad for all inputs; backward alone is the latter on a graph that is kept. Peak memory is
 what one call allocates above its inputs at most. Errors are relative, of the worst sampled row, against float64; the bound is
 {error_factor} times the error of plain torch in the case's dtype."""
@@ -232,14 +233,42 @@ def host_median_ms(call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: 
     return statistics.median(samples)
 
 
-def measure_ms(call: Callable[[], object], protocol: Protocol) -> float:
-    """One measurement under the protocol, pause included."""
+CACHE_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
+CYCLES_PER_MS = 2e6  # at most, of the device's clock
+
+
+def device_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) -> tuple[float, float]:
+    """Medians of the device's time for ``call``, with an empty L2 cache and all of it issued before, and of the host's to issue it."""
+    cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
+
+    def sample(head_start_ms: float) -> tuple[float, float]:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        cache.zero_()
+        torch.cuda._sleep(int(head_start_ms * CYCLES_PER_MS))
+        start.record()
+        begin = time.perf_counter()
+        call()
+        host_ms = (time.perf_counter() - begin) * 1e3
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end), host_ms
+
+    def medians(for_ms: float, head_start_ms: float) -> list[float]:
+        samples, begin = [], time.perf_counter()
+        while len(samples) < 3 or (time.perf_counter() - begin) * 1e3 < for_ms:
+            samples.append(sample(head_start_ms))
+        return [statistics.median(times) for times in zip(*samples)]
+
+    _, host_ms = medians(warmup_ms, 0.0)
+    return tuple(medians(rep_ms, 2 * host_ms))
+
+
+def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, float | None]:
+    """One measurement under the protocol, pause included: its time, and on CUDA what the host took to issue it."""
     time.sleep(protocol.pause_s)
     if protocol.device == "cpu":
-        return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms)
-    from triton.testing import do_bench
-
-    return do_bench(call, warmup=protocol.warmup_ms, rep=protocol.rep_ms, return_mode="median")
+        return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms), None
+    return device_median_ms(call, protocol.rep_ms, protocol.warmup_ms)
 
 
 # -- one case ------------------------------------------------------------------------------------------------------
@@ -295,7 +324,10 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
             try:
                 for checked, implementation in ready[name].items():
                     key = checked.removeprefix("forward_") if case.backward_alone else checked
-                    rows[name].setdefault(f"{key}_rounds_ms", []).append(measure_ms(implementation.measured_call(key), protocol))
+                    ms, host_ms = measure_ms(implementation.measured_call(key), protocol)
+                    rows[name].setdefault(f"{key}_rounds_ms", []).append(ms)
+                    if host_ms is not None:
+                        rows[name].setdefault(f"{key}_host_rounds_ms", []).append(host_ms)
             except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
                 rows[name] |= failure(error, "timing")
                 del ready[name]
@@ -316,6 +348,8 @@ def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:
         if f"{key}_rounds_ms" not in row:
             continue
         ms = row[f"{key}_ms"] = min(row[f"{key}_rounds_ms"])
+        if f"{key}_host_rounds_ms" in row:
+            row[f"{key}_host_ms"] = min(row[f"{key}_host_rounds_ms"])
         if whole:
             row[f"{key}_tflops"] = flops / ms / 1e9 if flops else None
             row[f"{key}_gbytes"] = nbytes / 1e9 if nbytes else None

@@ -158,3 +158,55 @@ def block_attention_config(
     if capability >= (10, 0) and rotary == "absolute" and group > 1:
         return config(num_warps=8, num_stages=1)  # the pipeliner of triton 3.6 fails there where values turn too
     return config(num_warps=8, num_stages=2 if rotary == "absolute" else 3)
+
+
+def jagged_matmul_config(kernel: str, itemsize: int, capability: tuple[int, int], rows: int, columns: int, precision: str) -> ProductConfig:
+    """Launch configuration of a product of jagged tensors.
+
+    Args:
+        kernel: "dense", "jagged", "outer" or "array".
+        rows, columns: of one segment's product, as far as shapes tell them: rows of "jagged", columns of all but "outer"; else 0.
+        precision: of fp32 products, as `launch.precision` has it.
+    """
+    if itemsize == 4 and precision != "tf32":  # a product is six: registers bound the tiles
+        return ProductConfig(_side(rows, 64), _side(columns, 64), depth=32, num_warps=4, num_stages=2)
+    if kernel == "outer":
+        small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+        return ProductConfig(64, 64, depth=256 // itemsize, num_warps=4, num_stages=2 if small_memory else 3)
+    if itemsize == 4:
+        # Hopper's own product of tf32 wants the summed dimension contiguous, and operands that lie otherwise are copied by 4 bytes; with
+        # 32 rows or two warps the compiler takes the older one
+        if kernel == "dense":
+            return ProductConfig(32, _side(columns, 128), depth=32 if columns > 16 else 64, num_warps=4, num_stages=3)
+        if kernel == "array":
+            return ProductConfig(32, _side(columns, 256), depth=16, num_warps=4, num_stages=3)
+        if rows <= 64 or columns <= 64:
+            return ProductConfig(_side(rows, 64), _side(columns, 64), depth=16, num_warps=2, num_stages=3)
+        return ProductConfig(32, 128, depth=16, num_warps=4, num_stages=3)
+    if kernel == "jagged" and rows > 64 and columns > 64:
+        return ProductConfig(128, 128, depth=32, num_warps=4 if capability >= (9, 0) else 8, num_stages=3)
+    return ProductConfig(_side(rows, 64), _side(columns, 128), depth=32 if columns > 64 else 64, num_warps=4, num_stages=3)
+
+
+def _side(size: int, most: int) -> int:
+    return min(most, padded_dim(size)) if size else most
+
+
+@dataclasses.dataclass(frozen=True)
+class SoftmaxConfig:
+    """A softmax kernel's tile: lines, and elements along them that are held in registers at once; its launch."""
+
+    lines: int
+    length: int
+    num_warps: int
+
+
+def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
+    """Launch configuration for lines side by side in memory, 128 bytes of them or fewer."""
+    return SoftmaxConfig(lines=min(128 // itemsize, padded_dim(lines)), length=64, num_warps=2 if itemsize == 4 else 4)
+
+
+def jagged2_softmax_config(over_columns: bool) -> SoftmaxConfig:
+    """Launch configuration for the rows or columns of jagged matrices. Nothing is known of their alignment, so that every element is
+    loaded by itself: more of them in a thread's registers would leave the multiprocessor few warps. A warp alone waits for no other."""
+    return SoftmaxConfig(lines=16 if over_columns else 4, length=128, num_warps=1)

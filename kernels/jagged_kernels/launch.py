@@ -36,6 +36,27 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     return align, [stride // align for stride in strides]
 
 
+def rows_in_place(x: Tensor) -> Tensor:
+    """x, copied if the elements of its rows do not follow one another."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def chunk_shift(num_rows: int, longest: int | None, tiles: int, device: torch.device) -> int:
+    """log2 of the length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all
+    rows as keep the GPU busy, and not many more, as all of them are added up by another launch. Where no segment is said to be longer
+    than the shortest part, none is cut."""
+    shift = 9
+    if longest is not None and longest <= 1 << shift:
+        return 30
+    while (num_rows >> shift) * tiles > 4 * device_properties(device)[1]:
+        shift += 1
+    return shift
+
+
+def ceil_div(size: int, block: int) -> int:
+    return (size + block - 1) // block
+
+
 def has_descriptor(x: Tensor) -> bool:
     """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they begin at 16-byte boundaries, and none is another."""
     strides = [x.stride(dim) * x.element_size() for dim in (0, 1) if x.shape[dim] > 1]

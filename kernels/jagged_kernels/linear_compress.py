@@ -18,7 +18,7 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import ProductConfig, linear_compress_config, weight_gradient_config
-from .launch import aligned_strides, device_properties, precision
+from .launch import aligned_strides, ceil_div, device_properties, precision
 from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 from .operators import below_autograd, differentiate, operator
 
@@ -48,7 +48,7 @@ def triton_linear_compress(
 
 def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
-    gradients += [x.new_empty((x.shape[0], _ceil(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]] for x in embeddings]
+    gradients += [x.new_empty((x.shape[0], ceil_div(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]] for x in embeddings]
     return [x if want else x.new_empty(0) for x, want in zip(gradients, wanted)]
 
 
@@ -88,7 +88,7 @@ def _shared_product(weight: Tensor, embedding: Tensor) -> Tensor:
     if embedding.device.type != "cuda":
         return _product(weight.float(), embedding.float())
     batch, columns = embedding.shape[0], embedding.shape[2]
-    if batch * _ceil(weight.shape[0], 128) * _ceil(columns, 256) > device_properties(embedding.device)[1]:
+    if batch * ceil_div(weight.shape[0], 128) * ceil_div(columns, 256) > device_properties(embedding.device)[1]:
         return _compress(weight, embedding, (), (), torch.float32)
     return torch.bmm(weight.expand(batch, -1, -1), embedding, out_dtype=torch.float32)  # few tiles: less time on the host
 
@@ -128,7 +128,7 @@ def _compress_plan(rows: int, columns: int, itemsize: int, device: torch.device)
     config = linear_compress_config(itemsize, capability, columns)
     half = config.rows // 2
     tail = half if half >= 64 and 0 < rows % config.rows <= half else config.rows
-    return config, tail, _ceil(rows, config.rows) * _ceil(columns, config.columns), processors * config.ctas_per_sm
+    return config, tail, ceil_div(rows, config.rows) * ceil_div(columns, config.columns), processors * config.ctas_per_sm
 
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
@@ -136,7 +136,7 @@ def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
     embedding = embedding if embedding.stride(2) == 1 else embedding.contiguous()
     (batch, m, n), k = gradient.shape, embedding.shape[1]
     config, tiles, workers = _weight_gradient_plan(m, k, embedding.element_size(), embedding.device)
-    steps = batch * _ceil(n, config.depth)
+    steps = batch * ceil_div(n, config.depth)
     if tiles * steps == 0:
         return gradient.new_zeros((m, k))
     parts = max(1, min(workers // tiles, steps // 8))
@@ -156,7 +156,7 @@ def _weight_gradient_plan(rows: int, columns: int, itemsize: int, device: torch.
     """Launch configuration, tiles, programs at a time."""
     capability, processors = device_properties(device)
     config = weight_gradient_config(itemsize, capability, rows, columns)
-    return config, _ceil(rows, config.rows) * _ceil(columns, config.columns), processors * config.ctas_per_sm
+    return config, ceil_div(rows, config.rows) * ceil_div(columns, config.columns), processors * config.ctas_per_sm
 
 
 def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
@@ -172,9 +172,9 @@ def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
     if out.numel() == 0 or x.numel() == 0:
         return out.zero_()
     size = x.stride(0)
-    few = groups * _ceil(size, 1024) < 4 * device_properties(x.device)[1]
+    few = groups * ceil_div(size, 1024) < 4 * device_properties(x.device)[1]
     block, rows = (256, 16) if few else (1024, 8)
-    sum_groups_kernel[(_ceil(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
+    sum_groups_kernel[(ceil_div(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
     return out
 
 
@@ -183,11 +183,7 @@ def _aligned_rows(weight: Tensor) -> Tensor:
     if weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0:
         return weight
     rows, columns = weight.shape
-    return weight.new_empty((rows, _ceil(columns, 8) * 8))[:, :columns].copy_(weight)
-
-
-def _ceil(size: int, block: int) -> int:
-    return (size + block - 1) // block
+    return weight.new_empty((rows, ceil_div(columns, 8) * 8))[:, :columns].copy_(weight)
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:

@@ -135,3 +135,70 @@ def store_block(
     rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
     ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
     tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :])
+
+
+@triton.constexpr_function
+def log2(size):
+    """log2 of a power of two."""
+    return size.bit_length() - 1
+
+
+@triton.jit
+def find_segment(place, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
+    """The last segment whose first place is not past `place`; that of segment b is offsets[b] // 2^shift, plus b where SPACED.
+
+    Spaced, every segment owns as many places as it has tiles of 2^shift rows, and one at least. A step looks at 32 segments at once,
+    which a warp does without shared memory: two steps for a thousand segments, where halving waits for memory ten times. A division of
+    64-bit integers by a number that the compiler does not know would take longer than the rest.
+    """
+    low, size = 0, num_segments
+    while size > 1:
+        step = (size + 31) // 32
+        segments = low + tl.arange(0, 32) * step
+        inside = segments < low + size
+        first = tl.load(offsets_ptr + segments, mask=inside, other=0).to(tl.int64) >> shift
+        if SPACED:
+            first += segments
+        skipped = (tl.sum((inside & (first <= place)).to(tl.int32), 0) - 1) * step
+        low += skipped
+        size = tl.minimum(step, size - skipped)
+    return low
+
+
+@triton.jit
+def load_segment(offsets_ptr, segment):
+    """First row, int64, and number of rows, int32."""
+    start, end = tl.load(offsets_ptr + segment).to(tl.int64), tl.load(offsets_ptr + segment + 1).to(tl.int64)
+    return start, (end - start).to(tl.int32)
+
+
+@triton.jit
+def find_tile(place, offsets_ptr, num_segments, shift):
+    """Segment of a place, its first row and its number of rows, and the row of the segment where the place's tile of 2^shift rows
+    begins: past the last one where there is no tile."""
+    segment = find_segment(place, offsets_ptr, num_segments, shift, True)
+    start, num_rows = load_segment(offsets_ptr, segment)
+    return segment, start, num_rows, ((place - (start >> shift) - segment) << shift).to(tl.int32)
+
+
+@triton.jit
+def load_matrix(
+    ptr, row, column, stride, num_rows, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TRANSPOSED: tl.constexpr
+):  # fmt: skip
+    """[BLOCK_R, BLOCK_C] block, from (row, column) on, of a matrix of rows `stride` apart; what lies past its rows and columns reads as 0.
+    TRANSPOSED: what is in memory is the matrix's transpose."""
+    if TRANSPOSED:
+        return tl.trans(load_matrix(ptr, column, row, stride, num_columns, num_rows, BLOCK_C, BLOCK_R, False))
+    else:
+        rows, columns = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_C)
+        ptrs = ptr + tl.cast(row, tl.int64) * stride + column + rows[:, None] * stride + columns[None, :]
+        return tl.load(ptrs, mask=(row + rows < num_rows)[:, None] & (column + columns < num_columns)[None, :], other=0.0)
+
+
+@triton.jit
+def store_matrix(ptr, row, column, stride, block, num_rows, num_columns):
+    """Store what lies within the matrix of a block from (row, column) on."""
+    rows, columns = tl.arange(0, block.shape[0]), tl.arange(0, block.shape[1])
+    ptrs = ptr + tl.cast(row, tl.int64) * stride + column + rows[:, None] * stride + columns[None, :]
+    mask = (row + rows < num_rows)[:, None] & (column + columns < num_columns)[None, :]
+    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)

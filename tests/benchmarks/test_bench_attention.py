@@ -12,6 +12,7 @@ import runner
 import torch
 from torch.nn.attention import SDPBackend
 
+LADDER = "ladder: dense, jagged, each unfused and fused"
 CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN")
 
 
@@ -49,6 +50,7 @@ def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
         "target attention",
         "target attention, jagged histories, odd groups",
         "target attention, memory of a training step",
+        LADDER,
     }
     ours = [row for row in results["rows"] if row["implementation"] == bench_attention.OURS]
     assert len(ours) == len({(row["table"], row["case"]) for row in results["rows"]})
@@ -65,6 +67,15 @@ def test_what_needs_cuda_is_reported_and_the_rest_runs(tiny_run):
     for row in results["rows"]:
         expected = "unavailable" if row["implementation"].startswith(CUDA_ONLY) else "ok"
         assert row["status"].split(":")[0] == expected, row
+
+
+def test_the_ladder_has_attention_dense_and_jagged_unfused_and_fused(tiny_run):
+    results, _ = tiny_run
+    ladder = [row for row in results["rows"] if row["table"] == LADDER]
+    steps = {bench_attention.DENSE, bench_attention.UNFUSED, bench_attention.DENSE_FLASH, bench_attention.OURS}
+    assert {(row["case"], row["implementation"]) for row in ladder} == {(f"B4 N{n} H1 D16", step) for n in (12, 24) for step in steps}
+    cases = [case.name for case in bench_attention.make_cases("cuda", tiny=False) if case.table == LADDER]
+    assert cases == [f"B256 N{n} H1 D128" for n in (128, 256, 512, 1024)]
 
 
 @pytest.mark.parametrize("case", bench_attention.make_cases("cpu", True), ids=lambda case: f"{case.table}-{case.name}".replace(" ", "_"))

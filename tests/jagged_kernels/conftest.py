@@ -251,3 +251,152 @@ def check_packed_block_attention(poisoned_memory, offsets, assert_accurate):
         assert_accurate(packed, lambda qkv: packed(qkv, "reference"), qkv, grad=grad, fp32_roundings=4)
 
     return check
+
+
+def _split(x, offsets):
+    return [x[start:end] for start, end in zip(offsets.tolist(), offsets.tolist()[1:])]
+
+
+def _join(parts, empty):
+    return torch.cat([*parts, empty])
+
+
+PAIRS = {  # lengths of the segments of x and of y
+    "mixed": ([3, 0, 1, 70, 5, 130, 17, 9], [5, 4, 0, 100, 33, 65, 16, 1]),
+    "empty-ends": ([0, 0, 64, 0, 1, 0], [0, 3, 64, 0, 65, 7]),
+    "skewed": ([1] * 9 + [140, 2], [2] * 9 + [130, 1]),
+    "no-columns": ([4, 130], [0, 0]),
+    "no-rows": ([0, 0], [4, 130]),
+    "nothing": ([0], [0]),
+    "no-segments": ([], []),
+}
+
+
+@pytest.fixture
+def jagged_pair(offsets):
+    """lengths of both → offsets of x, of y and of the matrices p, and the sizes of all three."""
+
+    def make(lengths, device):
+        x_lengths, y_lengths = PAIRS[lengths] if isinstance(lengths, str) else lengths
+        p_lengths = [n * m for n, m in zip(x_lengths, y_lengths)]
+        every = x_lengths, y_lengths, p_lengths
+        return [offsets(x, device) for x in every], [sum(x) for x in every]
+
+    return make
+
+
+@pytest.fixture
+def jagged_products(jagged_pair):
+    """Name → operator, its definition segment by segment, and tensors, for lengths of both, columns D of x and y, and T of dense y."""
+    from jagged_kernels import jagged_matmul as jagged
+
+    def make(name, lengths, dtype, device, depth=20, columns=9):
+        offsets, (x_rows, y_rows, total) = jagged_pair(lengths, device)
+        x_offsets, y_offsets, p_offsets = offsets
+        num_segments = len(x_offsets) - 1
+
+        def normal(*shape, scale=1.0):
+            return (torch.randn(shape, device=device) * scale).to(dtype)
+
+        def matrices(p):
+            sizes = zip(x_offsets.diff().tolist(), y_offsets.diff().tolist())
+            return [part.view(size) for part, size in zip(_split(p, p_offsets), sizes)]
+
+        def dense(activation=None, with_bias=True):
+            def operator(x, y, *bias):
+                return jagged.triton_jagged_dense_bmm(x, x_offsets, y, bias[0] if bias else None, activation)
+
+            def reference(x, y, *bias):
+                products = [a @ b for a, b in zip(_split(x, x_offsets), y)]
+                products = [a + b for a, b in zip(products, bias[0])] if bias else products
+                out = _join(products, x.sum().expand(0, y.shape[2]))
+                return out if activation is None else POINTWISE[activation].function(out)
+
+            bias = [normal(num_segments, columns)] if with_bias else []
+            return operator, reference, [normal(x_rows, depth), normal(num_segments, depth, columns, scale=max(depth, 1) ** -0.5), *bias]
+
+        if name == "dense":
+            return dense(with_bias=False)
+        if name == "dense-bias":
+            return dense()
+        if name.startswith("dense-"):
+            return dense(name.removeprefix("dense-"))
+        if name == "jagged":
+            return (
+                lambda x, y: jagged.triton_jagged_jagged_bmm(x, y, x_offsets),
+                lambda x, y: (
+                    torch.stack([a.T @ b for a, b in zip(_split(x, x_offsets), _split(y, x_offsets))])
+                    if num_segments
+                    else (x.sum() + y.sum()).expand(0, depth, columns)
+                ),
+                [normal(x_rows, depth), normal(x_rows, columns)],
+            )
+        if name == "sum":
+            return (
+                lambda x: jagged.triton_jagged_sum(x, x_offsets),
+                lambda x: torch.stack([a.sum(0) for a in _split(x, x_offsets)]) if num_segments else x,
+                [normal(x_rows, columns)],
+            )
+        if name == "outer":
+            return (
+                lambda x, y: jagged.triton_jagged_outer(x, y, *offsets, total),
+                lambda x, y: _join(
+                    [(a @ b.T).flatten() for a, b in zip(_split(x, x_offsets), _split(y, y_offsets))], (x.sum() + y.sum()).expand(0)
+                ),
+                [normal(x_rows, depth), normal(y_rows, depth)],
+            )
+        if name == "array":
+            return (
+                lambda p, y: jagged.triton_array_jagged_bmm(p, y, *offsets, x_rows, False),
+                lambda p, y: _join([a @ b for a, b in zip(matrices(p), _split(y, y_offsets))], y[:0]),
+                [normal(total), normal(y_rows, depth)],
+            )
+        assert name == "array-transposed"
+        return (
+            lambda p, y: jagged.triton_array_jagged_bmm(p, y, *offsets, y_rows, True),
+            lambda p, y: _join([a.T @ b for a, b in zip(matrices(p), _split(y, x_offsets))], y[:0]),
+            [normal(total), normal(x_rows, depth)],
+        )
+
+    return make
+
+
+@pytest.fixture
+def jagged_softmaxes(jagged_pair):
+    """Name → operator, its definition segment by segment, and tensors."""
+    from jagged_kernels import jagged_softmax as jagged
+
+    def make(name, lengths, dtype, device, columns=9):
+        offsets, (x_rows, y_rows, total) = jagged_pair(lengths, device)
+        x_offsets, y_offsets, p_offsets = offsets
+        if name == "softmax":
+            return (
+                lambda x: jagged.triton_jagged_softmax(x, x_offsets),
+                lambda x: _join([a.softmax(0) for a in _split(x, x_offsets)], x[:0]),
+                [(3 * torch.randn(x_rows, columns, device=device)).to(dtype)],
+            )
+        over_columns = {"rows": False, "columns": True}[name]
+
+        def reference(p):
+            sizes = zip(x_offsets.diff().tolist(), y_offsets.diff().tolist())
+            parts = [a.view(size).softmax(0 if over_columns else 1) for a, size in zip(_split(p, p_offsets), sizes)]
+            return _join([a.flatten() for a in parts], p[:0])
+
+        p = (3 * torch.randn(total, device=device)).to(dtype)
+        lines = y_rows if over_columns else x_rows
+        return lambda p: jagged.triton_jagged2_softmax(p, *offsets, lines, over_columns), reference, [p]
+
+    return make
+
+
+@pytest.fixture
+def assert_neighbours_kept():
+    """A NaN in the rows of one segment changes nothing in the results of the others: `touched(out)` marks what it may reach."""
+
+    def check(operator, tensors, spoil, touched):
+        clean = operator(*tensors)
+        spoiled = operator(*(spoil(x.clone()) for x in tensors))
+        mask = touched(clean)
+        assert torch.equal(clean[~mask], spoiled[~mask]) and spoiled[mask].isnan().any()
+
+    return check

@@ -1,5 +1,7 @@
 """Under torch's graph tools: torch.library's opcheck, torch.compile without a recompilation from batch to batch, torch.export, torch.fx."""
 
+import sys
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -195,6 +197,79 @@ def test_block_diagonal_layer(kind, rotary):
             results.append([values, *torch.autograd.grad(values.square().sum(), list(layer.parameters()))])
         torch.testing.assert_close(*results)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_jagged_products(dtype, offsets_of):
+    operators = torch.ops.jagged_modules
+    plan = F.ScorePlan.from_offsets(offsets_of([2, 0, 3], torch.int32), offsets_of([4, 5, 1]))
+    shapes = (plan.x_rows, 4), (plan.y_rows, 4), (plan.total,)
+    x, y, p = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    torch.library.opcheck(operators.outer_cpu.default, (x, y, *plan.offsets, plan.total))
+    torch.library.opcheck(operators.product_cpu.default, (p, y, *plan.offsets, plan.x_rows, False))
+    torch.library.opcheck(operators.product_cpu.default, (p, x, *plan.offsets, plan.y_rows, True))
+    for columns in (False, True):
+        torch.library.opcheck(operators.softmax_cpu.default, (p, *plan.offsets, columns))
+        torch.library.opcheck(operators.softmax_backward_cpu.default, (p.detach(), p.detach().exp(), *plan.offsets, columns))
+
+
+JAGGED = {
+    "jagged_dense_bmm": lambda x, w, offsets: F.jagged_dense_bmm(x, w, offsets),
+    "jagged_jagged_bmm": lambda x, w, offsets: F.jagged_jagged_bmm(x, F.jagged_dense_bmm(x, w, offsets), offsets),
+    "jagged_softmax": lambda x, w, offsets: F.jagged_softmax(x, offsets) * w.sum(),
+    "jagged_linear": lambda x, w, offsets: F.jagged_linear(x, w, w[:, 0], offsets, "silu"),
+    "jagged_linear-shared": lambda x, w, offsets: F.jagged_linear(x, w[0].T, w[0, 0], None, "gelu_taylor"),
+    "jagged_layer_norm": lambda x, w, offsets: F.jagged_layer_norm(x, eps=1e-6) * w.sum(),  # a float default is traced twice
+    "jagged_dense_add": lambda x, w, offsets: F.jagged_dense_add(x, w.repeat(1, 9, 1)[..., :DIM], offsets),
+    "jagged_concat": lambda x, w, offsets: F.jagged_concat([x, x * w.sum()], [offsets, offsets])[0],
+    "jagged_split": lambda x, w, offsets: F.jagged_split(x, offsets, offsets.diff(), x.shape[0])[0][0] * w.sum(),
+    "jagged_to_padded": lambda x, w, offsets: F.jagged_to_padded(x, offsets, 100) * w.sum(),
+    "padded_to_jagged": lambda x, w, offsets: F.padded_to_jagged(w.repeat(1, 9, 1), offsets, x.shape[0]) * x.sum(),
+}
+
+
+@pytest.mark.parametrize("operator", JAGGED)
+def test_jagged_operators(operator):
+    batches = []
+    for users, rows, _ in SIZES:
+        batches.append((torch.randn(rows, DIM), torch.randn(users, DIM, 20), random_offsets(users, rows)))
+    assert_compiles_once(JAGGED[operator], batches)
+
+
+@pytest.mark.parametrize("library", ["fbgemm", "torch"])
+def test_padding_without_gradients(library, monkeypatch):
+    if library == "fbgemm":
+        pytest.importorskip("fbgemm_gpu")
+    else:
+        monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
+    graph, counter = compiled(lambda x, offsets: F.jagged_to_padded(x, offsets, 100))
+    for users, rows, _ in SIZES:
+        x, offsets = torch.randn(rows, DIM), random_offsets(users, rows)
+        assert torch.equal(graph(x, offsets), F.jagged_to_padded(x, offsets, 100))
+    assert counter.frame_count == 1
+
+
+def test_unfused_attention_with_a_plan_made_outside_of_the_graph():
+    def attend(q, k, v, plan):
+        p = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(q, k, plan), plan)
+        return F.array_jagged_bmm_jagged_out(F.jagged2_softmax(p, plan, dim=-2), v, plan)
+
+    graph, counter = compiled(attend)
+    for users, rows, count in SIZES:
+        plan = F.ScorePlan.from_offsets(random_offsets(users, count), random_offsets(users, rows))
+        inputs = [torch.randn(n, DIM, requires_grad=True) for n in (count, rows, rows)]
+        results = []
+        for call in (attend, graph):
+            out = call(*inputs, plan)
+            results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
+        torch.testing.assert_close(*results)
+    assert counter.frame_count == 1
+
+
+def test_jagged_mlp():
+    mlp = jm.JaggedMLP([DIM, WIDTH, 4], "gelu")
+    batches = [(torch.randn(rows, DIM), random_offsets(users, rows)) for users, rows, _ in SIZES]
+    assert_compiles_once(lambda *x: mlp(x)[0], batches)
 
 
 @pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor", "nested"])
@@ -397,6 +472,18 @@ def test_symbolic_trace_keeps_the_functions_whole(offsets_of):
     assert [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"] == ["jagged_attention"]
     x, offsets = torch.randn(9, 2, 4), offsets_of([4, 5])
     assert torch.equal(traced(x, offsets), Attention()(x, offsets))
+
+
+def test_symbolic_trace_keeps_the_jagged_operators_whole(offsets_of):
+    class Model(torch.nn.Module):
+        def forward(self, x, y, offsets):
+            return F.jagged_softmax(F.jagged_dense_bmm(x, y, offsets), offsets)
+
+    traced = torch.fx.symbolic_trace(Model())
+    names = [node.target.__name__ for node in traced.graph.nodes if node.op == "call_function"]
+    assert names == ["jagged_dense_bmm", "jagged_softmax"]
+    inputs = torch.randn(9, 4), torch.randn(2, 4, 3), offsets_of([4, 5])
+    assert torch.equal(traced(*inputs), Model()(*inputs))
 
 
 def test_symbolic_trace_of_a_mask(offsets_of):

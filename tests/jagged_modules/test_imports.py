@@ -12,6 +12,7 @@ for extra in ("torchrec", "fbgemm_gpu", "triton", "numpy", "tqdm", "torchmetrics
     sys.modules[extra] = None  # importing it fails
 import torch
 import jagged_modules as jm
+from jagged_modules import functional as F
 layer = jm.JaggedTargetAttention(8, 2)
 history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 5]))
 history.prepare(num_heads=2, head_dim=4)
@@ -22,7 +23,10 @@ compress = jm.LinearCompressEmbedding(3, 4, 5)
 compress(torch.randn(3, 3, 8), torch.randn(2, 5, 8), index).sum().backward()
 blocks = jm.BlockDiagonalSelfAttention(8, 2)
 blocks(history).values.sum().backward()
-assert all(p.grad is not None for module in (layer, compress, blocks) for p in module.parameters())
+mlp = jm.JaggedMLP([8, 3])
+mlp(history).values.sum().backward()
+F.jagged_softmax(F.jagged_to_padded(history.values, history.offsets, 3).flatten(1), torch.tensor([0, 2]))
+assert all(p.grad is not None for module in (layer, compress, blocks, mlp) for p in module.parameters())
 """
 
 

@@ -1,0 +1,62 @@
+"""Segments of equal lengths taken together, as the blocks of batched products: what the CPU paths share. Nothing is padded."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+GATHERED = 2048  # elements of a scattered segment up to which gathering it costs less than a product by itself
+
+
+class Rows(NamedTuple):
+    """Rows of segments of equal length: a slice where they lie one after the other."""
+
+    rows: slice | Tensor
+    length: int
+
+    @classmethod
+    def of(cls, starts: tuple[int, ...], length: int) -> Rows:
+        if _adjoin(starts, length):
+            return cls(slice(starts[0], starts[-1] + length), length)
+        return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
+
+    def take(self, x: Tensor) -> Tensor:
+        """`[segments, length, ...]` of `[rows, ...]`; a view of a slice."""
+        x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
+        return x.view(x.shape[0] // self.length, self.length, *x.shape[1:])
+
+    def put(self, x: Tensor, block: Tensor) -> None:
+        """Undo `take`: write a block to its rows of x."""
+        if isinstance(self.rows, slice):
+            rows = x[self.rows]
+            rows.copy_(block.reshape(rows.shape))
+        else:
+            x.index_copy_(0, self.rows, block.reshape(len(self.rows), *x.shape[1:]).to(x.dtype))
+
+
+def groups(*offsets: Tensor) -> Iterator[tuple[Rows, ...]]:
+    """Rows by each of the offsets `[B + 1]`, for the segments whose lengths are equal; segments with a length of 0 are left out."""
+    starts = defaultdict(list)
+    bounds = [x.tolist() for x in offsets]
+    for firsts, ends in zip(zip(*bounds), zip(*(x[1:] for x in bounds))):
+        lengths = tuple(end - first for first, end in zip(firsts, ends))
+        if all(lengths):
+            starts[lengths].append(firsts)
+    for lengths, segments in starts.items():
+        together = max(lengths) <= GATHERED or all(map(_adjoin, zip(*segments), lengths))
+        for some in [segments] if together else zip(segments):
+            yield tuple(map(Rows.of, zip(*some), lengths))
+
+
+def _adjoin(starts: tuple[int, ...], length: int) -> bool:
+    """Whether segments in ascending order lie one after the other."""
+    return starts[-1] - starts[0] == (len(starts) - 1) * length
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """fp32 for low precision, which is rounded once, at the end."""
+    return torch.float64 if x.dtype == torch.float64 else torch.float32
