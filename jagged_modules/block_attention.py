@@ -6,7 +6,8 @@ import torch
 from torch import nn
 
 from .checks import check_size, resolve_head_dim
-from .functional import BLOCKS, MAX_HEAD_DIM, block_diagonal_attention_packed
+from .functional import block_diagonal_attention_packed
+from .functional.attention import BLOCKS, MAX_HEAD_DIM
 from .jagged import Jagged
 from .rotary import Rotary, rotary_tables
 

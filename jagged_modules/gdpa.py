@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from .activations import ACTIVATIONS
 from .checks import check_size, resolve_head_dim
-from .functional import MAX_HEAD_DIM, jagged_attention
+from .functional import jagged_attention
+from .functional.attention import MAX_HEAD_DIM
 from .jagged import Jagged
 from .masks import AttentionMask
 

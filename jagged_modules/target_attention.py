@@ -7,7 +7,8 @@ from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
 from .checks import check_size
-from .functional import MAX_HEAD_DIM, jagged_attention, target_attention
+from .functional import jagged_attention, target_attention
+from .functional.attention import MAX_HEAD_DIM
 from .jagged import Jagged
 
 

@@ -492,3 +492,22 @@ def test_bad_forward(x, error, message):
 
 def test_without_rotary_no_segment_is_too_long(offsets_of):
     assert make_layer(None)((torch.randn(101, 12), offsets_of([101])))[0].shape == (101, 12)
+
+
+@pytest.mark.parametrize(
+    "qkv, error, message",
+    [
+        (None, TypeError, "qkv must be a torch.Tensor, got NoneType"),
+        (torch.ones(5, 2, 8), ValueError, r"qkv must have shape \[L, 3, H, D\], got \[5, 2, 8\]"),
+        (torch.ones(5, 2, 1, 8), ValueError, r"qkv must have shape \[L, 3, H, D\], got \[5, 2, 1, 8\]"),
+    ],
+    ids=["none", "dimensions", "two"],
+)
+def test_bad_packed_input(qkv, error, message, offsets_of):
+    with pytest.raises(error, match=message):
+        F.block_diagonal_attention_packed(qkv, offsets_of([5]))
+
+
+def test_packed_is_what_three_are(offsets_of):
+    qkv, offsets = torch.randn(60, 3, 2, 8), offsets_of([37, 23])
+    assert torch.equal(F.block_diagonal_attention_packed(qkv, offsets), F.block_diagonal_attention(*qkv.unbind(1), offsets))

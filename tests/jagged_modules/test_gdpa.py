@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as nnf
 
 import jagged_modules as jm
-from jagged_modules.functional import ACTIVATIONS
+from jagged_modules.activations import ACTIVATIONS
 
 WIDTH, HEADS = 8, 2
 DENSE_ACTIVATIONS = {

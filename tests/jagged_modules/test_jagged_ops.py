@@ -461,7 +461,8 @@ def test_gradients_of_conversions(lengths, conversions, offsets_of):
 
 def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
     """Offsets on a device are not read: N rows of a long segment are padded, and what a dense block does not have is 0."""
-    from jagged_modules import checks, jagged_rows
+    from jagged_modules import checks
+    from jagged_modules.functional import jagged_rows
 
     for module in (checks, jagged_rows):
         monkeypatch.setattr(module, "values_are_checkable", lambda x: False)

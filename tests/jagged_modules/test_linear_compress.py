@@ -8,6 +8,7 @@ import torch
 
 import jagged_modules as jm
 from jagged_modules import functional as F
+from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
 
 LEVELS = {  # batch sizes, embeddings per row, of each level, coarsest first
     "one": ([7], [5]),
@@ -18,7 +19,7 @@ LEVELS = {  # batch sizes, embeddings per row, of each level, coarsest first
     "no-candidates": ([3, 0], [4, 6]),
     "aligned": ([3, 7], [16, 8]),
 }
-IMPLEMENTATIONS = [name for name in F.COMPRESS_IMPLEMENTATIONS if name != "fused"]
+IMPLEMENTATIONS = [name for name in COMPRESS_IMPLEMENTATIONS if name != "fused"]
 
 
 def random_level(batch, num_embeddings, num_compressed=3, width=9, **options):

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .blocks import rows_and_segments
-from .checks import check_device, check_integers, check_offsets, check_size, check_tensor, checked_offsets, values_are_checkable
+from ..blocks import rows_and_segments
+from ..checks import check_device, check_integers, check_offsets, check_size, check_tensor, checked_offsets, values_are_checkable
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 

@@ -1,64 +1,21 @@
-"""The operators as functions: check the arguments, choose the implementation by device, call it."""
+"""Attention over jagged queries and keys."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from .activations import ACTIVATIONS
-from .autocast import autocast, autocast_dtype
-from .blocks import block_offsets, positions_in_segments
-from .broadcast import CandidateIndex
-from .checks import IMPLEMENTATIONS, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
-from .cpu import attention_cpu
-from .decomposed import linear_compress_decomposed
-from .jagged_ops import (
-    ScorePlan,
-    array_jagged_bmm_jagged_out,
-    jagged2_softmax,
-    jagged_dense_bmm,
-    jagged_jagged_bmm,
-    jagged_jagged_bmm_jagged_out,
-    jagged_layer_norm,
-    jagged_linear,
-    jagged_softmax,
-)
-from .jagged_rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
-from .masks import AttentionMask
-from .reference import attention_reference, linear_compress_reference
-from .rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
-from .schedule import TileSchedule, attention_tile, device_schedule
+from ..activations import ACTIVATIONS
+from ..autocast import autocast
+from ..broadcast import CandidateIndex
+from ..checks import IMPLEMENTATIONS, check_offsets, check_tensor, values_are_checkable
+from ..cpu import attention_cpu
+from ..masks import AttentionMask
+from ..reference import attention_reference
+from ..schedule import TileSchedule, attention_tile, device_schedule
 
-BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
-COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
 MAX_HEAD_DIM = 256
-BLOCKS = (16, 32, 64, 128)
-__all__ = [
-    "ScorePlan",
-    "apply_rotary",
-    "array_jagged_bmm_jagged_out",
-    "block_diagonal_attention",
-    "jagged2_softmax",
-    "jagged_attention",
-    "jagged_concat",
-    "jagged_dense_add",
-    "jagged_dense_bmm",
-    "jagged_dense_mul",
-    "jagged_jagged_bmm",
-    "jagged_jagged_bmm_jagged_out",
-    "jagged_layer_norm",
-    "jagged_linear",
-    "jagged_softmax",
-    "jagged_split",
-    "jagged_to_padded",
-    "linear_compress",
-    "padded_to_jagged",
-    "target_attention",
-]
-for _name in __all__[1:]:
-    torch.fx.wrap(_name)  # by name: those defined elsewhere are called through this module, too
+BLOCKS = (16, 32, 64, 128)  # of rows, that kernels have tiles for
 
 
 def jagged_attention(
@@ -113,7 +70,7 @@ def jagged_attention(
     check_tensor("k", k, 3, "[Lk, Hkv, D]")
     check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
     q, k, v = (autocast(x) for x in (q, k, v))
-    _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
+    check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
     if q_shared:
@@ -253,201 +210,7 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
-def linear_compress(
-    weights: Tensor | Sequence[Tensor],
-    embeddings: Tensor | Sequence[Tensor],
-    indices: Tensor | CandidateIndex | Sequence[Tensor | CandidateIndex] | None = None,
-    *,
-    implementation: str = "auto",
-) -> Tensor:
-    """Linear compression of embeddings that belong to the candidates and to what many candidates share (users, vendors).
-
-        out[b] = W @ E[b]                                                        one level
-        out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]                users and candidates
-        out[b] = Σ_l W_l @ E_l[index_l[b]]                                       any number of levels, the candidates last
-
-    Each level is multiplied at its own batch size and added where a candidate asks for it: no embedding is replicated, forward or
-    backward. Gradients flow to every weight and embedding; those of a shared level are summed over its candidates first.
-
-    Args:
-        weights: W `[M, K]`, or one `[M, K_l]` per level, coarsest first. fp32, fp16 or bf16, on the CPU also fp64. Rows that start at
-            16-byte boundaries load fastest; others are copied to such rows.
-        embeddings: E `[B, K, N]`, or one `[B_l, K_l, N]` per level, the candidates' last.
-        indices: for every level but the last, the row of it that each of the last level's B rows takes: `[B]` int32 or int64 in any
-            order, or a `CandidateIndex`. None with one level. Rows that none asks for are legal.
-        implementation: "reference" (every level replicated, one product), "decomposed" (a product per level, then gathered and
-            added), "padded" (so with each K padded to a multiple of 8), "fused" (Triton: the other levels are added, in fp32 and
-            with one rounding, while the candidates' product is in registers), or "auto": fused on CUDA, decomposed elsewhere.
-
-    Returns:
-        `[B, M, N]`.
-
-    Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
-        RuntimeError: a second derivative of the fused implementation; the others have it.
-    """
-    weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
-    indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
-    _check_linear_compress(weights, embeddings, indices, implementation)
-    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
-    rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
-    if implementation == "reference":
-        return linear_compress_reference(weights, embeddings, maps)
-    if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
-        return linear_compress_decomposed(weights, embeddings, maps, align=8 if implementation == "padded" else 1)
-
-    from jagged_kernels.linear_compress import triton_linear_compress
-
-    if weights[0].dtype == torch.float64:
-        raise ValueError("weights must be float32, float16 or bfloat16 for the fused implementation, got torch.float64")
-    grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
-    orders = [None if x is None else x.order for x in grouped]
-    offsets = [None if x is None else x.offsets for x in grouped]
-    return triton_linear_compress(weights, embeddings, maps, orders, offsets)
-
-
-def _check_linear_compress(weights, embeddings, indices, implementation) -> None:
-    if implementation not in COMPRESS_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {COMPRESS_IMPLEMENTATIONS}, got {implementation!r}")
-    if not len(weights) == len(embeddings) == len(indices) + 1:
-        sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
-        raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
-    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
-        check_tensor(f"weights[{level}]", weight, 2, "[M, K]")
-        check_tensor(f"embeddings[{level}]", embedding, 3, "[B, K, N]")
-        if weight.shape[1] != embedding.shape[1]:
-            raise ValueError(f"embeddings[{level}] must have weights[{level}]'s K, {weight.shape[1]}, got {embedding.shape[1]}")
-        if weight.shape[0] != weights[0].shape[0]:
-            raise ValueError(f"weights[{level}] must have weights[0]'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
-        if embedding.shape[2] != embeddings[0].shape[2]:
-            raise ValueError(f"embeddings[{level}] must have embeddings[0]'s N, {embeddings[0].shape[2]}, got {embedding.shape[2]}")
-        for name, x in (("weights", weight), ("embeddings", embedding)):
-            if x.device != embeddings[0].device:
-                raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
-            if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
-                raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
-    rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    for level, index in enumerate(indices):
-        name, size = f"indices[{level}]", embeddings[level].shape[0]
-        if isinstance(index, CandidateIndex):
-            index.check(rows, size, names=("the last embeddings have", f"embeddings[{level}] has"))
-            continue
-        check_integers(name, index)
-        if index.shape[0] != rows:
-            raise ValueError(f"{name} must have one entry per row of the last embeddings, {rows}, got {index.shape[0]}")
-        if index.device not in (device, torch.device("cpu")):
-            raise ValueError(f"{name} must be on the embeddings' device, {device}, or the host, got {index.device}")
-        if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
-            found = f"values {int(index.min())} to {int(index.max())}"
-            raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")
-
-
-def block_diagonal_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    offsets: Tensor,
-    *,
-    block_size: int = 64,
-    scale: float | None = None,
-    rotary: Rotary | None = None,
-    schedule: None = None,
-    implementation: str = "auto",
-) -> Tensor:
-    """Softmax attention within blocks of `block_size` rows, counted from the start of each segment; the last one may be shorter.
-
-    Gradients flow to q, k and v.
-
-    Args:
-        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64), k, v: `[L, Hkv, D]`, same dtype, D 1 to 256, even with rotary. Any row
-            and head stride: views of a packed projection are read in place. H is a multiple of Hkv.
-        offsets: `[B + 1]` int32 or int64, on q's device or the host.
-        block_size: 16, 32, 64 or 128.
-        scale: factor of q kᵀ; 1/sqrt(D) by default.
-        rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
-        schedule: None. The pattern follows from the offsets alone.
-        implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
-            "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128 and H = Hkv; "auto"
-            takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
-            CUDA too: blocks of 128 where D > 128, or in fp32 > 32; before Hopper and on consumer GPUs blocks of 128, and D > 128, or in
-            fp32 > 64.
-
-    Returns:
-        `[L, H, D]`.
-
-    Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets or positions that do not fit
-        together. RuntimeError: a second derivative; the reference has it.
-    """
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, 3, "[L, H, D]")
-    q, k, v = (autocast(x) for x in (q, k, v))
-    _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation)
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    offsets = offsets.to(q.device, non_blocking=True)
-
-    if _block_attention_by_kernels(q, block_size, implementation):
-        from jagged_kernels.block_attention import triton_block_attention
-
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
-
-    if rotary is not None:
-        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
-        cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
-        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
-        v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
-    blocks = block_offsets(offsets, block_size, q.shape[0])
-    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
-
-
-def block_diagonal_attention_packed(
-    qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
-) -> Tensor:
-    """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three."""
-    qkv = autocast(qkv)
-    q, k, v = qkv.unbind(1)
-    if not _block_attention_by_kernels(q, block_size, implementation):
-        return block_diagonal_attention(q, k, v, offsets, block_size=block_size, rotary=rotary, implementation=implementation)
-
-    from jagged_kernels.block_attention import triton_block_attention_packed
-
-    _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
-    qkv, offsets = qkv if qkv.stride(-1) == 1 else qkv.contiguous(), offsets.to(qkv.device, non_blocking=True)
-    return triton_block_attention_packed(
-        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
-    )
-
-
-def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
-    """Whether block attention has kernels for such tensors, and they are asked for."""
-    if implementation in ("triton", "hopper") and q.dtype == torch.float64:
-        raise ValueError(f"q must be float32, float16 or bfloat16 for implementation {implementation!r}, got torch.float64")
-    if implementation == "reference" or implementation == "auto" and (not q.is_cuda or q.dtype == torch.float64):
-        return False
-
-    from jagged_kernels.block_attention import block_attention_fits
-
-    return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size)
-
-
-def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation) -> None:
-    check_offsets("offsets", offsets, q.shape[0])
-    if offsets.device not in (q.device, torch.device("cpu")):
-        raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
-    if implementation not in BLOCK_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {BLOCK_IMPLEMENTATIONS}, got {implementation!r}")
-    _check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, "auto")
-    if v.shape != k.shape or k.shape[0] != q.shape[0]:
-        raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
-    check_size("block_size", block_size)
-    if block_size not in BLOCKS:
-        raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
-    check_rotary(rotary, q, offsets)
-
-
-def _check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:
+def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:
     """Everything that needs no offset values."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
-from .activations import POINTWISE
-from .autocast import autocast
-from .blocks import rows_and_segments
-from .checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, values_are_checkable
-from .cpu_groups import compute_dtype
-from .cpu_products import outer_cpu, product_cpu, softmax_cpu
-from .reference import (
+from ..activations import POINTWISE
+from ..autocast import autocast
+from ..blocks import rows_and_segments
+from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, values_are_checkable
+from ..cpu_groups import compute_dtype
+from ..cpu_products import outer_cpu, product_cpu, softmax_cpu
+from ..reference import (
     array_jagged_bmm_reference,
     jagged2_softmax_reference,
     jagged_dense_bmm_reference,

@@ -1,0 +1,46 @@
+"""The operators as functions: check the arguments, choose the implementation by device, call it."""
+
+import torch
+
+from ..rotary import apply_rotary
+from .attention import jagged_attention, target_attention
+from .block_attention import block_diagonal_attention, block_diagonal_attention_packed
+from .jagged_ops import (
+    ScorePlan,
+    array_jagged_bmm_jagged_out,
+    jagged2_softmax,
+    jagged_dense_bmm,
+    jagged_jagged_bmm,
+    jagged_jagged_bmm_jagged_out,
+    jagged_layer_norm,
+    jagged_linear,
+    jagged_softmax,
+)
+from .jagged_rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
+from .linear_compress import linear_compress
+
+__all__ = [
+    "ScorePlan",
+    "apply_rotary",
+    "array_jagged_bmm_jagged_out",
+    "block_diagonal_attention",
+    "block_diagonal_attention_packed",
+    "jagged2_softmax",
+    "jagged_attention",
+    "jagged_concat",
+    "jagged_dense_add",
+    "jagged_dense_bmm",
+    "jagged_dense_mul",
+    "jagged_jagged_bmm",
+    "jagged_jagged_bmm_jagged_out",
+    "jagged_layer_norm",
+    "jagged_linear",
+    "jagged_softmax",
+    "jagged_split",
+    "jagged_to_padded",
+    "linear_compress",
+    "padded_to_jagged",
+    "target_attention",
+]
+for _name in __all__[1:]:
+    torch.fx.wrap(_name)  # by name: those defined elsewhere are called through this module, too

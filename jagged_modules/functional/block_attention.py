@@ -1,0 +1,121 @@
+"""Attention within blocks of jagged sequences."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast
+from ..blocks import block_offsets, positions_in_segments
+from ..checks import IMPLEMENTATIONS, check_offsets, check_size, check_tensor
+from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
+from .attention import BLOCKS, check_attention, jagged_attention
+
+BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
+
+
+def block_diagonal_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets: Tensor,
+    *,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
+    schedule: None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """Softmax attention within blocks of `block_size` rows, counted from the start of each segment; the last one may be shorter.
+
+    Gradients flow to q, k and v.
+
+    Args:
+        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64), k, v: `[L, Hkv, D]`, same dtype, D 1 to 256, even with rotary. Any row
+            and head stride: views of a packed projection are read in place. H is a multiple of Hkv.
+        offsets: `[B + 1]` int32 or int64, on q's device or the host.
+        block_size: 16, 32, 64 or 128.
+        scale: factor of q kᵀ; 1/sqrt(D) by default.
+        rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
+        schedule: None. The pattern follows from the offsets alone.
+        implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
+            "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128 and H = Hkv; "auto"
+            takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
+            CUDA too: blocks of 128 where D > 128, or in fp32 > 32; before Hopper and on consumer GPUs blocks of 128, and D > 128, or in
+            fp32 > 64.
+
+    Returns:
+        `[L, H, D]`.
+
+    Raises:
+        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets or positions that do not fit
+        together. RuntimeError: a second derivative; the reference has it.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        check_tensor(name, x, 3, "[L, H, D]")
+    q, k, v = (autocast(x) for x in (q, k, v))
+    _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation)
+    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    offsets = offsets.to(q.device, non_blocking=True)
+
+    if _block_attention_by_kernels(q, block_size, implementation):
+        from jagged_kernels.block_attention import triton_block_attention
+
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
+
+    if rotary is not None:
+        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
+        cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
+        q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+        v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
+    blocks = block_offsets(offsets, block_size, q.shape[0])
+    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
+
+
+def block_diagonal_attention_packed(
+    qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
+) -> Tensor:
+    """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three."""
+    check_tensor("qkv", qkv, 4, "[L, 3, H, D]")
+    if qkv.shape[1] != 3:
+        raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
+    qkv = autocast(qkv)
+    q, k, v = qkv.unbind(1)
+    if not _block_attention_by_kernels(q, block_size, implementation):
+        return block_diagonal_attention(q, k, v, offsets, block_size=block_size, rotary=rotary, implementation=implementation)
+
+    from jagged_kernels.block_attention import triton_block_attention_packed
+
+    _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
+    qkv, offsets = qkv if qkv.stride(-1) == 1 else qkv.contiguous(), offsets.to(qkv.device, non_blocking=True)
+    return triton_block_attention_packed(
+        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
+    )
+
+
+def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
+    """Whether block attention has kernels for such tensors, and they are asked for."""
+    if implementation in ("triton", "hopper") and q.dtype == torch.float64:
+        raise ValueError(f"q must be float32, float16 or bfloat16 for implementation {implementation!r}, got torch.float64")
+    if implementation == "reference" or implementation == "auto" and (not q.is_cuda or q.dtype == torch.float64):
+        return False
+
+    from jagged_kernels.block_attention import block_attention_fits
+
+    return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size)
+
+
+def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation) -> None:
+    check_offsets("offsets", offsets, q.shape[0])
+    if offsets.device not in (q.device, torch.device("cpu")):
+        raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
+    if implementation not in BLOCK_IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {BLOCK_IMPLEMENTATIONS}, got {implementation!r}")
+    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, "auto")
+    if v.shape != k.shape or k.shape[0] != q.shape[0]:
+        raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
+    check_size("block_size", block_size)
+    if block_size not in BLOCKS:
+        raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
+    check_rotary(rotary, q, offsets)

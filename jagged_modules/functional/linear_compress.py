@@ -1,0 +1,106 @@
+"""Linear compression of embeddings at several levels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..autocast import autocast, autocast_dtype
+from ..broadcast import CandidateIndex
+from ..checks import check_integers, check_tensor, values_are_checkable
+from ..decomposed import linear_compress_decomposed
+from ..reference import linear_compress_reference
+
+COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
+
+
+def linear_compress(
+    weights: Tensor | Sequence[Tensor],
+    embeddings: Tensor | Sequence[Tensor],
+    indices: Tensor | CandidateIndex | Sequence[Tensor | CandidateIndex] | None = None,
+    *,
+    implementation: str = "auto",
+) -> Tensor:
+    """Linear compression of embeddings that belong to the candidates and to what many candidates share (users, vendors).
+
+        out[b] = W @ E[b]                                                        one level
+        out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]                users and candidates
+        out[b] = Σ_l W_l @ E_l[index_l[b]]                                       any number of levels, the candidates last
+
+    Each level is multiplied at its own batch size and added where a candidate asks for it: no embedding is replicated, forward or
+    backward. Gradients flow to every weight and embedding; those of a shared level are summed over its candidates first.
+
+    Args:
+        weights: W `[M, K]`, or one `[M, K_l]` per level, coarsest first. fp32, fp16 or bf16, on the CPU also fp64. Rows that start at
+            16-byte boundaries load fastest; others are copied to such rows.
+        embeddings: E `[B, K, N]`, or one `[B_l, K_l, N]` per level, the candidates' last.
+        indices: for every level but the last, the row of it that each of the last level's B rows takes: `[B]` int32 or int64 in any
+            order, or a `CandidateIndex`. None with one level. Rows that none asks for are legal.
+        implementation: "reference" (every level replicated, one product), "decomposed" (a product per level, then gathered and
+            added), "padded" (so with each K padded to a multiple of 8), "fused" (Triton: the other levels are added, in fp32 and
+            with one rounding, while the candidates' product is in registers), or "auto": fused on CUDA, decomposed elsewhere.
+
+    Returns:
+        `[B, M, N]`.
+
+    Raises:
+        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
+        RuntimeError: a second derivative of the fused implementation; the others have it.
+    """
+    weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
+    indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
+    _check_linear_compress(weights, embeddings, indices, implementation)
+    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
+    rows, device = embeddings[-1].shape[0], embeddings[-1].device
+    maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
+    if implementation == "reference":
+        return linear_compress_reference(weights, embeddings, maps)
+    if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
+        return linear_compress_decomposed(weights, embeddings, maps, align=8 if implementation == "padded" else 1)
+
+    from jagged_kernels.linear_compress import triton_linear_compress
+
+    if weights[0].dtype == torch.float64:
+        raise ValueError("weights must be float32, float16 or bfloat16 for the fused implementation, got torch.float64")
+    grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
+    orders = [None if x is None else x.order for x in grouped]
+    offsets = [None if x is None else x.offsets for x in grouped]
+    return triton_linear_compress(weights, embeddings, maps, orders, offsets)
+
+
+def _check_linear_compress(weights, embeddings, indices, implementation) -> None:
+    if implementation not in COMPRESS_IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {COMPRESS_IMPLEMENTATIONS}, got {implementation!r}")
+    if not len(weights) == len(embeddings) == len(indices) + 1:
+        sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
+        raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
+    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
+        check_tensor(f"weights[{level}]", weight, 2, "[M, K]")
+        check_tensor(f"embeddings[{level}]", embedding, 3, "[B, K, N]")
+        if weight.shape[1] != embedding.shape[1]:
+            raise ValueError(f"embeddings[{level}] must have weights[{level}]'s K, {weight.shape[1]}, got {embedding.shape[1]}")
+        if weight.shape[0] != weights[0].shape[0]:
+            raise ValueError(f"weights[{level}] must have weights[0]'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
+        if embedding.shape[2] != embeddings[0].shape[2]:
+            raise ValueError(f"embeddings[{level}] must have embeddings[0]'s N, {embeddings[0].shape[2]}, got {embedding.shape[2]}")
+        for name, x in (("weights", weight), ("embeddings", embedding)):
+            if x.device != embeddings[0].device:
+                raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
+            if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
+                raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
+    rows, device = embeddings[-1].shape[0], embeddings[-1].device
+    for level, index in enumerate(indices):
+        name, size = f"indices[{level}]", embeddings[level].shape[0]
+        if isinstance(index, CandidateIndex):
+            index.check(rows, size, names=("the last embeddings have", f"embeddings[{level}] has"))
+            continue
+        check_integers(name, index)
+        if index.shape[0] != rows:
+            raise ValueError(f"{name} must have one entry per row of the last embeddings, {rows}, got {index.shape[0]}")
+        if index.device not in (device, torch.device("cpu")):
+            raise ValueError(f"{name} must be on the embeddings' device, {device}, or the host, got {index.device}")
+        if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
+            found = f"values {int(index.min())} to {int(index.max())}"
+            raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")
