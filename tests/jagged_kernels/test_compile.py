@@ -12,6 +12,7 @@ from jagged_kernels.configs import (  # noqa: E402
     attention_config,
     attention_tile,
     block_attention_config,
+    hopper_attention_config,
     jagged2_softmax_config,
     jagged_matmul_config,
     jagged_softmax_config,
@@ -113,6 +114,42 @@ def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
     assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
     assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
+
+
+def compile_hopper_attention(name, dim, dtype, activation, mask=None):
+    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets."""
+    from jagged_kernels.hopper import attention as hopper
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = getattr(hopper, f"attention_{name}_hopper_kernel")
+    config = hopper_attention_config(name, dim, activation)
+    options = hopper.launch_options(config)
+    constants = dict(GROUP=2, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask, Q_SHARED=False)
+    constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    types = dict(lse_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32") | dict.fromkeys(constants, "constexpr")
+    signature = {}
+    for arg in kernel.arg_names:
+        if arg.endswith("_desc"):
+            box = [1, config.block if arg in ("k_desc", "v_desc") else 64, padded_dim(dim)]
+            layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
+            signature[arg] = f"tensordesc<{dtype}{box},{layout!r}>"
+        else:
+            default = "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+            signature[arg] = types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
+    places = {arg: i for i, arg in enumerate(signature)}
+    constants = {(places[arg],): value for arg, value in constants.items() if arg in places}
+    source = GluonASTSource(kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={x: options[x] for x in ("num_warps", "maxnreg")})
+
+
+@pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
+@pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
+def test_hopper_attention_kernels_compile(dim, dtype, activation, mask):
+    compiled = compile_hopper_attention("fwd", dim, dtype, activation, MASKS[mask])
+    assert compiled.metadata.shared <= 227 * 1024
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

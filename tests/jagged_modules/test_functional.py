@@ -604,7 +604,7 @@ BAD = [
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
-    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128\), the kernels' tiles, got 8"),
+    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128, 192\), the kernels' tiles, got 8"),
 ]
 
 

@@ -1,0 +1,335 @@
+"""Jagged attention for Hopper: a warp-specialised forward kernel, persistent over the tile schedule.
+
+A thread block is one warp that loads and two or three warpgroups that compute, 64 query rows of a tile each. The loading warp runs ahead
+through the schedule, as far as rings of buffers have room: the next tile's rows are there when a tile ends. A warpgroup has the scores of
+a key block and the weighted values of the block before in flight together, and takes the scores' weights while the latter still run.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from ..activations import activation_factors, activation_function
+from ..configs import HopperConfig, hopper_attention_config, padded_dim
+from ..launch import descriptor_sizes, device_properties
+from ..masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, visible_columns
+from ..tile_list import tile_list
+from ..tiles import load_tile as read_tile
+from ..tiles import zigzag_waves
+from .tiles import (
+    LOAD_REGISTERS,
+    LOG2_E,
+    WARPGROUP_ROWS,
+    await_full,
+    box_layout,
+    clear_rows,
+    fetch,
+    make_ring,
+    make_rings,
+    product_layout,
+    put_rows,
+    release,
+    rows_of,
+)
+
+# -- tiles and their blocks ---------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _waves(schedule):
+    """How many tiles this thread block gets."""
+    _, num_tiles_ptr, _, _, _ = schedule
+    return zigzag_waves(gl.load(num_tiles_ptr), gl.program_id(0), gl.num_programs(0))
+
+
+@gluon.jit
+def _tile(schedule, wave, waves, MASK: gl.constexpr):
+    """The tile of a wave, as tiles.py has it, and its first target column. Asked for one wave ahead: its loads wait for one another."""
+    tiles_ptr, _, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr = schedule
+    segment, head, block, q_start, q_len, kv_start, kv_len = read_tile(
+        tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr
+    )
+    return segment, head, block, q_start, q_len, kv_start, kv_len, first_target_column(num_targets_ptr, segment, kv_len, MASK)
+
+
+@gluon.jit
+def _key_blocks(tile, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """The blocks of keys that a tile visits, as masks.py has them, and their number."""
+    _, _, block, _, q_len, _, kv_len, first_target = tile
+    row = block * ROWS
+    last_row = gl.minimum(row + ROWS, q_len) - 1
+    shift = kv_len - q_len
+    blocks = column_blocks(row + shift, last_row + shift, kv_len, first_target, MASK, BLOCK)
+    return blocks, num_partial_blocks(blocks) + blocks[8]
+
+
+@gluon.jit
+def _key_block(number, blocks):
+    """The number-th block: those that the mask or the segment's end cuts come first, last one first, which is where the segment ends."""
+    partial = num_partial_blocks(blocks)
+    return gl.where(number < partial, partial_block(partial - 1 - number, blocks), blocks[7] + number - partial)
+
+
+# -- the forward's parts -------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _fwd_load(
+    q_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr,
+    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+):  # fmt: skip
+    schedule, rings = shared[0], shared[1]
+    q_rings, k_ring, v_ring = rings
+    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
+    BLOCK: gl.constexpr = k_desc.block_type.shape[1]
+    waves = _waves(schedule)
+    next_tile = _tile(schedule, 0, waves, MASK)
+    turn = 0  # of the rings of keys and values
+    for wave in range(waves):
+        tile = next_tile
+        next_tile = _tile(schedule, wave + 1, waves, MASK)
+        _, head, block, q_start, _, kv_start, _, _ = tile
+        blocks, count = _key_blocks(tile, MASK, ROWS, BLOCK)
+        count = gl.maximum(count, 1)
+        row = q_start + block * ROWS
+        if Q_SHARED:
+            row -= q_start
+        for consumer in gl.static_range(CONSUMERS):
+            fetch(q_rings[consumer], q_desc, wave, head, row + consumer * WARPGROUP_ROWS, Q_STAGES)
+        for number in range(count + 1):  # in the order of their use: the keys of a block before the values of the one before it
+            if number < count:
+                fetch(k_ring, k_desc, turn + number, head // GROUP, kv_start + _key_block(number, blocks) * BLOCK, STAGES)
+            if number > 0:
+                fetch(v_ring, v_desc, turn + number - 1, head // GROUP, kv_start + _key_block(number - 1, blocks) * BLOCK, STAGES)
+        turn += count
+
+
+@gluon.jit
+def _weights(scores, visible, row_max, row_sum, scale, ACTIVATION: gl.constexpr, PARTIAL: gl.constexpr):
+    """Weights of a block's scores, and the running maximum and sum of softmax's; what both were before is to be multiplied by `rescale`."""
+    if ACTIVATION is None:
+        if PARTIAL:
+            scores = gl.where(visible, scores, float("-inf"))
+        new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+        shift = new_max
+        if PARTIAL:  # a row that has seen nothing yet: any finite maximum gives it weights 0
+            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
+        p = gl.exp2(scores * scale - shift[:, None])
+        rescale = gl.exp2(row_max - shift)
+        return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+    else:
+        p, _ = ACTIVATION(scores, scale)
+        if PARTIAL:
+            p = gl.where(visible, p, 0.0)
+        return p, row_max, row_sum, row_sum
+
+
+@gluon.jit
+def _visible(column, num_keys, rows, bounds, MASK: gl.constexpr, BLOCK: gl.constexpr):
+    columns = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, product_layout(WARPGROUP_ROWS, BLOCK)))[None, :]
+    if MASK is None:
+        return columns < num_keys
+    else:
+        return is_visible(column + columns, rows, bounds, MASK)
+
+
+@gluon.jit
+def _fwd_block(
+    q, k_ring, v_ring, turn, more, p, acc, row_max, row_sum, column, num_keys, rows, bounds, scale,
+    ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The scores of a key block, their weights, and acc += p v of the block before."""
+    WIDTH: gl.constexpr = acc.shape[1]
+    HOLD: gl.constexpr = ACTIVATION is not None
+    if HOLD:  # the block before has waited for these keys
+        k = rows_of(k_ring[0], turn % STAGES)
+    else:
+        k = await_full(k_ring, turn, STAGES)
+    no_scores = gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK))
+    scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    v = await_full(v_ring, turn - 1, STAGES)
+    acc = warpgroup_mma(p, v, acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    release(k_ring, turn, STAGES)
+    visible = _visible(column, num_keys, rows, bounds, MASK, BLOCK)
+    new_p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, PARTIAL)
+    new_p = gl.convert_layout(new_p.to(v.dtype), gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, WIDTH), 2))
+    if HOLD:
+        # The assembler moves the wait for products above arithmetic, which would then not overlap them; above a loop, as of this wait,
+        # it does not.
+        mbarrier.wait(k_ring[1].index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=more)
+        acc, p, new_p = warpgroup_mma_wait(0, deps=(acc, p, new_p))
+    else:
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    release(v_ring, turn - 1, STAGES)
+    if ACTIVATION is None:
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, WIDTH)))[:, None]
+    return new_p, acc, row_max, row_sum
+
+
+@gluon.jit
+def _fwd_compute(
+    consumer: gl.constexpr, shared, DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    schedule, rings, outputs, scales = shared
+    q_rings, k_ring, v_ring = rings
+    q_ring = q_rings[consumer]
+    out_desc, out_ptr, lse_ptr, stride_om, stride_oh, stride_lse, stages = outputs
+    scale, value_factor, output_scale, segment_scale_ptr = scales
+    BLOCK: gl.constexpr = k_ring[0].shape[2]
+    WIDTH: gl.constexpr = v_ring[0].shape[3]
+    S: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
+    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
+    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
+    lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, S))
+    if ACTIVATION is None:
+        scale *= LOG2_E
+    waves = _waves(schedule)
+    next_tile = _tile(schedule, 0, waves, MASK)
+    turn = 0
+    for wave in range(waves):
+        tile = next_tile
+        next_tile = _tile(schedule, wave + 1, waves, MASK)
+        segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
+        if segment_scale_ptr is not None:
+            output_scale = gl.load(segment_scale_ptr + segment)
+        blocks, visited = _key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
+        count = gl.maximum(visited, 1)  # where there is none, one of which nothing is seen: all tiles alike
+        partial = gl.maximum(num_partial_blocks(blocks), 1)
+        first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
+        num_rows = q_len - first
+        rows = (first + kv_len - q_len + lanes)[:, None]
+        bounds = rows, rows, rows
+        if MASK is not None:
+            bounds = visible_columns(rows, first_target, MASK)
+        row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
+        row_sum = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
+        acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
+
+        q = await_full(q_ring, wave, Q_STAGES)
+        if Q_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, S, 2))
+            fence_async_shared()
+            release(q_ring, wave, Q_STAGES)
+        column = _key_block(0, blocks) * BLOCK
+        num_keys = gl.where(visited > 0, kv_len - column, 0)
+        k = await_full(k_ring, turn, STAGES)
+        scores = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, S), use_acc=False, is_async=True)
+        clear_rows(await_full(v_ring, turn, STAGES), num_keys)
+        scores = warpgroup_mma_wait(0, deps=(scores,))
+        release(k_ring, turn, STAGES)
+        visible = _visible(column, num_keys, rows, bounds, MASK, BLOCK)
+        p, row_max, row_sum, _ = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, True)
+        p = gl.convert_layout(p.to(out_desc.dtype), P)
+        if ACTIVATION is not None:
+            mbarrier.wait(k_ring[1].index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=count > 1)
+        if MASK is not None:
+            for number in range(1, partial):
+                column = _key_block(number, blocks) * BLOCK
+                p, acc, row_max, row_sum = _fwd_block(
+                    q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, column, kv_len - column, rows, bounds,
+                    scale, ACTIVATION, MASK, True, STAGES, BLOCK,
+                )  # fmt: skip
+        for number in range(partial, count):
+            p, acc, row_max, row_sum = _fwd_block(
+                q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, 0, BLOCK, rows, bounds,
+                scale, ACTIVATION, MASK, False, STAGES, BLOCK,
+            )  # fmt: skip
+        if not Q_REGISTERS:
+            release(q_ring, wave, Q_STAGES)
+        turn += count
+        acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        release(v_ring, turn - 1, STAGES)
+
+        if ACTIVATION is None:
+            # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
+            factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+            acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
+            lse_ptrs = lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes
+            gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
+        else:
+            acc = acc * (value_factor * output_scale)
+        put_rows(acc, stages.index(consumer), out_desc, out_ptr, stride_om, stride_oh, q_start + first, head, num_rows, DIM)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=["stride_lse"])
+def attention_fwd_hopper_kernel(
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    scale, value_factor, output_scale, stride_om, stride_oh, stride_lse,
+    GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
+    rings = make_rings(q_desc, Q_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    stages = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, out_desc.block_type.shape[2]], out_desc.layout)
+    outputs = out_desc, out_ptr, lse_ptr, stride_om, stride_oh, stride_lse, stages
+    scales = scale, value_factor, output_scale, segment_scale_ptr
+    shared = schedule, rings, outputs, scales
+    if CONSUMERS == 2:
+        gl.warp_specialize([
+            (_fwd_compute, (0, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
+            (_fwd_compute, (1, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
+            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, Q_STAGES)),
+        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_fwd_compute, (0, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
+            (_fwd_compute, (1, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
+            (_fwd_compute, (2, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
+            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, Q_STAGES)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+
+
+# -- launchers ----------------------------------------------------------------------------------------------------------------------
+
+
+def forward(
+    q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, block_m, scale, q_shared, activation, mask, num_targets, segment_scale,
+    output_scale,
+) -> None:  # fmt: skip
+    """Launch the forward kernel; arguments as those of the portable one."""
+    config = hopper_attention_config("fwd", q.shape[2], activation)
+    if block_m != config.tile:  # a schedule for other kernels
+        tiles, num_tiles = tile_list(q_offsets, kv_offsets, out.shape[0], q.shape[1], config.tile, config.block, mask, num_targets)
+    if not tiles.shape[0]:
+        return
+    bfloat16 = q.dtype == torch.bfloat16
+    value_factor, _ = activation_factors(activation, bfloat16, scale)
+    attention_fwd_hopper_kernel[(min(device_properties(q.device)[1], tiles.shape[0]),)](
+        *_descriptors((q, 64), (k, config.block), (v, config.block), (out, 64)), out, lse,
+        q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
+        scale, value_factor, output_scale, *out.stride()[:2], lse.stride(0),
+        GROUP=q.shape[1] // k.shape[1], V_DIM=v.shape[2], ACTIVATION=activation_function(activation, bfloat16),
+        MASK=mask and tuple(mask), Q_SHARED=q_shared, **launch_options(config),
+    )  # fmt: skip
+
+
+def launch_options(config: HopperConfig) -> dict:
+    """What of a launch follows from its configuration."""
+    return dict(
+        CONSUMERS=config.consumers,
+        STAGES=config.stages,
+        Q_STAGES=config.row_stages,
+        Q_REGISTERS=config.rows_in_registers,
+        REGISTERS=config.registers,
+        num_warps=4,
+        maxnreg=config.launch_registers,
+    )
+
+
+def _descriptors(*boxes: tuple[Tensor, int]) -> list[TensorDescriptor]:
+    """Of `[rows, H, D]`, as `[H, rows, D]`, in boxes of so many rows of a head; columns past D read as 0."""
+    descriptors = []
+    for x, rows in boxes:
+        box = [1, rows, padded_dim(x.shape[2])]
+        descriptors.append(TensorDescriptor(x, *descriptor_sizes(x), box, box_layout(x.dtype, *box)))
+    return descriptors
