@@ -31,6 +31,7 @@ from .tiles import (
     fetch,
     make_ring,
     make_rings,
+    pass_over,
     product_layout,
     put_rows,
     release,
@@ -130,35 +131,66 @@ def _weights(scores, visible, row_max, row_sum, scale, ACTIVATION: gl.constexpr,
 
 
 @gluon.jit
-def _visible(column, num_keys, rows, bounds, MASK: gl.constexpr, BLOCK: gl.constexpr):
-    columns = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, product_layout(WARPGROUP_ROWS, BLOCK)))[None, :]
+def _visible(row, column, num_keys, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
+    """Which of a block's first keys, num_keys of them real, the warpgroup's rows see."""
+    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
+    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
     if MASK is None:
         return columns < num_keys
     else:
-        return is_visible(column + columns, rows, bounds, MASK)
+        rows = row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+        return is_visible(column + columns, rows, visible_columns(rows, first_target, MASK), MASK)
+
+
+@gluon.jit
+def _score(q, k, Q_REGISTERS: gl.constexpr):
+    """q kᵀ, under way."""
+    COLUMNS: gl.constexpr = k.shape[0]
+    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
+    if Q_REGISTERS:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, L, 2), assert_trivial=True)
+    no_scores = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
+    return warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _first_weights(
+    q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
+    ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Of a block's first keys, no product being under way; what follows their values becomes 0."""
+    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
+    WIDTH: gl.constexpr = v_ring[0].shape[3]
+    scores = _score(q, await_full(k_ring, turn, STAGES).slice(0, COLUMNS), Q_REGISTERS)
+    v = await_full(v_ring, turn, STAGES).slice(0, COLUMNS)
+    clear_rows(v, num_keys)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    release(k_ring, turn, STAGES)
+    row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
+    visible = _visible(row, column, num_keys, first_target, MASK, COLUMNS)
+    p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, True)
+    return gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, WIDTH), 2)), v, row_max, row_sum, rescale
 
 
 @gluon.jit
 def _fwd_block(
-    q, k_ring, v_ring, turn, more, p, acc, row_max, row_sum, column, num_keys, rows, bounds, scale,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr, BLOCK: gl.constexpr,
+    q, k_ring, v_ring, turn, more, p, acc, row_max, row_sum, row, column, num_keys, first_target, scale,
+    ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The scores of a key block, their weights, and acc += p v of the block before."""
-    WIDTH: gl.constexpr = acc.shape[1]
+    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, acc.shape[1])
     HOLD: gl.constexpr = ACTIVATION is not None
     if HOLD:  # the block before has waited for these keys
         k = rows_of(k_ring[0], turn % STAGES)
     else:
         k = await_full(k_ring, turn, STAGES)
-    no_scores = gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK))
-    scores = warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    v = await_full(v_ring, turn - 1, STAGES)
-    acc = warpgroup_mma(p, v, acc, is_async=True)
+    scores = _score(q, k, Q_REGISTERS)
+    acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     release(k_ring, turn, STAGES)
-    visible = _visible(column, num_keys, rows, bounds, MASK, BLOCK)
+    visible = _visible(row, column, num_keys, first_target, MASK, k.shape[0])
     new_p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, PARTIAL)
-    new_p = gl.convert_layout(new_p.to(v.dtype), gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, WIDTH), 2))
+    new_p = gl.convert_layout(new_p.to(k.dtype), gl.DotOperandLayout(0, OUT, 2))
     if HOLD:
         # The assembler moves the wait for products above arithmetic, which would then not overlap them; above a loop, as of this wait,
         # it does not.
@@ -168,8 +200,64 @@ def _fwd_block(
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_ring, turn - 1, STAGES)
     if ACTIVATION is None:
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, WIDTH)))[:, None]
+        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
     return new_p, acc, row_max, row_sum
+
+
+@gluon.jit
+def _fwd_rows(
+    q, k_ring, v_ring, turn, blocks, visited, row, kv_len, first_target, scale,
+    ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """acc = p v over all blocks that the tile visits, and the maximum and sum of softmax's rows."""
+    BLOCK: gl.constexpr = k_ring[0].shape[2]
+    WIDTH: gl.constexpr = v_ring[0].shape[3]
+    STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
+    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
+    row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS)
+    row_sum = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, STATS)
+    acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
+    count = gl.maximum(visited, 1)
+    partial = num_partial_blocks(blocks)
+    column = _key_block(0, blocks) * BLOCK
+    num_keys = gl.where(visited > 0, kv_len - column, 0)
+    start = gl.to_tensor(0)
+    if num_keys <= BLOCK // 2:
+        p, v, row_max, row_sum, _ = _first_weights(
+            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
+            ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
+        )  # fmt: skip
+        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        release(v_ring, turn, STAGES)
+        row_max, row_sum = gl.convert_layout(row_max, STATS), gl.convert_layout(row_sum, STATS)
+        start += 1
+    if start < count:
+        column = _key_block(start, blocks) * BLOCK
+        p, _, row_max, row_sum, rescale = _first_weights(
+            q, k_ring, v_ring, turn + start, row_max, row_sum, row, column, kv_len - column, first_target, scale,
+            ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
+        )  # fmt: skip
+        if ACTIVATION is None:
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
+        else:
+            mbarrier.wait(k_ring[1].index((turn + start + 1) % STAGES), (turn + start + 1) // STAGES & 1, pred=start + 1 < count)
+        if MASK is not None:
+            for number in range(start + 1, partial):
+                column = _key_block(number, blocks) * BLOCK
+                p, acc, row_max, row_sum = _fwd_block(
+                    q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
+                    first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
+                )  # fmt: skip
+        for number in range(gl.maximum(start + 1, partial), count):
+            p, acc, row_max, row_sum = _fwd_block(
+                q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
+                first_target, scale, ACTIVATION, MASK, False, STAGES, Q_REGISTERS,
+            )  # fmt: skip
+        acc = warpgroup_mma(p, await_full(v_ring, turn + count - 1, STAGES), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+        release(v_ring, turn + count - 1, STAGES)
+    return acc, row_max, row_sum
 
 
 @gluon.jit
@@ -183,11 +271,7 @@ def _fwd_compute(
     out_desc, out_ptr, lse_ptr, stride_om, stride_oh, stride_lse, stages = outputs
     scale, value_factor, output_scale, segment_scale_ptr = scales
     BLOCK: gl.constexpr = k_ring[0].shape[2]
-    WIDTH: gl.constexpr = v_ring[0].shape[3]
-    S: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
-    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
-    P: gl.constexpr = gl.DotOperandLayout(0, OUT, 2)
-    lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, S))
+    SCORES: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
     if ACTIVATION is None:
         scale *= LOG2_E
     waves = _waves(schedule)
@@ -197,66 +281,40 @@ def _fwd_compute(
         tile = next_tile
         next_tile = _tile(schedule, wave + 1, waves, MASK)
         segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
-        if segment_scale_ptr is not None:
-            output_scale = gl.load(segment_scale_ptr + segment)
         blocks, visited = _key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
-        count = gl.maximum(visited, 1)  # where there is none, one of which nothing is seen: all tiles alike
-        partial = gl.maximum(num_partial_blocks(blocks), 1)
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
-        rows = (first + kv_len - q_len + lanes)[:, None]
-        bounds = rows, rows, rows
-        if MASK is not None:
-            bounds = visible_columns(rows, first_target, MASK)
-        row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        row_sum = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, gl.SliceLayout(1, S))
-        acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
-
-        q = await_full(q_ring, wave, Q_STAGES)
-        if Q_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, S, 2))
-            fence_async_shared()
-            release(q_ring, wave, Q_STAGES)
-        column = _key_block(0, blocks) * BLOCK
-        num_keys = gl.where(visited > 0, kv_len - column, 0)
-        k = await_full(k_ring, turn, STAGES)
-        scores = warpgroup_mma(q, k.permute((1, 0)), gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, S), use_acc=False, is_async=True)
-        clear_rows(await_full(v_ring, turn, STAGES), num_keys)
-        scores = warpgroup_mma_wait(0, deps=(scores,))
-        release(k_ring, turn, STAGES)
-        visible = _visible(column, num_keys, rows, bounds, MASK, BLOCK)
-        p, row_max, row_sum, _ = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, True)
-        p = gl.convert_layout(p.to(out_desc.dtype), P)
-        if ACTIVATION is not None:
-            mbarrier.wait(k_ring[1].index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=count > 1)
-        if MASK is not None:
-            for number in range(1, partial):
-                column = _key_block(number, blocks) * BLOCK
-                p, acc, row_max, row_sum = _fwd_block(
-                    q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, column, kv_len - column, rows, bounds,
-                    scale, ACTIVATION, MASK, True, STAGES, BLOCK,
-                )  # fmt: skip
-        for number in range(partial, count):
-            p, acc, row_max, row_sum = _fwd_block(
-                q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, 0, BLOCK, rows, bounds,
-                scale, ACTIVATION, MASK, False, STAGES, BLOCK,
+        if num_rows > 0:
+            factor = value_factor * output_scale
+            if segment_scale_ptr is not None:
+                factor = value_factor * gl.load(segment_scale_ptr + segment)
+            q = await_full(q_ring, wave, Q_STAGES)
+            if Q_REGISTERS:
+                q = q.load(gl.DotOperandLayout(0, SCORES, 2))
+                fence_async_shared()
+                release(q_ring, wave, Q_STAGES)
+            acc, row_max, row_sum = _fwd_rows(
+                q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, first_target, scale,
+                ACTIVATION, MASK, STAGES, Q_REGISTERS,
             )  # fmt: skip
-        if not Q_REGISTERS:
-            release(q_ring, wave, Q_STAGES)
-        turn += count
-        acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        release(v_ring, turn - 1, STAGES)
-
-        if ACTIVATION is None:
-            # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
-            factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
-            acc = acc * gl.convert_layout(factor, gl.SliceLayout(1, OUT))[:, None]
-            lse_ptrs = lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes
-            gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
+            if not Q_REGISTERS:
+                release(q_ring, wave, Q_STAGES)
+            if ACTIVATION is None:
+                # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
+                row_factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+                acc = acc * gl.convert_layout(row_factor, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, acc.shape[1])))[:, None]
+                lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
+                lse_ptrs = lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes
+                gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
+            else:
+                acc = acc * factor
+            put_rows(acc, stages.index(consumer), out_desc, out_ptr, stride_om, stride_oh, q_start + first, head, num_rows, DIM)
         else:
-            acc = acc * (value_factor * output_scale)
-        put_rows(acc, stages.index(consumer), out_desc, out_ptr, stride_om, stride_oh, q_start + first, head, num_rows, DIM)
+            pass_over(q_ring, wave, Q_STAGES)
+            for number in range(gl.maximum(visited, 1)):  # in the order in which they come
+                pass_over(k_ring, turn + number, STAGES)
+                pass_over(v_ring, turn + number, STAGES)
+        turn += gl.maximum(visited, 1)
     tma.store_wait(0)
 
 

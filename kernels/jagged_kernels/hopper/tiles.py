@@ -83,6 +83,13 @@ def release(ring, turn, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def pass_over(ring, turn, STAGES: gl.constexpr):
+    """Release the buffer of that turn unread."""
+    await_full(ring, turn, STAGES)
+    release(ring, turn, STAGES)
+
+
+@gluon.jit
 def clear_rows(buffer, num_rows):
     """What follows the rows of a block becomes 0: a neighbour's NaN would survive a weight of 0. Every reader does so for itself, which
     costs less than that one waits for another."""
