@@ -188,7 +188,9 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, 
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
     keys = schedule.backward
-    key_schedule = (None, None, attention_tile(head_dim, itemsize).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
+    key_schedule = (
+        (None, None, attention_tile(head_dim, itemsize, None, hopper).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
+    )
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
         *flags.values(), implementation,

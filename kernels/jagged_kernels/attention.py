@@ -28,7 +28,7 @@ from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kerne
 from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, padded_dim
 from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision
 from .operators import below_autograd, differentiate, operator
-from .tile_list import tile_list
+from .tile_list import fitting_tiles
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
@@ -71,8 +71,8 @@ def triton_attention(
         )  # fmt: skip
         return out, lse
     config, common = _launch("fwd", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
-    if config.tile != block_m:
-        tiles, num_tiles = tile_list(q_offsets, kv_offsets, out.shape[0], q.shape[1], config.tile, config.block, mask, num_targets)
+    sizes = out.shape[0], q.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if grid := _grid(config, tiles):
         align, strides = _row_and_head_strides(q, k, v, out)
         factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
@@ -97,19 +97,49 @@ def triton_attention_backward(
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the dq kernel, which with softmax also writes delta, then the dk, dv kernel. `out` is read with softmax alone.
+    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. `out` is read
+    with softmax alone.
 
     A gradient has its operand's shape and dtype.
     """
     do = do if do.stride(-1) == 1 else do.contiguous()
-    delta = torch.empty_like(lse)
-    factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
-    scales = segment_scale, scale, *factors, output_scale
+    chunks, key_offsets = 1, (q_offsets, kv_offsets)
+    if kv_shared:
+        *key_offsets, chunks = _chunk_rows(q, k, key_block)
+        key_tiles = None
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
-    config, common = _launch("dq", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
-    if config.tile != block_m:  # worth a list of tiles of its own, which takes some microseconds
-        tiles, num_tiles = tile_list(q_offsets, kv_offsets, do.shape[0], q.shape[1], config.tile, config.block, mask, num_targets)
+    dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
+    arguments = (
+        do, q, k, v, out, lse, torch.empty_like(lse), dq, dk, dv,
+        (q_offsets, kv_offsets, tiles, num_tiles, block_m), (*key_offsets, key_tiles, num_key_tiles, key_block),
+        scale, q_shared, kv_shared, activation, mask, num_targets, segment_scale, output_scale,
+    )  # fmt: skip
+    if _on_hopper(implementation, q, k, v):
+        from .hopper import attention_backward as hopper
+
+        hopper.backward(*arguments)
+    else:
+        _portable_backward(*arguments)
+    if q_shared:
+        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
+    if kv_shared:
+        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
+    return dq, dk, dv
+
+
+def _portable_backward(
+    do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
+    segment_scale, output_scale,
+) -> None:  # fmt: skip
+    """Launch the kernels of any GPU. A schedule is offsets of queries and keys, tiles and their number, None where there are none, and
+    the rows of a tile."""
+    factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+    scales = segment_scale, scale, *factors, output_scale
+    q_offsets, kv_offsets, *schedule = query_schedule
+    config, common = _launch("dq", q, k, v, schedule[-1], k.shape[0], q_offsets, activation, mask)
+    sizes = do.shape[0], q.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if grid := _grid(config, tiles):
         out = do if out is None else out
         align, strides = _row_and_head_strides(q, k, v, out, do, dq)
@@ -118,28 +148,20 @@ def triton_attention_backward(
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
-    if q_shared:
-        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
 
-    chunks = 1
-    if kv_shared:
-        q_offsets, kv_offsets, chunks = _chunk_rows(q, k, key_block)
-    if kv_shared or key_tiles is None:
-        sizes = chunks * k.shape[0], k.shape[1], key_block, block_m
-        key_tiles, num_key_tiles = tile_list(kv_offsets, q_offsets, *sizes, mask, num_targets, True)
-    dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
-    config, common = _launch("dkdv", q, k, v, block_m, do.shape[0], q_offsets, activation, mask)
-    if grid := _grid(config, key_tiles):
+    q_offsets, kv_offsets, *schedule = key_schedule
+    config, common = _launch("dkdv", q, k, v, query_schedule[-1], do.shape[0], q_offsets, activation, mask)
+    key_block = min(schedule[-1], attention_tile(max(q.shape[2], v.shape[2]), q.element_size()).key)
+    sizes = dk.shape[0], k.shape[1], key_block, config.block
+    tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
+    if grid := _grid(config, tiles):
         align, strides = _row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
             *_descriptors(align, (q, config.block), (k, key_block), (do, config.block)),
-            q_offsets, kv_offsets, key_tiles, num_key_tiles, num_targets, *scales, *strides, lse.stride(0),
+            q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
         )  # fmt: skip
-    if kv_shared:
-        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
-    return dq, dk, dv
 
 
 def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str) -> tuple[Tensor, Tensor]:

@@ -116,22 +116,30 @@ def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None):
-    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets."""
-    from jagged_kernels.hopper import attention as hopper
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=2):
+    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys."""
+    from jagged_kernels.hopper import attention, attention_backward
+    from jagged_kernels.hopper.attention_tiles import launch_options
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
 
-    kernel = getattr(hopper, f"attention_{name}_hopper_kernel")
-    config = hopper_attention_config(name, dim, activation)
-    options = hopper.launch_options(config)
-    constants = dict(GROUP=2, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask, Q_SHARED=False)
+    kernel = {
+        "fwd": attention.attention_fwd_hopper_kernel,
+        "dq": attention_backward.attention_bwd_dq_hopper_kernel,
+        "dkdv": attention_backward.attention_bwd_dkdv_hopper_kernel,
+    }[name]
+    config = hopper_attention_config(name, dim, activation, mask is not None)
+    options = launch_options(config)
+    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
+    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers)
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
-    types = dict(lse_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32") | dict.fromkeys(constants, "constexpr")
+    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {}
     for arg in kernel.arg_names:
         if arg.endswith("_desc"):
-            box = [1, config.block if arg in ("k_desc", "v_desc") else 64, padded_dim(dim)]
+            looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
+            box = [1, config.block if arg in looped else 64, padded_dim(dim)]
             layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
             signature[arg] = f"tensordesc<{dtype}{box},{layout!r}>"
         else:
@@ -145,11 +153,18 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None):
 
 @pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
 @pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
-def test_hopper_attention_kernels_compile(dim, dtype, activation, mask):
-    compiled = compile_hopper_attention("fwd", dim, dtype, activation, MASKS[mask])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask])
     assert compiled.metadata.shared <= 227 * 1024
-    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global", "setmaxnreg"):
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_with_shared_operands_compile(name):
+    for dim in (64, 128):
+        assert compile_hopper_attention(name, dim, "bf16", "softmax", shared=True, group=1).metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

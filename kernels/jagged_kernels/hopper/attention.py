@@ -8,29 +8,37 @@ a key block and the weighted values of the block before in flight together, and 
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors, activation_function
-from ..configs import HopperConfig, hopper_attention_config, padded_dim
-from ..launch import descriptor_sizes, device_properties
-from ..masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, visible_columns
-from ..tile_list import tile_list
-from ..tiles import load_tile as read_tile
-from ..tiles import zigzag_waves
+from ..configs import hopper_attention_config
+from ..launch import device_properties
+from ..masks import num_partial_blocks
+from ..tile_list import fitting_tiles
+from .attention_tiles import (
+    as_factor,
+    descriptor,
+    key_blocks,
+    launch_options,
+    multiply_rows,
+    num_waves,
+    score_scale,
+    segment_factor,
+    tile_of_wave,
+    visible_keys,
+    visited_block,
+)
 from .tiles import (
     LOAD_REGISTERS,
-    LOG2_E,
     WARPGROUP_ROWS,
     await_full,
-    box_layout,
     clear_rows,
     fetch,
     make_ring,
     make_rings,
+    make_stages,
     pass_over,
     product_layout,
     put_rows,
@@ -38,75 +46,37 @@ from .tiles import (
     rows_of,
 )
 
-# -- tiles and their blocks ---------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _waves(schedule):
-    """How many tiles this thread block gets."""
-    _, num_tiles_ptr, _, _, _ = schedule
-    return zigzag_waves(gl.load(num_tiles_ptr), gl.program_id(0), gl.num_programs(0))
-
-
-@gluon.jit
-def _tile(schedule, wave, waves, MASK: gl.constexpr):
-    """The tile of a wave, as tiles.py has it, and its first target column. Asked for one wave ahead: its loads wait for one another."""
-    tiles_ptr, _, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr = schedule
-    segment, head, block, q_start, q_len, kv_start, kv_len = read_tile(
-        tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr
-    )
-    return segment, head, block, q_start, q_len, kv_start, kv_len, first_target_column(num_targets_ptr, segment, kv_len, MASK)
-
-
-@gluon.jit
-def _key_blocks(tile, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """The blocks of keys that a tile visits, as masks.py has them, and their number."""
-    _, _, block, _, q_len, _, kv_len, first_target = tile
-    row = block * ROWS
-    last_row = gl.minimum(row + ROWS, q_len) - 1
-    shift = kv_len - q_len
-    blocks = column_blocks(row + shift, last_row + shift, kv_len, first_target, MASK, BLOCK)
-    return blocks, num_partial_blocks(blocks) + blocks[8]
-
-
-@gluon.jit
-def _key_block(number, blocks):
-    """The number-th block: those that the mask or the segment's end cuts come first, last one first, which is where the segment ends."""
-    partial = num_partial_blocks(blocks)
-    return gl.where(number < partial, partial_block(partial - 1 - number, blocks), blocks[7] + number - partial)
-
-
 # -- the forward's parts -------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _fwd_load(
     q_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings = shared[0], shared[1]
     q_rings, k_ring, v_ring = rings
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = k_desc.block_type.shape[1]
-    waves = _waves(schedule)
-    next_tile = _tile(schedule, 0, waves, MASK)
+    waves = num_waves(schedule)
+    next_tile = tile_of_wave(schedule, 0, waves, MASK)
     turn = 0  # of the rings of keys and values
     for wave in range(waves):
         tile = next_tile
-        next_tile = _tile(schedule, wave + 1, waves, MASK)
+        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
         _, head, block, q_start, _, kv_start, _, _ = tile
-        blocks, count = _key_blocks(tile, MASK, ROWS, BLOCK)
+        blocks, count = key_blocks(tile, MASK, ROWS, BLOCK)
         count = gl.maximum(count, 1)
         row = q_start + block * ROWS
         if Q_SHARED:
             row -= q_start
         for consumer in gl.static_range(CONSUMERS):
-            fetch(q_rings[consumer], q_desc, wave, head, row + consumer * WARPGROUP_ROWS, Q_STAGES)
+            fetch(q_rings[consumer], q_desc, wave, head, row + consumer * WARPGROUP_ROWS, ROW_STAGES)
         for number in range(count + 1):  # in the order of their use: the keys of a block before the values of the one before it
             if number < count:
-                fetch(k_ring, k_desc, turn + number, head // GROUP, kv_start + _key_block(number, blocks) * BLOCK, STAGES)
+                fetch(k_ring, k_desc, turn + number, head // GROUP, kv_start + visited_block(number, blocks) * BLOCK, STAGES)
             if number > 0:
-                fetch(v_ring, v_desc, turn + number - 1, head // GROUP, kv_start + _key_block(number - 1, blocks) * BLOCK, STAGES)
+                fetch(v_ring, v_desc, turn + number - 1, head // GROUP, kv_start + visited_block(number - 1, blocks) * BLOCK, STAGES)
         turn += count
 
 
@@ -131,26 +101,11 @@ def _weights(scores, visible, row_max, row_sum, scale, ACTIVATION: gl.constexpr,
 
 
 @gluon.jit
-def _visible(row, column, num_keys, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which of a block's first keys, num_keys of them real, the warpgroup's rows see."""
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
-    columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    if MASK is None:
-        return columns < num_keys
-    else:
-        rows = row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-        return is_visible(column + columns, rows, visible_columns(rows, first_target, MASK), MASK)
-
-
-@gluon.jit
 def _score(q, k, Q_REGISTERS: gl.constexpr):
     """q kᵀ, under way."""
-    COLUMNS: gl.constexpr = k.shape[0]
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
     if Q_REGISTERS:
-        q = gl.convert_layout(q, gl.DotOperandLayout(0, L, 2), assert_trivial=True)
-    no_scores = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
-    return warpgroup_mma(q, k.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, k.shape[0]), 2), assert_trivial=True)
+    return multiply_rows(q, k)
 
 
 @gluon.jit
@@ -167,9 +122,9 @@ def _first_weights(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(k_ring, turn, STAGES)
     row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
-    visible = _visible(row, column, num_keys, first_target, MASK, COLUMNS)
+    visible = visible_keys(row, column, num_keys, first_target, MASK, COLUMNS)
     p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, True)
-    return gl.convert_layout(p.to(v.dtype), gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, WIDTH), 2)), v, row_max, row_sum, rescale
+    return as_factor(p, v.dtype, WIDTH), v, row_max, row_sum, rescale
 
 
 @gluon.jit
@@ -178,7 +133,8 @@ def _fwd_block(
     ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """The scores of a key block, their weights, and acc += p v of the block before."""
-    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, acc.shape[1])
+    WIDTH: gl.constexpr = acc.shape[1]
+    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
     HOLD: gl.constexpr = ACTIVATION is not None
     if HOLD:  # the block before has waited for these keys
         k = rows_of(k_ring[0], turn % STAGES)
@@ -188,9 +144,9 @@ def _fwd_block(
     acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     release(k_ring, turn, STAGES)
-    visible = _visible(row, column, num_keys, first_target, MASK, k.shape[0])
+    visible = visible_keys(row, column, num_keys, first_target, MASK, k.shape[0])
     new_p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, PARTIAL)
-    new_p = gl.convert_layout(new_p.to(k.dtype), gl.DotOperandLayout(0, OUT, 2))
+    new_p = as_factor(new_p, k.dtype, WIDTH)
     if HOLD:
         # The assembler moves the wait for products above arithmetic, which would then not overlap them; above a loop, as of this wait,
         # it does not.
@@ -219,7 +175,7 @@ def _fwd_rows(
     acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
-    column = _key_block(0, blocks) * BLOCK
+    column = visited_block(0, blocks) * BLOCK
     num_keys = gl.where(visited > 0, kv_len - column, 0)
     start = gl.to_tensor(0)
     if num_keys <= BLOCK // 2:
@@ -233,7 +189,7 @@ def _fwd_rows(
         row_max, row_sum = gl.convert_layout(row_max, STATS), gl.convert_layout(row_sum, STATS)
         start += 1
     if start < count:
-        column = _key_block(start, blocks) * BLOCK
+        column = visited_block(start, blocks) * BLOCK
         p, _, row_max, row_sum, rescale = _first_weights(
             q, k_ring, v_ring, turn + start, row_max, row_sum, row, column, kv_len - column, first_target, scale,
             ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
@@ -244,7 +200,7 @@ def _fwd_rows(
             mbarrier.wait(k_ring[1].index((turn + start + 1) % STAGES), (turn + start + 1) // STAGES & 1, pred=start + 1 < count)
         if MASK is not None:
             for number in range(start + 1, partial):
-                column = _key_block(number, blocks) * BLOCK
+                column = visited_block(number, blocks) * BLOCK
                 p, acc, row_max, row_sum = _fwd_block(
                     q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
                     first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
@@ -262,43 +218,40 @@ def _fwd_rows(
 
 @gluon.jit
 def _fwd_compute(
-    consumer: gl.constexpr, shared, DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    consumer: gl.constexpr, shared, HEADS: gl.constexpr, DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     schedule, rings, outputs, scales = shared
     q_rings, k_ring, v_ring = rings
     q_ring = q_rings[consumer]
-    out_desc, out_ptr, lse_ptr, stride_om, stride_oh, stride_lse, stages = outputs
+    out_ptr, lse_ptr, stride_lse, stages = outputs
     scale, value_factor, output_scale, segment_scale_ptr = scales
     BLOCK: gl.constexpr = k_ring[0].shape[2]
     SCORES: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
-    if ACTIVATION is None:
-        scale *= LOG2_E
-    waves = _waves(schedule)
-    next_tile = _tile(schedule, 0, waves, MASK)
+    scale = score_scale(scale, ACTIVATION)
+    waves = num_waves(schedule)
+    next_tile = tile_of_wave(schedule, 0, waves, MASK)
     turn = 0
     for wave in range(waves):
         tile = next_tile
-        next_tile = _tile(schedule, wave + 1, waves, MASK)
+        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
         segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
-        blocks, visited = _key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
+        blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
         if num_rows > 0:
-            factor = value_factor * output_scale
-            if segment_scale_ptr is not None:
-                factor = value_factor * gl.load(segment_scale_ptr + segment)
-            q = await_full(q_ring, wave, Q_STAGES)
+            factor = segment_factor(value_factor, output_scale, segment_scale_ptr, segment)
+            q = await_full(q_ring, wave, ROW_STAGES)
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
                 fence_async_shared()
-                release(q_ring, wave, Q_STAGES)
+                release(q_ring, wave, ROW_STAGES)
             acc, row_max, row_sum = _fwd_rows(
                 q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, first_target, scale,
                 ACTIVATION, MASK, STAGES, Q_REGISTERS,
             )  # fmt: skip
             if not Q_REGISTERS:
-                release(q_ring, wave, Q_STAGES)
+                release(q_ring, wave, ROW_STAGES)
             if ACTIVATION is None:
                 # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
                 row_factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
@@ -308,46 +261,44 @@ def _fwd_compute(
                 gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
             else:
                 acc = acc * factor
-            put_rows(acc, stages.index(consumer), out_desc, out_ptr, stride_om, stride_oh, q_start + first, head, num_rows, DIM)
+            put_rows(acc, stages.index(consumer), out_ptr, q_start + first, head, num_rows, HEADS, DIM)
         else:
-            pass_over(q_ring, wave, Q_STAGES)
+            pass_over(q_ring, wave, ROW_STAGES)
             for number in range(gl.maximum(visited, 1)):  # in the order in which they come
                 pass_over(k_ring, turn + number, STAGES)
                 pass_over(v_ring, turn + number, STAGES)
         turn += gl.maximum(visited, 1)
-    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["stride_lse"])
 def attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
+    q_desc, k_desc, v_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, output_scale, stride_om, stride_oh, stride_lse,
-    GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    scale, value_factor, output_scale, stride_lse,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
-    rings = make_rings(q_desc, Q_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    stages = gl.allocate_shared_memory(out_desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, out_desc.block_type.shape[2]], out_desc.layout)
-    outputs = out_desc, out_ptr, lse_ptr, stride_om, stride_oh, stride_lse, stages
+    rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    outputs = out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, value_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, outputs, scales
     if CONSUMERS == 2:
         gl.warp_specialize([
-            (_fwd_compute, (0, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
-            (_fwd_compute, (1, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
-            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, Q_STAGES)),
+            (_fwd_compute, (0, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
+            (_fwd_compute, (1, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
+            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
         ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_fwd_compute, (0, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
-            (_fwd_compute, (1, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
-            (_fwd_compute, (2, shared, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, Q_STAGES, Q_REGISTERS)),
-            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, Q_STAGES)),
+            (_fwd_compute, (0, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
+            (_fwd_compute, (1, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
+            (_fwd_compute, (2, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
+            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
-# -- launchers ----------------------------------------------------------------------------------------------------------------------
+# -- launcher -----------------------------------------------------------------------------------------------------------------------
 
 
 def forward(
@@ -355,39 +306,17 @@ def forward(
     output_scale,
 ) -> None:  # fmt: skip
     """Launch the forward kernel; arguments as those of the portable one."""
-    config = hopper_attention_config("fwd", q.shape[2], activation)
-    if block_m != config.tile:  # a schedule for other kernels
-        tiles, num_tiles = tile_list(q_offsets, kv_offsets, out.shape[0], q.shape[1], config.tile, config.block, mask, num_targets)
+    config = hopper_attention_config("fwd", q.shape[2], activation, mask is not None)
+    sizes = out.shape[0], q.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if not tiles.shape[0]:
         return
     bfloat16 = q.dtype == torch.bfloat16
     value_factor, _ = activation_factors(activation, bfloat16, scale)
     attention_fwd_hopper_kernel[(min(device_properties(q.device)[1], tiles.shape[0]),)](
-        *_descriptors((q, 64), (k, config.block), (v, config.block), (out, 64)), out, lse,
+        descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), out, lse,
         q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
-        scale, value_factor, output_scale, *out.stride()[:2], lse.stride(0),
-        GROUP=q.shape[1] // k.shape[1], V_DIM=v.shape[2], ACTIVATION=activation_function(activation, bfloat16),
-        MASK=mask and tuple(mask), Q_SHARED=q_shared, **launch_options(config),
+        scale, value_factor, output_scale, lse.stride(0),
+        HEADS=q.shape[1], GROUP=q.shape[1] // k.shape[1], V_DIM=v.shape[2], ACTIVATION=activation_function(activation, bfloat16),
+        MASK=mask and tuple(mask), Q_SHARED=q_shared, Q_REGISTERS=config.rows_in_registers, **launch_options(config),
     )  # fmt: skip
-
-
-def launch_options(config: HopperConfig) -> dict:
-    """What of a launch follows from its configuration."""
-    return dict(
-        CONSUMERS=config.consumers,
-        STAGES=config.stages,
-        Q_STAGES=config.row_stages,
-        Q_REGISTERS=config.rows_in_registers,
-        REGISTERS=config.registers,
-        num_warps=4,
-        maxnreg=config.launch_registers,
-    )
-
-
-def _descriptors(*boxes: tuple[Tensor, int]) -> list[TensorDescriptor]:
-    """Of `[rows, H, D]`, as `[H, rows, D]`, in boxes of so many rows of a head; columns past D read as 0."""
-    descriptors = []
-    for x, rows in boxes:
-        box = [1, rows, padded_dim(x.shape[2])]
-        descriptors.append(TensorDescriptor(x, *descriptor_sizes(x), box, box_layout(x.dtype, *box)))
-    return descriptors

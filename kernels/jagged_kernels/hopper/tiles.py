@@ -5,9 +5,9 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from .gluon_api import load_tile, store_tile, thread_barrier
+from .gluon_api import load_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 WARPGROUP_ROWS = gl.constexpr(64)
@@ -106,24 +106,35 @@ def clear_rows(buffer, num_rows):
 
 
 @gluon.jit
-def put_rows(acc, stage, desc, ptr, stride_row, stride_head, row, head, num_rows, DIM: gl.constexpr):
-    """Store a warpgroup's 64 rows through its staging buffer. Where rows of another tile or segment follow, past the accelerator."""
+def make_stages(desc, CONSUMERS: gl.constexpr):
+    """A buffer for each warpgroup, of a box of 64 rows, through which results leave."""
+    box: gl.constexpr = desc.block_type.shape
+    return gl.allocate_shared_memory(desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, box[2]], desc.layout)
+
+
+@gluon.jit
+def put_rows(acc, stage, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """Store a warpgroup's 64 rows, as far as they are the tile's, to a contiguous `[rows, HEADS, DIM]`: through the staging buffer, from
+    which threads store 16 bytes each. In fp32 the product's layout stores whole sectors as it is.
+
+    Plain stores: a descriptor of each result would cost a launch more host time than they take of the kernel's.
+    """
     WIDTH: gl.constexpr = acc.shape[1]
-    tma.store_wait(0)
-    thread_barrier()
-    rows_buffer = stage.reshape([WARPGROUP_ROWS, WIDTH])
-    rows_buffer.store(acc.to(stage.dtype))
-    if num_rows >= WARPGROUP_ROWS:
-        fence_async_shared()
+    DIRECT: gl.constexpr = ptr.dtype.element_ty == gl.float32
+    L: gl.constexpr = acc.type.layout if DIRECT else vector_layout(WIDTH)
+    if not DIRECT:
         thread_barrier()
-        store_tile(desc, [head, row.to(gl.int32), 0], stage)
-    else:
+        buffer = stage.reshape([WARPGROUP_ROWS, WIDTH])
+        buffer.store(acc.to(stage.dtype))
         thread_barrier()
-        L: gl.constexpr = vector_layout(WIDTH)
-        rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
-        columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
-        ptrs = ptr + (row + rows)[:, None] * stride_row + head.to(gl.int64) * stride_head + columns[None, :]
-        gl.store(ptrs, rows_buffer.load(L), mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :])
+        acc = buffer.load(L)
+    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    ptrs = ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
+    mask = (rows < num_rows)[:, None]
+    if DIM < WIDTH:
+        mask = mask & (columns < DIM)[None, :]
+    gl.store(ptrs, acc, mask=mask)
 
 
 @functools.cache
