@@ -12,16 +12,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..activations import activation_factors, activation_function
-from ..configs import hopper_attention_config
-from ..launch import device_properties
+from ..activations import activation_factors
 from ..masks import num_partial_blocks
 from ..tile_list import fitting_tiles
 from .attention_tiles import (
     as_factor,
     descriptor,
+    grid,
     key_blocks,
-    launch_options,
+    launch_constants,
     multiply_rows,
     num_waves,
     score_scale,
@@ -306,17 +305,15 @@ def forward(
     output_scale,
 ) -> None:  # fmt: skip
     """Launch the forward kernel; arguments as those of the portable one."""
-    config = hopper_attention_config("fwd", q.shape[2], activation, mask is not None)
+    dims = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
+    config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
-    if not tiles.shape[0]:
-        return
-    bfloat16 = q.dtype == torch.bfloat16
-    value_factor, _ = activation_factors(activation, bfloat16, scale)
-    attention_fwd_hopper_kernel[(min(device_properties(q.device)[1], tiles.shape[0]),)](
-        descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), out, lse,
-        q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
-        scale, value_factor, output_scale, lse.stride(0),
-        HEADS=q.shape[1], GROUP=q.shape[1] // k.shape[1], V_DIM=v.shape[2], ACTIVATION=activation_function(activation, bfloat16),
-        MASK=mask and tuple(mask), Q_SHARED=q_shared, Q_REGISTERS=config.rows_in_registers, **launch_options(config),
-    )  # fmt: skip
+    value_factor, _ = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+    if blocks := grid(tiles):
+        attention_fwd_hopper_kernel[blocks](
+            descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), out, lse,
+            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
+            scale, value_factor, output_scale, lse.stride(0),
+            Q_REGISTERS=config.rows_in_registers, **constants,
+        )  # fmt: skip

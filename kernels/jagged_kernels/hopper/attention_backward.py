@@ -12,16 +12,16 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..activations import activation_factors, activation_function
-from ..configs import hopper_attention_config
-from ..launch import device_properties, has_descriptor
+from ..activations import activation_factors
+from ..launch import has_descriptor
 from ..masks import is_visible, num_partial_blocks, visible_columns
 from ..tile_list import fitting_tiles
 from .attention_tiles import (
     as_factor,
     descriptor,
+    grid,
     key_blocks,
-    launch_options,
+    launch_constants,
     multiply_rows,
     num_waves,
     query_blocks,
@@ -83,15 +83,17 @@ def _dq_load(
 
 
 @gluon.jit
-def _row_sums(out_ptr, do, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """rowsum(dO ∘ O) of a warpgroup's rows: dO in shared memory, O in global memory."""
-    WIDTH: gl.constexpr = do.shape[1]
+def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr, ROW_STAGES: gl.constexpr):
+    """rowsum(dO ∘ O) of a warpgroup's rows: dO from its ring, O from global memory."""
+    WIDTH: gl.constexpr = do_ring[0].shape[3]
     L: gl.constexpr = vector_layout(WIDTH)
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     ptrs = out_ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
     out = gl.load(ptrs, mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :], other=0.0)
-    return gl.sum(out.to(gl.float32) * do.load(L).to(gl.float32), 1)
+    do = await_full(do_ring, wave, ROW_STAGES).load(L)
+    fence_async_shared()  # before the ring's buffer is filled anew
+    return gl.sum(out.to(gl.float32) * do.to(gl.float32), 1)
 
 
 @gluon.jit
@@ -150,14 +152,13 @@ def _dq_compute(
         num_rows = q_len - first
         if num_rows > 0:
             lse, delta = lanes, lanes
-            do = await_full(do_ring, wave, ROW_STAGES)
             if ACTIVATION is None:
                 places = head.to(gl.int64) * stride_lse + q_start + first + lanes
                 lse = gl.load(lse_ptr + places, mask=lanes < num_rows, other=0.0)
-                delta = gl.convert_layout(_row_sums(out_ptr, do, q_start + first, head, num_rows, HEADS, V_DIM), STATS)
+                delta = _row_sums(out_ptr, do_ring, wave, q_start + first, head, num_rows, HEADS, V_DIM, ROW_STAGES)
+                delta = gl.convert_layout(delta, STATS)
                 gl.store(delta_ptr + places, delta, mask=lanes < num_rows)
-                fence_async_shared()
-            q = await_full(q_ring, wave, ROW_STAGES)
+            q, do = await_full(q_ring, wave, ROW_STAGES), await_full(do_ring, wave, ROW_STAGES)
             acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
             row = first + kv_len - q_len
             for number in range(partial):
@@ -422,34 +423,31 @@ def backward(
 ) -> None:  # fmt: skip
     """Launch the dq and the dk, dv kernel; arguments as those of the portable ones."""
     do = do if has_descriptor(do) else do.contiguous()
-    bfloat16, masked, heads = q.dtype == torch.bfloat16, mask is not None, q.shape[1]
-    value_factor, slope_factor = activation_factors(activation, bfloat16, scale)
-    sizes = dict(HEADS=heads, GROUP=heads // k.shape[1], HEAD_DIM=q.shape[2], V_DIM=v.shape[2], Q_SHARED=q_shared)
-    sizes |= dict(ACTIVATION=activation_function(activation, bfloat16), MASK=mask and tuple(mask))
-    operands = tuple(descriptor(x, 64) for x in (q, do, k, v))
-    multiprocessors = device_properties(q.device)[1]
+    value_factor, slope_factor = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+    flags = q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, activation, mask and tuple(mask), q_shared
+    operands = [descriptor(x, 64) for x in (q, do, k, v)]
 
-    config = hopper_attention_config("dq", q.shape[2], activation, masked)
+    config, constants = launch_constants("dq", *flags)
     q_offsets, kv_offsets, *schedule = query_schedule
-    tile_sizes = dq.shape[0], heads, config.tile, config.block
-    tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *tile_sizes, mask, num_targets)
-    if tiles.shape[0]:
-        attention_bwd_dq_hopper_kernel[(min(multiprocessors, tiles.shape[0]),)](
+    sizes = dq.shape[0], q.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
+    if blocks := grid(tiles):
+        attention_bwd_dq_hopper_kernel[blocks](
             *operands, do if out is None else out.contiguous(), dq, lse, delta,
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale, lse.stride(0),
-            **sizes, **launch_options(config),
+            HEAD_DIM=q.shape[2], **constants,
         )  # fmt: skip
 
-    config = hopper_attention_config("dkdv", q.shape[2], activation, masked)
+    config, constants = launch_constants("dkdv", *flags)
     if config.block != 64:
-        operands = descriptor(q, config.block), descriptor(do, config.block), *operands[2:]
+        operands[:2] = descriptor(q, config.block), descriptor(do, config.block)
     q_offsets, kv_offsets, *schedule = key_schedule
-    tile_sizes = dk.shape[0], k.shape[1], config.tile, config.block
-    tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *tile_sizes, mask, num_targets, True)
-    if tiles.shape[0]:
-        attention_bwd_dkdv_hopper_kernel[(min(multiprocessors, tiles.shape[0]),)](
+    sizes = dk.shape[0], k.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
+    if blocks := grid(tiles):
+        attention_bwd_dkdv_hopper_kernel[blocks](
             *operands, dk, dv, lse, delta,
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
             scale, value_factor, slope_factor, output_scale, lse.stride(0),
-            **sizes, KV_SHARED=kv_shared, **launch_options(config),
+            HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, **constants,
         )  # fmt: skip

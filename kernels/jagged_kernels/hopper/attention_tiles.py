@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..configs import HopperConfig, padded_dim
-from ..launch import descriptor_sizes
+from ..activations import activation_function
+from ..configs import HopperConfig, hopper_attention_config, padded_dim
+from ..launch import descriptor_sizes, device_properties
 from ..masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
 from ..tiles import load_tile as read_tile
 from ..tiles import zigzag_waves
@@ -121,6 +125,26 @@ def launch_options(config: HopperConfig) -> dict:
         num_warps=4,
         maxnreg=config.launch_registers,
     )
+
+
+@functools.cache
+def launch_constants(kernel, heads, kv_heads, head_dim, v_dim, dtype, activation, mask, q_shared) -> tuple[HopperConfig, dict]:
+    """A kernel's configuration, and the constant arguments that all kernels share."""
+    config = hopper_attention_config(kernel, head_dim, activation, mask is not None)
+    return config, launch_options(config) | dict(
+        HEADS=heads,
+        GROUP=heads // kv_heads,
+        V_DIM=v_dim,
+        ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
+        MASK=mask,
+        Q_SHARED=q_shared,
+    )
+
+
+def grid(tiles: Tensor) -> tuple[int, ...]:
+    """As many thread blocks as the GPU holds at a time; none, which is no grid, where there are no tiles."""
+    blocks = min(device_properties(tiles.device)[1], tiles.shape[0])
+    return (blocks,) if blocks else ()
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
