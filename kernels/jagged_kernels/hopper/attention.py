@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
 from ..masks import num_partial_blocks
@@ -35,6 +35,7 @@ from .tiles import (
     await_full,
     clear_rows,
     fetch,
+    hold_until_full,
     make_ring,
     make_rings,
     make_stages,
@@ -147,9 +148,7 @@ def _fwd_block(
     new_p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, PARTIAL)
     new_p = as_factor(new_p, k.dtype, WIDTH)
     if HOLD:
-        # The assembler moves the wait for products above arithmetic, which would then not overlap them; above a loop, as of this wait,
-        # it does not.
-        mbarrier.wait(k_ring[1].index((turn + 1) % STAGES), (turn + 1) // STAGES & 1, pred=more)
+        hold_until_full(k_ring, turn + 1, more, STAGES)
         acc, p, new_p = warpgroup_mma_wait(0, deps=(acc, p, new_p))
     else:
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
@@ -196,7 +195,7 @@ def _fwd_rows(
         if ACTIVATION is None:
             acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         else:
-            mbarrier.wait(k_ring[1].index((turn + start + 1) % STAGES), (turn + start + 1) // STAGES & 1, pred=start + 1 < count)
+            hold_until_full(k_ring, turn + start + 1, start + 1 < count, STAGES)
         if MASK is not None:
             for number in range(start + 1, partial):
                 column = visited_block(number, blocks) * BLOCK

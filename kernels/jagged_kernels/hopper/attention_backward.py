@@ -38,6 +38,7 @@ from .tiles import (
     await_full,
     clear_rows,
     fetch,
+    hold_until_full,
     make_ring,
     make_rings,
     make_stages,
@@ -98,11 +99,12 @@ def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, 
 
 @gluon.jit
 def _dq_block(
-    q, do, k_ring, v_ring, turn, acc, lse, delta, row, column, num_keys, first_target, scale,
+    q, do, k_ring, v_ring, turn, more, acc, lse, delta, row, column, num_keys, first_target, scale,
     ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One key block: dS from the scores computed again, acc += dS k."""
     k = await_full(k_ring, turn, STAGES)
+    HOLD: gl.constexpr = ACTIVATION is None and k.shape[1] == 64  # elsewhere it costs more than it gains
     if PARTIAL:
         clear_rows(k, num_keys)
     scores = multiply_rows(q, k)
@@ -110,6 +112,8 @@ def _dq_block(
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if ACTIVATION is None:
         slope = gl.exp2(scores * scale - lse[:, None])
+        if HOLD:
+            hold_until_full(k_ring, turn + 1, more, STAGES)
         dp = warpgroup_mma_wait(0, deps=(dp,)) - delta[:, None]
     else:
         _, slope = ACTIVATION(scores, scale)
@@ -164,12 +168,12 @@ def _dq_compute(
             for number in range(partial):
                 column = visited_block(number, blocks) * BLOCK
                 acc = _dq_block(
-                    q, do, k_ring, v_ring, turn + number, acc, lse, delta, row, column, kv_len - column, first_target,
+                    q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column, first_target,
                     score_scale(scale, ACTIVATION), ACTIVATION, MASK, True, STAGES,
                 )  # fmt: skip
             for number in range(partial, visited):
                 acc = _dq_block(
-                    q, do, k_ring, v_ring, turn + number, acc, lse, delta, row, 0, BLOCK, first_target,
+                    q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, 0, BLOCK, first_target,
                     score_scale(scale, ACTIVATION), ACTIVATION, MASK, False, STAGES,
                 )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)

@@ -83,6 +83,14 @@ def release(ring, turn, STAGES: gl.constexpr):
 
 
 @gluon.jit
+def hold_until_full(ring, turn, wanted, STAGES: gl.constexpr):
+    """Wait for the buffer of that turn, if wanted, between arithmetic and the wait for the products that it shall overlap: the assembler
+    moves waits for products above arithmetic, but not above a loop, as of this wait."""
+    _, full, _ = ring
+    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1, pred=wanted)
+
+
+@gluon.jit
 def pass_over(ring, turn, STAGES: gl.constexpr):
     """Release the buffer of that turn unread."""
     await_full(ring, turn, STAGES)
