@@ -39,8 +39,10 @@ def host_schedule(
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
         mask: blocks that it hides cost nothing.
     """
-    tile = attention_tile(head_dim, itemsize, mean_queries=int(q_lengths.sum()) / max(1, len(q_lengths)))
-    workers = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_initialized() else NUM_WORKERS
+    workers, hopper = NUM_WORKERS, False
+    if torch.cuda.is_initialized():
+        workers, hopper = torch.cuda.get_device_properties(0).multi_processor_count, torch.cuda.get_device_capability(0) == (9, 0)
+    tile = attention_tile(head_dim, itemsize, int(q_lengths.sum()) / max(1, len(q_lengths)), hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)
     backward = zigzag_schedule(
@@ -62,17 +64,18 @@ def device_schedule(
     itemsize: int,
     mask: list[int] | None = None,
     num_targets: Tensor | None = None,
+    hopper: bool = False,
 ) -> TileSchedule:
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record.
 
     total_q, total_kv: rows of all segments. Without total_kv the backward's tiles are left to the backward, which may never come.
-    mask: `AttentionMask.spec`, with num_targets on the offsets' device.
+    mask: `AttentionMask.spec`, with num_targets on the offsets' device. hopper: for the kernels of compute capability 9.0.
     """
     from jagged_kernels.tile_list import tile_list
 
     # Under torch.compile the sizes are symbols, and choosing by them would compile anew.
     mean_queries = None if torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)
-    tile = attention_tile(head_dim, itemsize, mean_queries)
+    tile = attention_tile(head_dim, itemsize, mean_queries, hopper)
 
     def build(offsets, other_offsets, total, heads, block_m, block_n, backward, key_tiles=False):
         tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n, mask, num_targets, key_tiles)

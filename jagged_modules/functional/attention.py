@@ -14,8 +14,10 @@ from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import TileSchedule, attention_tile, device_schedule
 
+ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)  # of rows, that kernels have tiles for
+TILES = (*BLOCKS, 192)
 
 
 def jagged_attention(
@@ -55,7 +57,9 @@ def jagged_attention(
         mask: what each query row sees; everything if None. Not with shared keys.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (triton on CUDA, segments of equal lengths together on the CPU), "reference" or "triton".
+        implementation: "auto" (kernels on CUDA, segments of equal lengths together on the CPU), "reference", "triton", or "hopper": those
+            that need compute capability 9.0, 16 bits, D and Dv multiples of 8, both 40 to 64 or both 72 to 128, and rows that begin at
+            16-byte boundaries; "auto" takes them there.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
@@ -108,21 +112,24 @@ def jagged_attention(
         flags |= dict(mask=None if mask is None else mask.spec, num_targets=None if mask is None else mask.num_targets)
         flags |= dict(segment_scale=output_scale if isinstance(output_scale, Tensor) else None)
         flags |= dict(output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale))
-        run = _triton_attention if implementation == "triton" or q.device.type == "cuda" else _cpu_attention
-        out = run(q, k, v, q_offsets, kv_offsets, schedule, **flags)
+        if implementation == "auto" and q.device.type != "cuda":
+            out = _cpu_attention(q, k, v, q_offsets, kv_offsets, **flags)
+        else:
+            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, **flags)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
 
 
-def _cpu_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
+def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, **flags) -> Tensor:
     out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values())
     return out
 
 
-def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
-    from jagged_kernels.attention import triton_attention
+def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, **flags) -> Tensor:
+    from jagged_kernels.attention import attention_on_hopper, triton_attention
 
     if q.dtype == torch.float64:
         raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
+    hopper = attention_on_hopper(implementation, int(q.shape[2]), int(v.shape[2]), q.dtype, q.device)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0
@@ -134,15 +141,17 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shar
     head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize)
+        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
         schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
     keys = schedule.backward
-    key_schedule = (None, None, attention_tile(head_dim, itemsize).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
+    key_schedule = (
+        (None, None, attention_tile(head_dim, itemsize, None, hopper).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
+    )
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
-        *flags.values(),
+        *flags.values(), implementation,
     )  # fmt: skip
     return out
 
@@ -249,8 +258,8 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     if mask is not None and isinstance(kv_offsets, str):
         raise ValueError("mask must be None where keys are shared by all segments: their rows have no position")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation not in ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
     if schedule is None:
         return
     if not isinstance(schedule, TileSchedule):
@@ -258,8 +267,8 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
     if schedule.num_heads != q.shape[1]:
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
     for half in (schedule, schedule.backward or schedule):
-        if half.block_m not in BLOCKS:
-            raise ValueError(f"schedule must have a block_m of {BLOCKS}, the kernels' tiles, got {half.block_m}")
+        if half.block_m not in TILES:
+            raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
 
 
 def _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask) -> None:

@@ -85,3 +85,13 @@ def tile_list(
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
     )  # fmt: skip
     return tiles, num_tiles
+
+
+def fitting_tiles(
+    tiles: Tensor | None, num_tiles: Tensor | None, rows: int, offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int,
+    block_m: int, *rest,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A schedule's tiles if there are some, of `block_m` rows; else a list made for kernels that want those, arguments as `tile_list`'s."""
+    if tiles is not None and rows == block_m:
+        return tiles, num_tiles
+    return tile_list(offsets, other_offsets, total_rows, num_heads, block_m, *rest)

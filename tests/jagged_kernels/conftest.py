@@ -87,17 +87,17 @@ def check_one_key(poisoned_memory, offsets):
     """Segments of one key: out = v exactly, dv the sum of do, and dq = dk = 0, where plain torch cancels exactly and the kernels up
     to rounding of dP and rowsum(dO o O), each at most |do| |v|."""
 
-    def check(dtype, device):
+    def check(dtype, device, dim=24, kernels="triton"):
         q_offsets, kv_offsets = offsets([1, 3, 1], device), offsets([1, 1, 1], device)
-        q, k, v = (torch.randn(n, 2, 24, device=device).to(dtype).requires_grad_() for n in (5, 3, 3))
-        out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
+        q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype).requires_grad_() for n in (5, 3, 3))
+        out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation=kernels)
         do = torch.randn_like(out)
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
         user = torch.tensor([0, 1, 1, 1, 2], device=device)
         assert torch.equal(out, v[user])
         expected = torch.zeros_like(v, dtype=torch.float64).index_add(0, user, do.double()).to(dtype)
         torch.testing.assert_close(dv, expected, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(torch.float32).eps)
-        bound = 8 * torch.finfo(torch.float32).eps * 24**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
+        bound = 8 * torch.finfo(torch.float32).eps * dim**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
         assert dq.norm() <= bound and dk.norm() <= bound
 
     return check
@@ -107,13 +107,13 @@ def check_one_key(poisoned_memory, offsets):
 def check_empty_shared_operands(poisoned_memory, offsets):
     """No shared rows, or no segment to share them: results without rows or of zeros, gradients of the operands' shapes."""
 
-    def check(device):
+    def check(device, dim=8, dtype=torch.float32, kernels="triton"):
         some = offsets([3, 2], device)
         cases = ("shared", some, 0, 5, 0), (some, "shared", 5, 0, 5), ("shared", some[:1], 4, 0, 0)
         for q_offsets, kv_offsets, q_rows, kv_rows, out_rows in cases:
-            q, k, v = (torch.randn(n, 2, 8, device=device, requires_grad=True) for n in (q_rows, kv_rows, kv_rows))
-            out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
-            assert out.shape == (out_rows, 2, 8) and not out.any()
+            q, k, v = (torch.randn(n, 2, dim, device=device, dtype=dtype, requires_grad=True) for n in (q_rows, kv_rows, kv_rows))
+            out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation=kernels)
+            assert out.shape == (out_rows, 2, dim) and not out.any()
             for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
                 assert gradient.shape == x.shape and not gradient.any()
 
@@ -136,9 +136,11 @@ def poisoned_memory():
 
 @pytest.fixture
 def check_attention(poisoned_memory, offsets, assert_accurate):
-    """Hold implementation="triton", forward and every gradient, to the accuracy rule."""
+    """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
-    def check(lengths, dtype, device, heads=(4, 2), dims=(24, 40), shared=None, tensors=None, grad=None, **options):
+    def check(
+        lengths, dtype, device, heads=(4, 2), dims=(24, 40), shared=None, tensors=None, grad=None, kernels="triton", **options
+    ):  # fmt: skip
         q_lengths, kv_lengths = LENGTHS[lengths] if isinstance(lengths, str) else lengths
         q_offsets = "shared" if shared == "q" else offsets(q_lengths, device)
         kv_offsets = "shared" if shared == "kv" else offsets(kv_lengths, device)
@@ -155,7 +157,7 @@ def check_attention(poisoned_memory, offsets, assert_accurate):
             options["mask"] = jm.AttentionMask(**fields)
 
         def operator(*tensors):
-            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="triton", schedule=schedule, **options)
+            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation=kernels, schedule=schedule, **options)
 
         def reference(*tensors):
             return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="reference", **options)

@@ -12,6 +12,7 @@ from jagged_kernels.configs import (  # noqa: E402
     attention_config,
     attention_tile,
     block_attention_config,
+    hopper_attention_config,
     jagged2_softmax_config,
     jagged_matmul_config,
     jagged_softmax_config,
@@ -113,6 +114,57 @@ def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
     assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
     assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
+
+
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=2):
+    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys."""
+    from jagged_kernels.hopper import attention, attention_backward
+    from jagged_kernels.hopper.attention_tiles import launch_options
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = {
+        "fwd": attention.attention_fwd_hopper_kernel,
+        "dq": attention_backward.attention_bwd_dq_hopper_kernel,
+        "dkdv": attention_backward.attention_bwd_dkdv_hopper_kernel,
+    }[name]
+    config = hopper_attention_config(name, dim, activation, mask is not None)
+    options = launch_options(config)
+    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
+    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers)
+    constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {}
+    for arg in kernel.arg_names:
+        if arg.endswith("_desc"):
+            looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
+            box = [1, config.block if arg in looped else 64, padded_dim(dim)]
+            layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
+            signature[arg] = f"tensordesc<{dtype}{box},{layout!r}>"
+        else:
+            default = "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+            signature[arg] = types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
+    places = {arg: i for i, arg in enumerate(signature)}
+    constants = {(places[arg],): value for arg, value in constants.items() if arg in places}
+    source = GluonASTSource(kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={x: options[x] for x in ("num_warps", "maxnreg")})
+
+
+@pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
+@pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask])
+    assert compiled.metadata.shared <= 227 * 1024
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_with_shared_operands_compile(name):
+    for dim in (64, 128):
+        assert compile_hopper_attention(name, dim, "bf16", "softmax", shared=True, group=1).metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -604,7 +604,7 @@ BAD = [
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
-    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128\), the kernels' tiles, got 8"),
+    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128, 192\), the kernels' tiles, got 8"),
 ]
 
 
@@ -618,3 +618,5 @@ def test_triton_in_float64_is_refused():
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match="q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64"):
         F.jagged_attention(*make_qkv(6, 6, dtype=torch.float64), GOOD["q_offsets"], implementation="triton")
+    with pytest.raises(ValueError, match="'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0.*; got torch.float32 on cpu"):
+        F.jagged_attention(*make_qkv(6, 6), GOOD["q_offsets"], implementation="hopper")
