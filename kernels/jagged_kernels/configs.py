@@ -132,7 +132,7 @@ class HopperProductConfig:
 
 def hopper_product_config(columns: int) -> HopperProductConfig:
     """Launch configuration of a product with that many columns: blocks and buffers fill a multiprocessor's shared memory."""
-    return HopperProductConfig(128, 64, 5, 2) if columns <= 128 else HopperProductConfig(256, 64, 3, 3)
+    return HopperProductConfig(128, 64, 4, 3) if columns <= 128 else HopperProductConfig(256, 64, 3, 3)
 
 
 def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int, columns: int) -> ProductConfig:

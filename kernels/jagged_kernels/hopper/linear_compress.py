@@ -23,7 +23,6 @@ def supports(weights: Sequence[Tensor], embeddings: Sequence[Tensor]) -> bool:
     return all(x.numel() > 0 for x in weights) and all(x.numel() > 0 and has_descriptor(x) for x in embeddings)
 
 
-
 def forward(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
     """Arguments as those of the portable kernels, weights of aligned rows. One launch for up to two levels, one more for each further."""
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]

@@ -150,9 +150,11 @@ def _load(w_desc, e_desc, ring, step, batch, strip, height, panel, flag_ptr, STR
 
 @gluon.jit
 def _produce(
-    w_desc, e_desc, shared_w_desc, shared_e_desc, indices_ptr, flags_ptr, state_ptr, ring, mail, sizes,
+    inputs, shared, state_ptr, ring, mail, sizes,
     M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
+    w_desc, e_desc, shared_w_desc, shared_e_desc = inputs
+    _, indices_ptr, _, flags_ptr = shared
     shared_tiles, tiles, shared_whole, whole = sizes
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -229,8 +231,10 @@ def _product(w, e, acc, FIRST: gl.constexpr, DEPTH: gl.constexpr):
 
 
 @gluon.jit
-def _step(ring, step, wide, half, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, HALF_FIRST: gl.constexpr, DEPTH: gl.constexpr):
-    """Issue the products of a step. Of two accumulators one is complete first, if it is waited for."""
+def _step(
+    ring, step, wide, half, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, HALF_FIRST: gl.constexpr, DEPTH: gl.constexpr
+):  # fmt: skip
+    """Issue the products of a step, those that are complete first first."""
     w_bufs, e_bufs, full, _ = ring
     STAGES: gl.constexpr = e_bufs.shape[0]
     WIDTH: gl.constexpr = e_bufs.shape[3]
@@ -300,12 +304,16 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
         elif i < PARTS:
             x = _shared_columns(half_ptrs, (i - WIDE_PARTS) * COLUMNS)
         if i < ROUNDS:
-            wide, half = _wait(wide, half, WIDE, HALF, 0)
-            _release(ring, step - 1, True)
+            wide, half = _wait(wide, half, WIDE, HALF, GROUPS - 1)
+            if GROUPS == 1:
+                _release(ring, step - 1, True)
         if i < WIDE_PARTS:
             wide = _add_columns(wide, x, i * COLUMNS)
         elif i < PARTS:
             half = _add_columns(half, x, (i - WIDE_PARTS) * COLUMNS)
+        if i < ROUNDS and GROUPS == 2:
+            wide, half = _wait(wide, half, WIDE, HALF, 0)
+            _release(ring, step - 1, True)
     return step, wide, half
 
 
@@ -383,9 +391,10 @@ def _candidate_tile(
 
 @gluon.jit
 def _consume(
-    GROUP: gl.constexpr, out_desc, addends_ptr, indices_ptr, shared_ptr, flags_ptr, ring, mail, stages, sizes,
+    GROUP: gl.constexpr, out_desc, stages, shared, ring, mail, sizes,
     M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr,
 ):  # fmt: skip
+    addends_ptr, indices_ptr, shared_ptr, flags_ptr = shared
     shared_tiles, tiles, shared_whole, whole = sizes
     step = gl.to_tensor(0)
     turn = gl.to_tensor(0)
@@ -431,7 +440,7 @@ def linear_compress_fwd_hopper_kernel(
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], and before it, on the same thread blocks, shared[u] = W' @ E'[u]; either alone
-    without the descriptors of the other. Tiles: of the shared level, `shared_whole` batch rows whole and the others strip by strip; so on."""
+    without the descriptors of the other. Tiles up to `shared_tiles` are the shared level's. `state` and `flags` start as zeros."""
     any_desc = e_desc if e_desc is not None else shared_e_desc
     any_w_desc = w_desc if w_desc is not None else shared_w_desc
     w_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES * 3, ROWS, BLOCK_K], any_w_desc.layout)
@@ -440,17 +449,17 @@ def linear_compress_fwd_hopper_kernel(
     ring = w_bufs, e_bufs, _barriers(STAGES, 1), _barriers(STAGES, 2)
     mail = numbers, _barriers(2, 1), _barriers(2, 2)
     sizes = shared_tiles, tiles, shared_whole, whole
-    stages = (0, 0)
+    left_stages, right_stages = None, None
     if out_desc is not None:
-        stages = (
-            gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout),
-            gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout),
-        )
+        left_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
+        right_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
+    inputs = w_desc, e_desc, shared_w_desc, shared_e_desc
+    shared = addends_ptr, indices_ptr, shared_ptr, flags_ptr
     gl.warp_specialize(
         [
-            (_consume, (0, out_desc, addends_ptr, indices_ptr, shared_ptr, flags_ptr, ring, mail, stages[0], sizes, M, K, SHARED_K, PANELS)),
-            (_consume, (1, out_desc, addends_ptr, indices_ptr, shared_ptr, flags_ptr, ring, mail, stages[1], sizes, M, K, SHARED_K, PANELS)),
-            (_produce, (w_desc, e_desc, shared_w_desc, shared_e_desc, indices_ptr, flags_ptr, state_ptr, ring, mail, sizes, M, K, SHARED_K, PANELS)),
+            (_consume, (0, out_desc, left_stages, shared, ring, mail, sizes, M, K, SHARED_K, PANELS)),
+            (_consume, (1, out_desc, right_stages, shared, ring, mail, sizes, M, K, SHARED_K, PANELS)),
+            (_produce, (inputs, shared, state_ptr, ring, mail, sizes, M, K, SHARED_K, PANELS)),
         ],
         [4, 1],
         [240, 24],
