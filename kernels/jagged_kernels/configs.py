@@ -171,6 +171,22 @@ def linear_compress_config(itemsize: int, capability: tuple[int, int], columns: 
     return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=4)
 
 
+@dataclasses.dataclass(frozen=True)
+class HopperProductConfig:
+    """Hopper's kernel of linear compression: columns of its tiles, the length of the blocks of its sums, how many are in shared memory at
+    once, and the buffers that each group of warps stores through."""
+
+    columns: int
+    depth: int
+    stages: int
+    buffers: int
+
+
+def hopper_product_config(columns: int) -> HopperProductConfig:
+    """Launch configuration of a product with that many columns: blocks and buffers fill a multiprocessor's shared memory."""
+    return HopperProductConfig(128, 64, 4, 3) if columns <= 128 else HopperProductConfig(256, 64, 3, 3)
+
+
 def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int, columns: int) -> ProductConfig:
     """Launch configuration of the gradient of a weight `[rows, columns]`; `depth` divides the embeddings' width."""
     if itemsize == 4:

@@ -185,9 +185,9 @@ def compress_inputs():
 
 @pytest.fixture
 def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
-    """Hold implementation="fused", forward and every gradient, to the accuracy rule."""
+    """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
-    def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None):
+    def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None, kernels="fused"):
         weights, embeddings, indices = compress_inputs(batches, depths, num_compressed, width, dtype, device, grouped)
         tensors = [*weights, *embeddings]
         tensors = tensors if change is None else [change(x) for x in tensors]
@@ -195,8 +195,8 @@ def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
         def run(implementation):
             return lambda *x: F.linear_compress(x[: len(x) // 2], x[len(x) // 2 :], indices, implementation=implementation)
 
-        grad = None if grad is None else grad(run("fused")(*tensors))
-        assert_accurate(run("fused"), run("reference"), *tensors, grad=grad, fp32_roundings=4)
+        grad = None if grad is None else grad(run(kernels)(*tensors))
+        assert_accurate(run(kernels), run("reference"), *tensors, grad=grad, fp32_roundings=4)
 
     return check
 

@@ -1,6 +1,9 @@
 """Every kernel compiles ahead of time, without a GPU, for the generations we support."""
 
+import pathlib
 import re
+import subprocess
+import tempfile
 
 import pytest
 
@@ -13,6 +16,7 @@ from jagged_kernels.configs import (  # noqa: E402
     attention_tile,
     block_attention_config,
     hopper_attention_config,
+    hopper_product_config,
     jagged2_softmax_config,
     jagged_matmul_config,
     jagged_softmax_config,
@@ -21,6 +25,7 @@ from jagged_kernels.configs import (  # noqa: E402
     weight_gradient_config,
 )
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 KERNELS = {
@@ -216,6 +221,51 @@ def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory)
         assert compiled.metadata.shared <= shared_memory * 1024
         if capability == 90 and dtype != "fp32":
             assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+def ptxas_remarks(compiled):
+    """What the assembler says of a kernel for Hopper: registers, spills, products that it serialises."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "kernel.ptx")
+        source.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(90).path, "-arch=sm_90a", "-v", source, "-o", source.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+@pytest.mark.parametrize("addends", [0, 1, 2])
+@pytest.mark.parametrize("dtype, sizes", [("fp16", (433, 866, 1178, 256)), ("bf16", (70, 250, 100, 136)), ("bf16", (300, 600, 40, 128))])
+def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
+    """Three groups of warps fill a multiprocessor: accumulators take most of their registers, and nothing spills."""
+    from jagged_kernels.hopper.linear_compress_kernels import linear_compress_fwd_hopper_kernel as kernel
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    m, k, shared_k, n = sizes
+    config = hopper_product_config(n)
+    element = gl.bfloat16 if dtype == "bf16" else gl.float16
+    boxes = dict(w=(64, config.depth), e=(1, config.depth, config.columns), out=(1, 64, 64))
+    boxes = {f"{name}_desc": box for name, box in boxes.items()} | {f"shared_{name}_desc": boxes[name] for name in ("w", "e")}
+    types = {
+        arg: f"tensordesc<{dtype}{list(box)},{gl.NVMMASharedLayout.get_default_for(list(box), element)!r}>" for arg, box in boxes.items()
+    }
+    types |= dict(addends_ptr=("*fp32",) * addends, indices_ptr=("*i64",) * addends)
+    types |= dict(shared_ptr="*fp32", flags_ptr="*i32", state_ptr="*i32")
+    constants = dict(M=m, K=k, SHARED_K=shared_k, PANELS=-(-n // config.columns), BLOCK_N=config.columns, BLOCK_K=config.depth)
+    constants |= dict(STAGES=config.stages, BUFFERS=config.buffers)
+    if not addends:  # one level
+        constants |= dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr", "flags_ptr"))
+    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    places = {arg: i for i, arg in enumerate(signature)}
+    aligned = {(places[arg],): [["tt.divisibility", 16]] for arg in ("shared_ptr", "flags_ptr", "state_ptr") if arg not in constants}
+    aligned |= {(places[arg], i): [["tt.divisibility", 16]] for arg in ("addends_ptr", "indices_ptr") for i in range(addends)}
+    constants = {(places[arg],): x for arg, x in constants.items()}
+    source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, maxnreg=168))
+    assert compiled.metadata.shared <= 227 * 1024
+    remarks = ptxas_remarks(compiled)
+    assert "serialized" not in remarks and "wgmma.mma_async" in compiled.asm["ptx"]
+    if sizes[0] == 433:
+        assert " 0 bytes spill stores" in remarks
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
