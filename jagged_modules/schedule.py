@@ -31,6 +31,7 @@ def host_schedule(
     head_dim: int,
     itemsize: int,
     mask: AttentionMask | None = None,
+    hopper: bool | None = None,
 ) -> TileSchedule:
     """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
 
@@ -38,10 +39,12 @@ def host_schedule(
         q_lengths, kv_lengths: rows of each segment, host integers.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
         mask: blocks that it hides cost nothing.
+        hopper: for the kernels of compute capability 9.0; None: where the GPU has it.
     """
-    workers, hopper = NUM_WORKERS, False
+    workers, has_hopper = NUM_WORKERS, False
     if torch.cuda.is_initialized():
-        workers, hopper = torch.cuda.get_device_properties(0).multi_processor_count, torch.cuda.get_device_capability(0) == (9, 0)
+        workers, has_hopper = torch.cuda.get_device_properties(0).multi_processor_count, torch.cuda.get_device_capability(0) == (9, 0)
+    hopper = has_hopper if hopper is None else hopper
     tile = attention_tile(head_dim, itemsize, int(q_lengths.sum()) / max(1, len(q_lengths)), hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)
