@@ -5,7 +5,8 @@
 #   make test [ARGS=...]                run the tests; ARGS are options of pytest
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check the style
-#   make bench [ARGS=...]               measure the kernels on a GPU
+#   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
+#   make profile [OUT=folder]           profile the main kernels under ncu, for the record
 #   make clean                          remove .venv and whatever was built
 #
 # PYTHON=python3.12   makes .venv with another Python
@@ -16,7 +17,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-interpreter test-all-others notebooks lint bench clean
+.PHONY: train test test-interpreter test-all-others notebooks lint bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -61,7 +62,16 @@ lint: $(ENV)
 
 bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
-	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
+	status=0; \
+	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)) $(ARGS) || status=1; done; \
+	$(MAKE) record && exit $$status
+
+profile: $(ENV)
+	$(PY) kernels/benchmarks/profile_kernels.py $(if $(OUT),--out $(OUT))
+	$(MAKE) record
+
+record: $(ENV)
+	$(PY) kernels/benchmarks/record.py $(OUT)
 
 clean:
 	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache

@@ -273,6 +273,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     batch, longest, width, columns = sizes.paper
     table = f"Table 1 of the paper: B={batch}, N≤{longest}, D={width}, T={columns}"
     cases += [uniform(table, name, *sizes.paper) for name in OPERATORS if name != f"{OUTER} itself"]
+    cases.append(uniform(table, "jagged_softmax", batch, longest, columns, columns))  # the paper's has as many columns as T
     count, short, long = sizes.skewed
     skewed = torch.cat([uniform_lengths(count, 1, short), torch.tensor([long])])
     even = (torch.arange(count + 2) * skewed.sum() // (count + 1)).diff()

@@ -1,62 +1,21 @@
-"""What the sources publish, and which measured rows stand beside it: the tables of the record (record.py).
+"""What the sources publish, and which measured rows stand beside it: the tables of the record.
 
-A cell is a literal (a published figure, with its source and caveat in the headline) or names a measured value.
+Sources: the PyTorch blog on In-Kernel Broadcast Optimization (IKBO), the one on Generalized Dot-Product Attention (GDPA), the blog on
+TLX Block Attention, and the paper on Jagged Feature Interaction. "Earlier" are figures of peers that were measured on an H200 in
+another run than the record's.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column of a table.
-
-    Args:
-        value: keys of the measured row, "forward_ms", or several with "/" between them; none where all cells are literals.
-        implementation: whose; the row's where empty.
-        over: another implementation, whose value over this one's is shown.
-    """
-
-    heading: str
-    value: str = ""
-    implementation: str = ""
-    over: str = ""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a table.
-
-    Args:
-        case, implementation, table: of the benchmark; the headline's table where empty.
-        cells: literals of the first columns, "" where the column has its value or nothing.
-        instead: stands for what was not measured, where there is no case.
-    """
-
-    what: str
-    case: str = ""
-    implementation: str = ""
-    table: str = ""
-    cells: Sequence[str] = ()
-    instead: str = ""
-
-
-@dataclass(frozen=True)
-class Headline:
-    """A table of the record. ``op``: the benchmark it comes from; ``published``: what is published, and its unit; ``caveat``: on that."""
-
-    key: str
-    title: str
-    source: str
-    published: str
-    caveat: str
-    op: str
-    table: str
-    columns: Sequence[Column]
-    rows: Sequence[Row]
-
+from headline import Column, Headline, Row
 
 FORK = "needs a forked compiler"
+OURS, PORTABLE, UNFUSED = "jagged_modules", "jagged_modules, triton", "jagged_modules, unfused"
+BASELINE = "one product, input comes replicated"
+FA2_BLOCKS = "varlen_attn (FA2), a segment per block"
+PADDED = "torch, padded"
+DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
+JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
+NO_FLOPS = [*[""] * 6, "–"]  # counted of products alone
+FLOORS = "forward_floor_percent/backward_floor_percent"
 
 HEADLINES = [
     Headline(
@@ -198,10 +157,10 @@ HEADLINES = [
             Row("history 4096", "history 4096", cells=["", "439 / 590"]),
             Row("history 8192", "history 8192"),
             Row("history 16384", "history 16384"),
-            Row("histories of mean 0.7 · 512, odd counts", "history 204..512", table="target attention, jagged histories, odd groups"),
-            Row("histories of mean 0.7 · 1024, odd counts", "history 409..1024", table="target attention, jagged histories, odd groups"),
-            Row("histories of mean 0.7 · 2048, odd counts", "history 819..2048", table="target attention, jagged histories, odd groups"),
-            Row("histories of mean 0.7 · 4096, odd counts", "history 1638..4096", table="target attention, jagged histories, odd groups"),
+            Row("histories of mean 0.7 · 512, odd counts", "history 204..512", table=JAGGED, cells=NO_PEERS),
+            Row("histories of mean 0.7 · 1024, odd counts", "history 409..1024", table=JAGGED, cells=NO_PEERS),
+            Row("histories of mean 0.7 · 2048, odd counts", "history 819..2048", table=JAGGED, cells=NO_PEERS),
+            Row("histories of mean 0.7 · 4096, odd counts", "history 1638..4096", table=JAGGED, cells=NO_PEERS),
         ],
     ),
     Headline(
@@ -254,7 +213,6 @@ HEADLINES = [
             Column("Meta's Triton, earlier, H200"),
             Column("Meta's Triton here", "forward_tflops/backward_tflops", implementation="Meta gdpa (Triton)"),
             Column("FA2, softmax", "forward_tflops/backward_tflops", implementation="varlen_attn (FA2), softmax"),
-            Column("padded plain", "forward_tflops/backward_tflops", implementation="bmm + gelu_tanh + bmm, padded"),
             Column("portable", "forward_tflops/backward_tflops", implementation=PORTABLE),
             Column("this project", "forward_tflops/backward_tflops", implementation=OURS),
             Column("over portable", "forward_ms/backward_ms", implementation=OURS, over=PORTABLE),
@@ -283,7 +241,7 @@ HEADLINES = [
         published="ms, forward / backward, on a B200.",
         caveat=(
             "The published kernel needs a B200 and a forked compiler, and its scheduler miscounts empty sequences, whose neighbours' "
-            "rows stay unwritten. A B200 has 1.9 times an H200's bandwidth, which bounds both."
+            "rows stay unwritten. A B200 has 1.7 times an H200's bandwidth, which bounds both."
         ),
         op="block_attention",
         table="block attention, B=1152 H=4 D=128, blocks of 64",
@@ -381,7 +339,7 @@ HEADLINES = [
             Column("max dk here", "max dk"),
             Column("max dv here", "max dv"),
             Column("mean dq here", "mean dq"),
-            Column("dq over the separate one's", "max dq", over="separate rotary in bf16 + varlen_attn (FA2), a segment per block"),
+            Column("separate one's dq over it", "max dq", over="separate rotary in bf16 + varlen_attn (FA2), a segment per block"),
         ],
         rows=[
             Row(
@@ -403,9 +361,9 @@ HEADLINES = [
         published="Padded torch to Triton: latency in µs, and how many times less time, memory and FLOPs.",
         caveat=(
             "The paper states neither the GPU nor what its memory counts; here memory is what a forward call allocates, inputs not "
-            "counted. Its softmax rows do not fit D=256: 4.9 MFLOP are 24 columns. The published operators leave rows past the maximum "
-            "length uninitialised (jagged_softmax), give wrong gradients for longer segments (array_jagged_bmm) and, in one variant, "
-            "divide a softmax by the maximum length."
+            "counted. Its FLOPs of jagged_softmax are those of 8 columns. The published operators leave rows past the maximum length "
+            "uninitialised (jagged_softmax), give wrong gradients for longer segments (array_jagged_bmm) and, in one variant, divide "
+            "a softmax by the maximum length."
         ),
         op="jagged_ops",
         table="Table 1 of the paper: B=1024, N≤200, D=256, T=8",
@@ -426,14 +384,15 @@ HEADLINES = [
         rows=[
             Row("jagged_dense_bmm", "jagged_dense_bmm B1024 N≤200 D256 T8", cells=["166.6 / 99.3", "1.67", "2.83", "1.98"]),
             Row("jagged_jagged_bmm", "jagged_jagged_bmm B1024 N≤200 D256 T8", cells=["199.4 / 79.1", "2.52", "1.98", "1.98"]),
-            Row("jagged_softmax", "jagged_softmax B1024 N≤200 H256", cells=["24.9 / 18", "1.38", "1.98", "1.98"]),
+            Row("jagged_softmax", "jagged_softmax B1024 N≤200 H8", cells=["24.9 / 18", "1.38", "1.98", "1.98", *NO_FLOPS]),
+            Row("the same, 256 columns", "jagged_softmax B1024 N≤200 H256", cells=[*[""] * 4, *NO_FLOPS]),
             Row(
                 "jagged_jagged_bmm_jagged_out",
                 "jagged_jagged_bmm_jagged_out, x with another B1024 N≤200 D256",
                 cells=["671 / 293", "2.29", "3.11", "2.91"],
             ),
             Row("array_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out B1024 N≤200 D256", cells=["755 / 585", "1.29", "2.18", "2.91"]),
-            Row("jagged2_softmax", "jagged2_softmax B1024 N≤200", cells=["2162 / 707", "3.06", "2.94", "2.91"]),
+            Row("jagged2_softmax", "jagged2_softmax B1024 N≤200", cells=["2162 / 707", "3.06", "2.94", "2.91", *NO_FLOPS]),
         ],
     ),
     Headline(
@@ -448,7 +407,6 @@ HEADLINES = [
             Column("FBGEMM, earlier"),
             Column("FBGEMM here", "forward_us", implementation="FBGEMM sll"),
             Column("padded", "forward_us", implementation=PADDED),
-            Column("with conversions", "forward_us", implementation="torch, padded with conversions"),
             Column("this project", "forward_us", implementation=OURS),
             Column("forward + backward", "forward_backward_us", implementation=OURS),
             Column("% of floor", "forward_floor_percent", implementation=OURS),

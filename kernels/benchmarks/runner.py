@@ -457,8 +457,7 @@ def main(
         parser.error("--device cuda: torch sees no CUDA device")
 
     protocol = Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name(options.device).lower()).strip("-")
-    folder = options.out or Path(__file__).parent / "results" / slug
+    folder = options.out or report.results_folder(device_name(options.device))
     cases = {f"{case.table}: {case.name}": case for case in make_cases(options.device, options.tiny)} | dict(other_tables or {})
     chosen = {name: case for name, case in cases.items() if options.only.search(name)}
     if not chosen:
