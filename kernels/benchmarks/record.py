@@ -18,6 +18,7 @@ import headline
 import profile_kernels
 import record_pictures
 import report
+import torch
 from headline import Key
 from published import HEADLINES
 
@@ -114,18 +115,14 @@ def latest_date(folder: Path) -> str:
     return max(dates)
 
 
-def default_folder() -> Path:
-    import torch
-
-    return report.results_folder(torch.cuda.get_device_name())
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes the record of a device's benchmarks.")
     parser.add_argument("folder", type=Path, nargs="?", help="results of a device (default: results/<the GPU here>/)")
     parser.add_argument("--date", default="", help="default: the latest there is")
     options = parser.parse_args(argv)
-    folder = options.folder or default_folder()
+    if options.folder is None and not torch.cuda.is_available():
+        parser.error("torch sees no CUDA device: name the folder of the results")
+    folder = options.folder or report.results_folder(torch.cuda.get_device_name())
     record = make_record(folder, options.date or latest_date(folder))
     save(record, folder)
     print(f"{folder / 'README.md'}: {len(record['rows'])} rows of {len(record['runs'])} runs")

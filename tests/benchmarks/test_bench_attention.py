@@ -12,6 +12,8 @@ import runner
 import torch
 from torch.nn.attention import SDPBackend
 
+from jagged_modules.schedule import host_schedule
+
 LADDER = "ladder: dense, jagged, each unfused and fused"
 CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN", "FlashAttention", "FBGEMM")
 
@@ -96,6 +98,22 @@ def test_useful_flops_count_real_rows_only():
     counts, histories = torch.tensor([2, 1]), torch.tensor([5, 3])
     setup = bench_attention.target_attention("cpu", torch.float32, counts, histories, num_queries=3, num_heads=2, head_dim=8)
     assert setup.flops == 4 * 2 * 8 * 3 * (2 * 5 + 1 * 3)
+
+
+@pytest.mark.parametrize(("device", "capability", "count"), [("cuda", (9, 0), 2), ("cuda", (8, 0), 1), ("cpu", (9, 0), 1)])
+def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, device, capability, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    kernels = {bench_attention.OURS: "auto", bench_attention.PORTABLE: "triton"}
+    assert bench_attention.our_kernels(device) == dict(list(kernels.items())[:count])
+
+
+def test_the_schedule_has_the_tile_of_the_kernels_that_are_measured():
+    lengths = torch.tensor([300, 200])
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "itemsize": 2}
+    portable, hopper, here = (host_schedule(lengths, lengths, **sizes, hopper=hopper).block_m for hopper in (False, True, None))
+    assert portable == here != hopper  # no GPU is in use here
+    assert bench_attention.timed_schedule(lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton")[0].block_m == portable
 
 
 def test_full_sizes_are_those_of_the_tables():

@@ -109,6 +109,13 @@ def test_tables_of_another_form_are_rows_and_no_path_or_traceback_is_kept(tmp_pa
     assert "/somewhere" not in json.dumps(made) and made["runs"][0]["environment"]["command"] == "python bench_op.py --pause 0"
 
 
+def test_without_a_gpu_the_folder_must_be_named(monkeypatch, capsys):
+    monkeypatch.setattr(record.torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit):
+        record.main([])
+    assert "name the folder" in capsys.readouterr().err
+
+
 def test_the_latest_date_is_the_default_and_an_empty_folder_an_error(tmp_path):
     with pytest.raises(FileNotFoundError, match="no results"):
         record.main([str(tmp_path)])
