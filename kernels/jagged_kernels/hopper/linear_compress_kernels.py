@@ -294,7 +294,7 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
     for i in gl.static_range(max(ROUNDS, PARTS)):
         if i < ROUNDS:
             for j in gl.static_range(FREE + i * ROUND, min(FREE + (i + 1) * ROUND, STEPS)):
-                wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, i >= WIDE_PARTS, depth(K, BLOCK_K, j))
+                wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, i >= WIDE_PARTS and i < PARTS, depth(K, BLOCK_K, j))
                 if j > FREE + i * ROUND:
                     wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
                     _release(ring, step - 1, True)
