@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .gluon_api import load_tile, store_tile, thread_barrier
+from .tiles import make_barriers
 
 ROWS = gl.constexpr(64)  # of a product instruction
 COLUMNS = gl.constexpr(32)  # of a shared product taken in at once: 16 registers
@@ -193,18 +194,24 @@ def _store_fragments(ptr, x):
 
 
 @gluon.jit
+def _anew(x):
+    """x, defined again: at no cost, as the assembler removes it after it has looked at products."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _add_columns(acc, x, FIRST: gl.constexpr):
-    """acc, x added to its columns from FIRST on. Columns are registers: nothing moves. Zeros are added to the others, as ptxas serialises
-    products whose accumulator is defined anew in part."""
+    """acc, x added to its columns from FIRST on. Columns are registers: nothing moves. The others are defined anew with them, as ptxas
+    serialises products whose accumulator is defined anew in part."""
     WIDTH: gl.constexpr = acc.shape[1]
     if x.shape[1] == WIDTH:
         return acc + gl.convert_layout(x, acc.type.layout, assert_trivial=True)
     else:
         left, right = acc.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)).split()
         if FIRST < WIDTH // 2:
-            left, right = _add_columns(left, x, FIRST), right + 0.0
+            left, right = _add_columns(left, x, FIRST), _anew(right)
         else:
-            left, right = left + 0.0, _add_columns(right, x, FIRST - WIDTH // 2)
+            left, right = _anew(left), _add_columns(right, x, FIRST - WIDTH // 2)
         return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, WIDTH]), acc.type.layout, assert_trivial=True)
 
 
@@ -424,33 +431,28 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_whole", "whole"])
 def linear_compress_fwd_hopper_kernel(
-    w_desc, e_desc, out_desc, addends_ptr, indices_ptr, shared_w_desc, shared_e_desc, shared_ptr, flags_ptr, state_ptr,
+    w_desc, e_desc, out_desc, addends_ptr, indices_ptr, shared_w_desc, shared_e_desc, shared_ptr, state_ptr,
     shared_tiles, tiles, shared_whole, whole,
     M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], and before it, on the same thread blocks, shared[u] = W' @ E'[u]; either alone
-    without the descriptors of the other. Tiles up to `shared_tiles` are the shared level's. `state` and `flags` start as zeros."""
+    without the descriptors of the other. Tiles up to `shared_tiles` are the shared level's. `state` starts as zeros: the number of tiles
+    dealt, and from its fifth on, how much of each shared strip is stored."""
     any_desc = e_desc if e_desc is not None else shared_e_desc
     any_w_desc = w_desc if w_desc is not None else shared_w_desc
     w_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES * 3, ROWS, BLOCK_K], any_w_desc.layout)
     e_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES, 1, BLOCK_K, BLOCK_N], any_desc.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = w_bufs, e_bufs, _barriers(STAGES, 1), _barriers(STAGES, 2)
-    mail = numbers, _barriers(2, 1), _barriers(2, 2)
+    ring = w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    mail = numbers, make_barriers(2, 1), make_barriers(2, 2)
     sizes = shared_tiles, tiles, shared_whole, whole
-    left_stages, right_stages = None, None
+    left_stages, right_stages, flags_ptr = None, None, None
     if out_desc is not None:
+        if shared_ptr is not None:
+            flags_ptr = state_ptr + 4
         left_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
         right_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
     inputs = w_desc, e_desc, shared_w_desc, shared_e_desc
