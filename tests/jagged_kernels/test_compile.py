@@ -272,9 +272,7 @@ def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
 def test_align_rows_kernel_compiles(capability):
     copy = "*fp16", "i32", "constexpr", "*fp16", "i32", "i32"
     signature = dict(copies=(copy, copy), zeros_ptr="*i32", num_zeros="i32", BLOCK="constexpr")
-    source = ASTSource(
-        linear_compress_kernels.align_rows_kernel, signature=signature, constexprs={(0, 0, 2): 1, (0, 1, 2): 1, (3,): 1024}
-    )
+    source = ASTSource(linear_compress_kernels.align_rows_kernel, signature=signature, constexprs={(0, 0, 2): 1, (0, 1, 2): 1, (3,): 1024})
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
