@@ -107,17 +107,19 @@ def _take(mail, turn):
 
 
 @gluon.jit
-def _wait_for(flag_ptr):
-    """Until both halves of a shared strip are stored. Its thread block runs, so that this ends; were it not so, an error is better than a
-    kernel without end."""
-    ready = _acquire(flag_ptr)
+def _wait_for(flag_ptr, height, STRIDE: gl.constexpr):
+    """Until both halves of a tile's shared strips are stored: their flags are read at once, as each takes long. Their thread blocks run, so
+    that this ends; were it not so, an error is better than a kernel without end."""
+    strips = gl.minimum(gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), height - 1)
+    ready = gl.min(_acquire(flag_ptr + strips * STRIDE), 0)
     polls = gl.to_tensor(0)
     while (ready < 2) & (polls < POLLS):
-        ready = _acquire(flag_ptr)
+        ready = gl.min(_acquire(flag_ptr + strips * STRIDE), 0)
         polls += 1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.s32 p, $1, 2; @p trap; mov.b32 $0, $1; }", "=r,r", [ready], dtype=gl.int32, is_pure=False, pack=1
     )
+    thread_barrier()
 
 
 @gluon.jit
@@ -137,8 +139,7 @@ def _load(w_desc, e_desc, ring, step, batch, strip, height, panel, flag_ptr, STR
         stage = step % STAGES
         if flag_ptr is not None:
             if k == FREE * BLOCK_K:
-                for i in range(height):
-                    _wait_for(flag_ptr + i * STRIDE)
+                _wait_for(flag_ptr, height, STRIDE)
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         for i in gl.static_range(3):
             mbarrier.expect(full.index(stage), e_desc.block_type.nbytes + (i + 1) * w_desc.block_type.nbytes, pred=height == i + 1)
