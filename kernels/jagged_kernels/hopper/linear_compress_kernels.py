@@ -225,6 +225,16 @@ def _shared_columns(ptrs, FIRST: gl.constexpr):
     return total
 
 
+@gluon.jit
+def _shared_part(shared, PART: gl.constexpr, WIDE_PARTS: gl.constexpr):
+    """The PART-th columns to be added, those of the wide product first."""
+    wide_ptrs, half_ptrs = shared
+    if PART < WIDE_PARTS:
+        return _shared_columns(wide_ptrs, PART * COLUMNS)
+    else:
+        return _shared_columns(half_ptrs, (PART - WIDE_PARTS) * COLUMNS)
+
+
 # -- products --------------------------------------------------------------------------------------------------------------------
 
 
@@ -307,10 +317,13 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
                     wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
                     _release(ring, step - 1, True)
                 step += 1
-        if i < WIDE_PARTS:
-            x = _shared_columns(wide_ptrs, i * COLUMNS)
-        elif i < PARTS:
-            x = _shared_columns(half_ptrs, (i - WIDE_PARTS) * COLUMNS)
+        if i < PARTS:
+            if i == 0 or GROUPS == 2:
+                x = _shared_part(shared, i, WIDE_PARTS)
+            else:
+                x = upcoming
+            if i + 1 < PARTS and GROUPS == 1:  # there are registers for another
+                upcoming = _shared_part(shared, i + 1, WIDE_PARTS)
         if i < ROUNDS:
             wide, half = _wait(wide, half, WIDE, HALF, GROUPS - 1)
             if GROUPS == 1:
