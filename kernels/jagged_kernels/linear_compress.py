@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import ProductConfig, linear_compress_config, weight_gradient_config
 from .launch import aligned_strides, ceil_div, device_properties, has_descriptor, precision
-from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
+from .linear_compress_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 from .operators import below_autograd, differentiate, operator
 
 
@@ -47,7 +47,8 @@ def triton_linear_compress(
     if _on_hopper(implementation, weights, embeddings):
         from .hopper import linear_compress as hopper
 
-        return hopper.forward([_aligned_rows(weight) for weight in weights], embeddings, indices)
+        return hopper.forward(weights, embeddings, indices)
+    weights, _ = aligned_weights(weights)
     shared = [_shared_product(weight, embedding) for weight, embedding in zip(weights, embeddings[:-1])]
     return _compress(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype)
 
@@ -126,8 +127,8 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
-    weight, embedding = _aligned_rows(weight).unsqueeze(0), embedding if embedding.stride(2) == 1 else embedding.contiguous()
+    """weight `[M, K]`, of aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
+    weight, embedding = weight.unsqueeze(0), embedding if embedding.stride(2) == 1 else embedding.contiguous()
     (batch, k, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
     config, tail, tiles, workers = _compress_plan(m, n, embedding.element_size(), embedding.device)
@@ -202,12 +203,19 @@ def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
     return out
 
 
-def _aligned_rows(weight: Tensor) -> Tensor:
-    """The weight, copied if its rows do not start at 16-byte boundaries: loads would be of 4 bytes and take most of the time."""
-    if has_descriptor(weight.unsqueeze(0)):
-        return weight
-    rows, columns = weight.shape
-    return weight.new_empty((rows, ceil_div(columns, 8) * 8))[:, :columns].copy_(weight)
+def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list[Tensor], Tensor]:
+    """The weights, those copied whose rows do not start at 16-byte boundaries (loads would be of 4 bytes and take most of the time), and
+    so many int32 zeros; by one launch, if any is copied or any zero wanted."""
+    aligned, copies = list(weights), []
+    zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
+    for level, weight in enumerate(weights):
+        if not has_descriptor(weight.unsqueeze(0)):
+            (rows, columns), stride = weight.shape, ceil_div(weight.shape[1], 8) * 8
+            aligned[level] = weight.new_empty((rows, stride))[:, :columns]
+            copies.append((weight, *weight.stride(), aligned[level], stride, columns))
+    if weights[0].shape[0] > 0 and (copies or num_zeros > 0):
+        align_rows_kernel[(weights[0].shape[0],)](tuple(copies), zeros, num_zeros, BLOCK=1024, num_warps=4)
+    return aligned, zeros
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:

@@ -249,14 +249,14 @@ def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
         arg: f"tensordesc<{dtype}{list(box)},{gl.NVMMASharedLayout.get_default_for(list(box), element)!r}>" for arg, box in boxes.items()
     }
     types |= dict(addends_ptr=("*fp32",) * addends, indices_ptr=("*i64",) * addends)
-    types |= dict(shared_ptr="*fp32", flags_ptr="*i32", state_ptr="*i32")
+    types |= dict(shared_ptr="*fp32", state_ptr="*i32")
     constants = dict(M=m, K=k, SHARED_K=shared_k, PANELS=-(-n // config.columns), BLOCK_N=config.columns, BLOCK_K=config.depth)
     constants |= dict(STAGES=config.stages, BUFFERS=config.buffers)
     if not addends:  # one level
-        constants |= dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr", "flags_ptr"))
+        constants |= dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     places = {arg: i for i, arg in enumerate(signature)}
-    aligned = {(places[arg],): [["tt.divisibility", 16]] for arg in ("shared_ptr", "flags_ptr", "state_ptr") if arg not in constants}
+    aligned = {(places[arg],): [["tt.divisibility", 16]] for arg in ("shared_ptr", "state_ptr") if arg not in constants}
     aligned |= {(places[arg], i): [["tt.divisibility", 16]] for arg in ("addends_ptr", "indices_ptr") for i in range(addends)}
     constants = {(places[arg],): x for arg, x in constants.items()}
     source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
@@ -266,6 +266,14 @@ def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
     assert "serialized" not in remarks and "wgmma.mma_async" in compiled.asm["ptx"]
     if sizes[0] == 433:
         assert " 0 bytes spill stores" in remarks
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_align_rows_kernel_compiles(capability):
+    copy = "*fp16", "i32", "constexpr", "*fp16", "i32", "i32"
+    signature = dict(copies=(copy, copy), zeros_ptr="*i32", num_zeros="i32", BLOCK="constexpr")
+    source = ASTSource(linear_compress_kernels.align_rows_kernel, signature=signature, constexprs={(0, 0, 2): 1, (0, 1, 2): 1, (3,): 1024})
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])

@@ -47,6 +47,21 @@ def test_heights_and_depths(check_linear_compress, kernels, num_compressed, dept
     check_linear_compress([3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels)
 
 
+@pytest.mark.parametrize("num_compressed", [64, 128, 192, 300, 433, 1000])
+@pytest.mark.parametrize("depth", [8, 33, 64, 65])
+def test_one_shallow_level(check_linear_compress, kernels, num_compressed, depth):
+    """Of one step: the assembler lost operands of tiles of two heights that it computed at once."""
+    check_linear_compress([150], [depth], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
+
+
+@pytest.mark.parametrize("strides", [(1, 33), (40, 1), (66, 2), (0, 0)], ids=str)
+def test_weights_of_any_stride(check_linear_compress, kernels, strides):
+    def strided(x):
+        return x if x.dim() == 3 else x.new_empty(66 * 70).normal_().as_strided(x.shape, strides)
+
+    check_linear_compress([2, 9], [33, 33], 33, 256, torch.bfloat16, "cuda", change=strided, kernels=kernels)
+
+
 @pytest.mark.parametrize("candidates", [1, 8, 16, 131, 1000])
 @pytest.mark.parametrize("num_compressed", [433, 449, 512])
 def test_every_output_is_written(check_linear_compress, kernels, candidates, num_compressed):

@@ -7,12 +7,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..configs import HopperProductConfig, hopper_product_config
 from ..launch import ceil_div, device_properties, has_descriptor
+from ..linear_compress import aligned_weights
 from .linear_compress_kernels import linear_compress_fwd_hopper_kernel
+from .tiles import box_layout
 
 
 def supports(weights: Sequence[Tensor], embeddings: Sequence[Tensor]) -> bool:
@@ -24,31 +25,35 @@ def supports(weights: Sequence[Tensor], embeddings: Sequence[Tensor]) -> bool:
 
 
 def forward(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
-    """Arguments as those of the portable kernels, weights of aligned rows. One launch for up to two levels, one more for each further."""
+    """Arguments as those of the portable kernels. One launch prepares, one is for up to two levels, one for each further."""
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]
+    strips, panels, config = _plan(m, n)
     out = embeddings[-1].new_empty((batch, m, n))
+    # Shared products as the kernel keeps them: whole strips and panels, in fp32. The last launch tells which of its own are stored.
+    sizes = [x.shape[0] * strips * panels for x in embeddings[:-1]]
+    products = [out.new_empty((size, 64 * config.columns), dtype=torch.float32) for size in sizes]
+    states = 4 * max(len(products) - 1, 0)
+    weights, state = aligned_weights(weights, states + 4 + sum(sizes[-1:]))
     *shared, candidates = zip(weights, embeddings)
-    products = [_shared_product(m, embedding) for _, embedding in shared]
-    for level, product in zip(shared[:-1], products):
-        _launch(m, n, shared=level, product=product)
-    _launch(m, n, candidates, out, products[::-1], indices[::-1], *(shared[-1:] or [None]), *(products[-1:] or [None]))
+    for i, (level, product) in enumerate(zip(shared[:-1], products)):
+        _launch(m, n, state[4 * i :], shared=level, product=product)
+    last = (shared[-1], products[-1]) if shared else ()
+    _launch(m, n, state[states:], candidates, out, tuple(products[::-1]), tuple(indices[::-1]), *last)
     return out
 
 
-def _shared_product(m: int, embedding: Tensor) -> Tensor:
-    """Room for a level's product, as the kernel keeps it: whole strips and panels, in fp32."""
-    width = hopper_product_config(embedding.shape[2]).columns
-    strips = embedding.shape[0] * ceil_div(m, 64) * ceil_div(embedding.shape[2], width)
-    return embedding.new_empty((strips, 64 * width), dtype=torch.float32)
-
-
-def _launch(m, n, candidates=None, out=None, addends=(), indices=(), shared=None, product=None) -> None:
-    """Launch for the candidates' product, weight and embedding, or a shared level's, or both; addends: the shared one's first."""
+@functools.cache
+def _plan(m: int, n: int) -> tuple[int, int, HopperProductConfig]:
+    """Strips of 64 rows, panels of columns, and the configuration."""
     config = hopper_product_config(n)
-    panels, strips = ceil_div(n, config.columns), ceil_div(m, 64)
+    return ceil_div(m, 64), ceil_div(n, config.columns), config
+
+
+def _launch(m, n, state, candidates=None, out=None, addends=(), indices=(), shared=None, product=None) -> None:
+    """Launch for the candidates' product, weight and embedding, or a shared level's, or both; addends: the shared one's first."""
+    strips, panels, config = _plan(m, n)
     tiles = ceil_div(strips, 3)
-    device = (candidates or shared)[1].device
-    processors = device_properties(device)[1]
+    processors = device_properties(state.device)[1]
     shared_tiles, shared_whole, all_tiles, whole = 0, 0, 0, 0
     if shared is not None:  # few tiles: strip by strip, that all processors have some
         batch = shared[1].shape[0]
@@ -58,11 +63,9 @@ def _launch(m, n, candidates=None, out=None, addends=(), indices=(), shared=None
         batch = candidates[1].shape[0]
         whole = max(batch - ceil_div(processors, strips * panels), 0)
         all_tiles += (whole * tiles + (batch - whole) * strips) * panels
-    both = candidates is not None and shared is not None
-    state = torch.zeros(4 + (product.shape[0] if both else 0), dtype=torch.int32, device=device)
     linear_compress_fwd_hopper_kernel[(min(processors, all_tiles),)](
-        *_operands(candidates, config), None if out is None else _descriptor(out, 1, 64, 64), tuple(addends), tuple(indices),
-        *_operands(shared, config), product, state[4:] if both else None, state, shared_tiles, all_tiles, shared_whole, whole,
+        *_operands(candidates, config), None if out is None else _descriptor(out, 1, 64, 64), addends, indices,
+        *_operands(shared, config), product, state, shared_tiles, all_tiles, shared_whole, whole,
         M=m, K=0 if candidates is None else candidates[0].shape[1], SHARED_K=0 if shared is None else shared[0].shape[1],
         PANELS=panels, BLOCK_N=config.columns, BLOCK_K=config.depth, STAGES=config.stages, BUFFERS=config.buffers,
         num_warps=4, maxnreg=168,
@@ -79,9 +82,4 @@ def _operands(level: tuple[Tensor, Tensor] | None, config: HopperProductConfig) 
 def _descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     """In boxes of a size. A dimension of size 1 may have any stride: one that the accelerator takes stands in for it."""
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _box_layout(x.dtype, *box))
-
-
-@functools.cache
-def _box_layout(dtype: torch.dtype, *box: int):
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), box_layout(x.dtype, *box))

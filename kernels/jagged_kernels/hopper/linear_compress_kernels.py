@@ -12,6 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .gluon_api import load_tile, store_tile, thread_barrier
+from .tiles import make_barriers
 
 ROWS = gl.constexpr(64)  # of a product instruction
 COLUMNS = gl.constexpr(32)  # of a shared product taken in at once: 16 registers
@@ -106,17 +107,19 @@ def _take(mail, turn):
 
 
 @gluon.jit
-def _wait_for(flag_ptr):
-    """Until both halves of a shared strip are stored. Its thread block runs, so that this ends; were it not so, an error is better than a
-    kernel without end."""
-    ready = _acquire(flag_ptr)
+def _wait_for(flag_ptr, height, STRIDE: gl.constexpr):
+    """Until both halves of a tile's shared strips are stored: their flags are read at once, as each takes long. Their thread blocks run, so
+    that this ends; were it not so, an error is better than a kernel without end."""
+    strips = gl.minimum(gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), height - 1)
+    ready = gl.min(_acquire(flag_ptr + strips * STRIDE), 0)
     polls = gl.to_tensor(0)
     while (ready < 2) & (polls < POLLS):
-        ready = _acquire(flag_ptr)
+        ready = gl.min(_acquire(flag_ptr + strips * STRIDE), 0)
         polls += 1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.s32 p, $1, 2; @p trap; mov.b32 $0, $1; }", "=r,r", [ready], dtype=gl.int32, is_pure=False, pack=1
     )
+    thread_barrier()
 
 
 @gluon.jit
@@ -136,8 +139,7 @@ def _load(w_desc, e_desc, ring, step, batch, strip, height, panel, flag_ptr, STR
         stage = step % STAGES
         if flag_ptr is not None:
             if k == FREE * BLOCK_K:
-                for i in range(height):
-                    _wait_for(flag_ptr + i * STRIDE)
+                _wait_for(flag_ptr, height, STRIDE)
         mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
         for i in gl.static_range(3):
             mbarrier.expect(full.index(stage), e_desc.block_type.nbytes + (i + 1) * w_desc.block_type.nbytes, pred=height == i + 1)
@@ -193,18 +195,24 @@ def _store_fragments(ptr, x):
 
 
 @gluon.jit
+def _anew(x):
+    """x, defined again: at no cost, as the assembler removes it after it has looked at products."""
+    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
 def _add_columns(acc, x, FIRST: gl.constexpr):
-    """acc, x added to its columns from FIRST on. Columns are registers: nothing moves. Zeros are added to the others, as ptxas serialises
-    products whose accumulator is defined anew in part."""
+    """acc, x added to its columns from FIRST on. Columns are registers: nothing moves. The others are defined anew with them, as ptxas
+    serialises products whose accumulator is defined anew in part."""
     WIDTH: gl.constexpr = acc.shape[1]
     if x.shape[1] == WIDTH:
         return acc + gl.convert_layout(x, acc.type.layout, assert_trivial=True)
     else:
         left, right = acc.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)).split()
         if FIRST < WIDTH // 2:
-            left, right = _add_columns(left, x, FIRST), right + 0.0
+            left, right = _add_columns(left, x, FIRST), _anew(right)
         else:
-            left, right = left + 0.0, _add_columns(right, x, FIRST - WIDTH // 2)
+            left, right = _anew(left), _add_columns(right, x, FIRST - WIDTH // 2)
         return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, WIDTH]), acc.type.layout, assert_trivial=True)
 
 
@@ -215,6 +223,16 @@ def _shared_columns(ptrs, FIRST: gl.constexpr):
     for level in gl.static_range(1, len(ptrs)):
         total += _load_fragments(ptrs[level] + FIRST * ROWS, COLUMNS)
     return total
+
+
+@gluon.jit
+def _shared_part(shared, PART: gl.constexpr, WIDE_PARTS: gl.constexpr):
+    """The PART-th columns to be added, those of the wide product first."""
+    wide_ptrs, half_ptrs = shared
+    if PART < WIDE_PARTS:
+        return _shared_columns(wide_ptrs, PART * COLUMNS)
+    else:
+        return _shared_columns(half_ptrs, (PART - WIDE_PARTS) * COLUMNS)
 
 
 # -- products --------------------------------------------------------------------------------------------------------------------
@@ -268,6 +286,13 @@ def _release(ring, step, wanted):
 
 
 @gluon.jit
+def _unknown(x):
+    """x, which the compiler does not know: of addresses of operands that follow no loop, and that it had computed for tiles of two heights,
+    ptxas 12.8 lost some."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
 def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, K: gl.constexpr):
     """A group's part of a tile of W @ E: 64 rows over all columns if WIDE, 64 over its half of them if HALF. The shared products' parts
     are added by columns, one by one between the last steps; those are written out, as registers have no index."""
@@ -281,9 +306,10 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
     ROUNDS: gl.constexpr = min(cdiv(STEPS, ROUND), max(PARTS, 1))
     FREE: gl.constexpr = free_steps(K, BLOCK_K, ROUNDS)
     GROUPS: gl.constexpr = WIDE + HALF
+    upcoming = None
     wide = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
     half = gl.zeros([ROWS, WIDTH // 2], gl.float32, product_layout(WIDTH // 2))
-    for i in range(FREE):
+    for i in range(_unknown(gl.to_tensor(FREE))):
         wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, False, BLOCK_K)
         wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
         _release(ring, step - 1, i > 0)
@@ -294,15 +320,18 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
     for i in gl.static_range(max(ROUNDS, PARTS)):
         if i < ROUNDS:
             for j in gl.static_range(FREE + i * ROUND, min(FREE + (i + 1) * ROUND, STEPS)):
-                wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, i >= WIDE_PARTS, depth(K, BLOCK_K, j))
+                wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, i >= WIDE_PARTS and i < PARTS, depth(K, BLOCK_K, j))
                 if j > FREE + i * ROUND:
                     wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
                     _release(ring, step - 1, True)
                 step += 1
-        if i < WIDE_PARTS:
-            x = _shared_columns(wide_ptrs, i * COLUMNS)
-        elif i < PARTS:
-            x = _shared_columns(half_ptrs, (i - WIDE_PARTS) * COLUMNS)
+        if i < PARTS:
+            if i == 0 or GROUPS == 2:
+                x = _shared_part(shared, i, WIDE_PARTS)
+            else:
+                x = upcoming
+            if i + 1 < PARTS and GROUPS == 1:  # there are registers for another
+                upcoming = _shared_part(shared, i + 1, WIDE_PARTS)
         if i < ROUNDS:
             wide, half = _wait(wide, half, WIDE, HALF, GROUPS - 1)
             if GROUPS == 1:
@@ -424,33 +453,28 @@ def _consume(
     tma.store_wait(0)
 
 
-@gluon.jit
-def _barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
-    barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(NUMBER):
-        mbarrier.init(barriers.index(i), count=COUNT)
-    return barriers
-
-
 @gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_whole", "whole"])
 def linear_compress_fwd_hopper_kernel(
-    w_desc, e_desc, out_desc, addends_ptr, indices_ptr, shared_w_desc, shared_e_desc, shared_ptr, flags_ptr, state_ptr,
+    w_desc, e_desc, out_desc, addends_ptr, indices_ptr, shared_w_desc, shared_e_desc, shared_ptr, state_ptr,
     shared_tiles, tiles, shared_whole, whole,
     M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
     """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], and before it, on the same thread blocks, shared[u] = W' @ E'[u]; either alone
-    without the descriptors of the other. Tiles up to `shared_tiles` are the shared level's. `state` and `flags` start as zeros."""
+    without the descriptors of the other. Tiles up to `shared_tiles` are the shared level's. `state` starts as zeros: the number of tiles
+    dealt, and from its fifth on, how much of each shared strip is stored."""
     any_desc = e_desc if e_desc is not None else shared_e_desc
     any_w_desc = w_desc if w_desc is not None else shared_w_desc
     w_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES * 3, ROWS, BLOCK_K], any_w_desc.layout)
     e_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES, 1, BLOCK_K, BLOCK_N], any_desc.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = w_bufs, e_bufs, _barriers(STAGES, 1), _barriers(STAGES, 2)
-    mail = numbers, _barriers(2, 1), _barriers(2, 2)
+    ring = w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2)
+    mail = numbers, make_barriers(2, 1), make_barriers(2, 2)
     sizes = shared_tiles, tiles, shared_whole, whole
-    left_stages, right_stages = None, None
+    left_stages, right_stages, flags_ptr = None, None, None
     if out_desc is not None:
+        if shared_ptr is not None:
+            flags_ptr = state_ptr + 4
         left_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
         right_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
     inputs = w_desc, e_desc, shared_w_desc, shared_e_desc
