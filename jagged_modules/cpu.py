@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn.functional import pad
 
 from .cpu_blocks import pointwise_backward, pointwise_forward, scores_at_a_time, softmax_backward, softmax_forward
@@ -19,7 +19,7 @@ from .cpu_groups import Rows, compute_dtype
 from .masks import AttentionMask
 
 
-@torch.library.custom_op("jagged_modules::attention_cpu", mutates_args=(), device_types="cpu")
+@library.custom_op("jagged_modules::attention_cpu", mutates_args=(), device_types="cpu")
 def attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
@@ -47,7 +47,7 @@ def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
     return _empty_outputs(q, v, q_offsets, q_shared, activation)
 
 
-@torch.library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=(), device_types="cpu")
+@library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=(), device_types="cpu")
 def attention_cpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,

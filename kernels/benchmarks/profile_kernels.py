@@ -92,7 +92,7 @@ def parse(text: str) -> list[dict]:
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
     if start is None:
-        raise ValueError("this is no output of ncu --csv: it has no line that begins with \"ID\"")
+        raise ValueError('this is no output of ncu --csv: it has no line that begins with "ID"')
     values: dict[str, dict[str, list[float]]] = {}
     for line in csv.DictReader(lines[start:]):
         value = line["Metric Value"].replace(",", "")

@@ -26,8 +26,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, padded_dim
-from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision
-from .operators import below_autograd, differentiate, operator
+from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision, rows_in_place
+from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .tile_list import fitting_tiles
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
@@ -102,7 +102,7 @@ def triton_attention_backward(
 
     A gradient has its operand's shape and dtype.
     """
-    do = do if do.stride(-1) == 1 else do.contiguous()
+    do = rows_in_place(do)
     chunks, key_offsets = 1, (q_offsets, kv_offsets)
     if kv_shared:
         *key_offsets, chunks = _chunk_rows(q, k, key_block)
@@ -276,16 +276,7 @@ class _Attention(torch.autograd.Function):
         return *triton_attention_backward(do, q, k, v, out, lse, *rest), *(None,) * len(rest)
 
 
-class _AttentionBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        with below_autograd():
-            return triton_attention_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("jagged_attention is not differentiable twice: its backward kernels have no derivative of their own")
-
-
 differentiate(triton_attention, _Attention.apply)
-differentiate(triton_attention_backward, _AttentionBackward.apply)
+refuse_derivative(
+    triton_attention_backward, "jagged_attention is not differentiable twice: its backward kernels have no derivative of their own"
+)

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from . import configs
 from .configs import block_attention_config, padded_dim
-from .launch import aligned_strides, device_properties, precision
-from .operators import below_autograd, differentiate, operator
+from .launch import aligned_strides, device_properties, precision, rows_in_place
+from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .tiles import load_pairs, load_rows, store_pairs, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -327,7 +327,7 @@ def triton_block_attention_packed_backward(
 
 def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation) -> None:
     dq, dk, dv = gradients
-    do = do if do.stride(-1) == 1 else do.contiguous()
+    do = rows_in_place(do)
     if _on_hopper(implementation, q, k, v):
         from .hopper import block_attention as hopper
 
@@ -419,20 +419,9 @@ class _BlockAttention(torch.autograd.Function):
         return None, None, *gradients, *(None,) * (ctx.num_inputs - len(gradients))
 
 
-class _BlockAttentionBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, backward_op, *inputs):
-        with below_autograd():
-            return backward_op(*inputs)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        raise RuntimeError("block_diagonal_attention is not differentiable twice: its backward kernel has no derivative of its own")
-
-
 def _differentiate(op, backward_op) -> None:
     differentiate(op, functools.partial(_BlockAttention.apply, op, backward_op))
-    differentiate(backward_op, functools.partial(_BlockAttentionBackward.apply, backward_op))
+    refuse_derivative(backward_op, "block_diagonal_attention is not differentiable twice: its backward kernel has no derivative of its own")
 
 
 _differentiate(triton_block_attention, triton_block_attention_backward)

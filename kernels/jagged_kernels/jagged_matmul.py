@@ -27,7 +27,7 @@ from .jagged_matmul_kernels import (
     sum_chunks_kernel,
 )
 from .launch import aligned_strides, ceil_div, chunk_shift, device_properties, precision, rows_in_place
-from .operators import below_autograd, differentiate, operator
+from .operators import below_autograd, differentiate, operator, refuse_derivative
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
@@ -229,17 +229,6 @@ class _DenseBmm(torch.autograd.Function):
         return dx, None, dy, triton_jagged_sum(grad, offsets, ctx.longest) if wanted[3] else None, None, None
 
 
-class _DenseBmmSlope(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, *inputs):
-        with below_autograd():
-            return triton_jagged_dense_bmm_slope(*inputs)
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("jagged_dense_bmm is not differentiable twice with an activation: its slope has no derivative of its own")
-
-
 class _JaggedBmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, y, offsets, longest=None):
@@ -303,7 +292,10 @@ class _ArrayBmm(torch.autograd.Function):
 
 
 differentiate(triton_jagged_dense_bmm, _DenseBmm.apply)
-differentiate(triton_jagged_dense_bmm_slope, _DenseBmmSlope.apply)
+refuse_derivative(
+    triton_jagged_dense_bmm_slope,
+    "jagged_dense_bmm is not differentiable twice with an activation: its slope has no derivative of its own",
+)
 differentiate(triton_jagged_jagged_bmm, _JaggedBmm.apply)
 differentiate(triton_jagged_sum, _Sum.apply)
 differentiate(triton_jagged_outer, _Outer.apply)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .launch import aligned_strides, ceil_div, chunk_shift, rows_in_place
-from .operators import below_autograd, differentiate, operator
+from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .tiles import find_tile, load_segment, log2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -294,23 +294,7 @@ class _Softmax2(torch.autograd.Function):
         return triton_jagged2_softmax_backward(grad, *ctx.saved_tensors, ctx.lines, ctx.columns), *(None,) * 5
 
 
-def _once(name: str, backward) -> type[torch.autograd.Function]:
-    """A backward operator as the autograd function that refuses to be differentiated."""
-
-    class Backward(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, *inputs):
-            with below_autograd():
-                return backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise RuntimeError(f"{name} is not differentiable twice: its backward kernel has no derivative of its own")
-
-    return Backward
-
-
 differentiate(triton_jagged_softmax, _Softmax.apply)
-differentiate(triton_jagged_softmax_backward, _once("jagged_softmax", triton_jagged_softmax_backward).apply)
 differentiate(triton_jagged2_softmax, _Softmax2.apply)
-differentiate(triton_jagged2_softmax_backward, _once("jagged2_softmax", triton_jagged2_softmax_backward).apply)
+for _name, _backward in (("jagged_softmax", triton_jagged_softmax_backward), ("jagged2_softmax", triton_jagged2_softmax_backward)):
+    refuse_derivative(_backward, f"{_name} is not differentiable twice: its backward kernel has no derivative of its own")

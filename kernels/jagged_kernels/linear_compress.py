@@ -18,7 +18,7 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import ProductConfig, linear_compress_config, weight_gradient_config
-from .launch import aligned_strides, ceil_div, device_properties, has_descriptor, precision
+from .launch import aligned_strides, ceil_div, device_properties, has_descriptor, precision, rows_in_place
 from .linear_compress_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 from .operators import below_autograd, differentiate, operator
 
@@ -128,7 +128,7 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
 
 def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """weight `[M, K]`, of aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
-    weight, embedding = weight.unsqueeze(0), embedding if embedding.stride(2) == 1 else embedding.contiguous()
+    weight, embedding = weight.unsqueeze(0), rows_in_place(embedding)
     (batch, k, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
     config, tail, tiles, workers = _compress_plan(m, n, embedding.element_size(), embedding.device)
@@ -158,7 +158,7 @@ def _compress_plan(rows: int, columns: int, itemsize: int, device: torch.device)
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor) -> Tensor:
     """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, from as many fp32 parts as keep the GPU busy, summed in order."""
-    embedding = embedding if embedding.stride(2) == 1 else embedding.contiguous()
+    embedding = rows_in_place(embedding)
     (batch, m, n), k = gradient.shape, embedding.shape[1]
     config, tiles, workers = _weight_gradient_plan(m, k, embedding.element_size(), embedding.device)
     steps = batch * ceil_div(n, config.depth)

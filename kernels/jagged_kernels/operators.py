@@ -1,6 +1,6 @@
 """Registration of launchers as torch operators.
 
-`torch.library.custom_op` does the same with less code, but its autograd wrapper costs more host time than a short kernel runs;
+torch's `custom_op` does the same with less code, but its autograd wrapper costs more host time than a short kernel runs;
 an autograd function at the Autograd dispatch key costs a third of it.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import library
 
-_library = torch.library.Library("jagged_kernels", "DEF")
+_library = library.Library("jagged_kernels", "DEF")
 
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
@@ -25,10 +26,10 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """
 
     def register(launcher: Callable) -> Callable:
-        _library.define(name + torch.library.infer_schema(launcher, mutates_args=()))
+        _library.define(name + library.infer_schema(launcher, mutates_args=()))
         _library.impl(name, launcher, "CPU")
         _library.impl(name, _on_the_tensors_device(launcher), "CUDA")
-        torch.library.register_fake(f"jagged_kernels::{name}", fake, lib=_library)
+        library.register_fake(f"jagged_kernels::{name}", fake, lib=_library)
         return getattr(torch.ops.jagged_kernels, name).default
 
     return register
@@ -58,6 +59,22 @@ def differentiate(op: Callable, apply: Callable) -> None:
             return op(*args)
 
     _library.impl(op, call, "Autograd")
+
+
+def refuse_derivative(op: Callable, message: str) -> None:
+    """Route the operator's calls under autograd through a function that runs it, and raises RuntimeError when it is differentiated."""
+
+    class Last(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with below_autograd():
+                return op(*inputs)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(message)
+
+    differentiate(op, Last.apply)
 
 
 below_autograd = torch._C._AutoDispatchBelowAutograd

@@ -1,10 +1,6 @@
 """The attention benchmark, end to end on the CPU with tiny sizes."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import bench_attention
 import pytest
@@ -14,33 +10,10 @@ from torch.nn.attention import SDPBackend
 
 from jagged_modules.schedule import host_schedule
 
+BENCHMARK = bench_attention.__file__
+
 LADDER = "ladder: dense, jagged, each unfused and fused"
 CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN", "FlashAttention", "FBGEMM")
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
-    """Results and folder of the command as a user gives it."""
-    out = tmp_path_factory.mktemp("results")
-    command = [
-        sys.executable,
-        bench_attention.__file__,
-        "--tiny",
-        "--device",
-        "cpu",
-        "--pause",
-        "0",
-        "--warmup",
-        "0",
-        "--rep",
-        "0.1",
-        "--out",
-        str(out),
-    ]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    (path,) = out.glob("*.json")
-    return json.loads(path.read_text()), path
 
 
 def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):

@@ -1,10 +1,6 @@
 """The benchmark of block attention, end to end on the CPU with tiny sizes."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import bench_block_attention as bench
 import pytest
@@ -13,6 +9,8 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from jagged_modules import functional as F
+
+BENCHMARK = bench.__file__
 
 ACCURACY = "absolute errors in bf16"
 TABLES = {
@@ -30,18 +28,6 @@ def donated_buffer():
     """What the benchmark sets for its process does not stay set in that of the tests."""
     with torch._functorch.config.patch(donated_buffer=True):
         yield
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
-    """Results and folder of the command as a user gives it."""
-    out = tmp_path_factory.mktemp("results")
-    fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
-    command = [sys.executable, bench.__file__, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    (path,) = out.glob("*-block_attention.json")
-    return json.loads(path.read_text()), path
 
 
 def test_every_implementation_is_right_and_measured(tiny_run):

@@ -1,10 +1,6 @@
 """The benchmark of pointwise activations and masks, end to end on the CPU with tiny sizes."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import bench_gdpa
 import pytest
@@ -14,24 +10,14 @@ from bench_attention import uniform_lengths
 
 from jagged_modules import functional as F
 
+BENCHMARK = bench_gdpa.__file__
+
 TABLES = {
     "GDPA (gelu_tanh)": {"forward_tflops", "backward_tflops"},
     "activations, q and kv jagged L=20 B=4": {"forward_tflops", "backward_tflops"},
     "HSTU (silu, causal, 3 targets)": {"forward_tflops", "forward_backward_tflops"},
     "shared operands": {"forward_tflops", "forward_backward_tflops"},
 }
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
-    """Results and folder of the command as a user gives it."""
-    out = tmp_path_factory.mktemp("results")
-    fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
-    command = [sys.executable, bench_gdpa.__file__, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    (path,) = out.glob("*-gdpa.json")
-    return json.loads(path.read_text()), path
 
 
 def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):

@@ -1,31 +1,17 @@
 """The benchmark of the jagged operators, end to end on the CPU with tiny sizes."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import bench_jagged_ops as bench
 import pytest
 import runner
 import torch
 
+BENCHMARK = bench.__file__
+
 PAPER = "Table 1 of the paper: B=6, N≤14, D=24, T=8"
 SKEWED = "skewed: 85 rows, D=T=8, 10 segments of 1..4 and one of 60, or all even"
 ON_ROWS = ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax")
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
-    """Results and folder of the command as a user gives it."""
-    out = tmp_path_factory.mktemp("results")
-    fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
-    command = [sys.executable, bench.__file__, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    (path,) = out.glob("*-jagged_ops.json")
-    return json.loads(path.read_text()), path
 
 
 def test_every_implementation_is_right_and_measured(tiny_run):

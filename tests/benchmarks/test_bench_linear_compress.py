@@ -1,30 +1,16 @@
 """The benchmark of linear compression, end to end on the CPU with tiny sizes."""
 
-import json
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import bench_linear_compress as bench
 import pytest
 import runner
 import torch
 
+BENCHMARK = bench.__file__
+
 PLAIN = {"replicated", bench.INPUT_REPLICATED, "decomposed", "padded", "padded, torch.matmul"}
 STAGES = {f"{bench.OURS}, {stage}" for stage in ("reference", "decomposed", "padded")}
-
-
-@pytest.fixture(scope="module")
-def tiny_run(tmp_path_factory) -> tuple[dict, Path]:
-    """Results and folder of the command as a user gives it."""
-    out = tmp_path_factory.mktemp("results")
-    fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
-    command = [sys.executable, bench.__file__, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
-    (path,) = out.glob("*-linear_compress.json")
-    return json.loads(path.read_text()), path
 
 
 def test_every_implementation_is_right_and_measured_in_both_tables(tiny_run):

@@ -402,3 +402,37 @@ def assert_neighbours_kept():
         assert torch.equal(clean[~mask], spoiled[~mask]) and spoiled[mask].isnan().any()
 
     return check
+
+
+@pytest.fixture
+def assert_no_synchronisation():
+    """A step may wait for the device the first time, when it is compiled, and never again."""
+
+    def check(step):
+        step()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return check
+
+
+@pytest.fixture
+def assert_second_derivatives():
+    """Of every first gradient by every operand and by the gradient that it was made from."""
+
+    def check(operator, reference, tensors, **tolerance):
+        grad = torch.randn_like(reference(*tensors))
+        weights = [torch.randn_like(x) for x in tensors]
+
+        def second(function):
+            inputs = [x.clone().requires_grad_() for x in (*tensors, grad)]
+            first = torch.autograd.grad(function(*inputs[:-1]), inputs[:-1], inputs[-1], create_graph=True)
+            return torch.autograd.grad(sum((x * w).sum() for x, w in zip(first, weights)), inputs, materialize_grads=True)
+
+        for actual, expected in zip(second(operator), second(reference), strict=True):
+            torch.testing.assert_close(actual, expected, **tolerance)
+
+    return check

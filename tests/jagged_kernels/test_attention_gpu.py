@@ -3,6 +3,7 @@
 import pytest
 import torch
 from jagged_kernels.configs import hopper_attention_fits
+from torch import library
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -228,21 +229,19 @@ def test_debug_checks_look_at_device_values(offsets):
             F.jagged_attention(q, q, q, torch.tensor([0, 200, 100, 300], device="cuda"))
 
 
-def test_no_synchronisation(offsets):
+def test_no_synchronisation(assert_no_synchronisation, offsets):
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     segments = offsets([70, 100, 130], "cuda")
     layer = jm.JaggedTargetAttention(32, 4, device="cuda")
     history = jm.Jagged(torch.randn(300, 32, device="cuda"), segments)
     candidates = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2, 1], device="cuda"), 3)
     targets = torch.randn(4, 1, 32, device="cuda")
-    F.jagged_attention(q, k, v, segments).sum().backward()
-    layer(targets, history, candidates).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+
+    def step():
         F.jagged_attention(q, k, v, segments).sum().backward()
         layer(targets, history, candidates).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+
+    assert_no_synchronisation(step)
 
 
 def test_cuda_graph_with_new_lengths(offsets, kernels):
@@ -360,11 +359,11 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
     targets = None if mask is None else torch.tensor([5, 0, 130], device="cuda")
-    torch.library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
+    library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
     tiles = *tile_list(segments, segments, 300, 4, 128, 64, mask, targets), 128
     key_tiles = *tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True), 64
     arguments = q, k, v, segments, segments, *tiles, *key_tiles, 0.125, False, False, activation, mask, targets, None, 0.5, kernels
-    torch.library.opcheck(triton_attention, arguments)
+    library.opcheck(triton_attention, arguments)
 
 
 def test_several_streams_at_once(offsets, kernels):

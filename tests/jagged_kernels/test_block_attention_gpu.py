@@ -149,15 +149,10 @@ def test_elements_past_two_to_the_31(offsets, kernels):
     assert torch.equal(grad[start:], torch.autograd.grad(alone, last, torch.ones_like(alone))[0])
 
 
-def test_no_synchronisation(kernels, offsets):
+def test_no_synchronisation(assert_no_synchronisation, kernels, offsets):
     q, k, v = inputs()
     segments = offsets(LENGTHS, "cuda")
-    F.block_diagonal_attention(q, k, v, segments, implementation=kernels).sum().backward()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        F.block_diagonal_attention(q, k, v, segments, implementation=kernels).sum().backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronisation(lambda: F.block_diagonal_attention(q, k, v, segments, implementation=kernels).sum().backward())
 
 
 def test_several_streams(kernels, offsets):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 from jagged_modules.activations import POINTWISE
 
@@ -104,18 +105,9 @@ def test_operands_and_gradients_of_any_stride(make, assert_accurate, name):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_second_derivatives(make, name):
+def test_second_derivatives(make, assert_second_derivatives, name):
     operator, reference, tensors = make(name, "mixed", torch.float32)
-    grad = torch.randn_like(reference(*tensors))
-    weights = [torch.randn_like(x) for x in tensors]
-
-    def second(function):
-        inputs = [x.clone().requires_grad_() for x in (*tensors, grad)]
-        first = torch.autograd.grad(function(*inputs[:-1]), inputs[:-1], inputs[-1], create_graph=True)
-        return torch.autograd.grad(sum((x * w).sum() for x, w in zip(first, weights)), inputs, materialize_grads=True)
-
-    for actual, expected in zip(second(operator), second(reference), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-3)
+    assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -133,19 +125,14 @@ def test_twenty_runs_agree_bit_for_bit(make, many, name, dtype):
 
 
 @pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
-def test_no_synchronisation(make, many, name):
+def test_no_synchronisation(assert_no_synchronisation, make, many, name):
     operator, _, tensors = make(name, many, torch.float16)
     inputs = [x.requires_grad_() for x in tensors]
 
     def step():
         torch.autograd.grad(operator(*inputs).sum(), inputs)
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronisation(step)
 
 
 @pytest.mark.parametrize("name", [*FAMILY, *SOFTMAXES])
@@ -229,4 +216,4 @@ def test_operators_pass_opcheck(jagged_pair):
         (softmax.triton_jagged_softmax, (x, offsets[0])),
         (softmax.triton_jagged2_softmax, (p, *offsets, y_rows, True)),
     ):
-        torch.library.opcheck(operator, arguments)
+        library.opcheck(operator, arguments)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -159,7 +160,7 @@ def test_twenty_runs_agree_bit_for_bit(compress_inputs, kernels):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
-def test_no_synchronisation(compress_inputs, kernels):
+def test_no_synchronisation(assert_no_synchronisation, compress_inputs, kernels):
     weights, embeddings, (index,) = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grouped = jm.CandidateIndex.from_counts(torch.full((7,), 4).index_fill(0, torch.tensor([0]), 6).cuda())
@@ -168,12 +169,7 @@ def test_no_synchronisation(compress_inputs, kernels):
         for indices in ([index], [grouped]):
             torch.autograd.grad(F.linear_compress(weights, embeddings, indices, implementation=kernels).sum(), inputs)
 
-    step()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
+    assert_no_synchronisation(step)
 
 
 def test_cuda_graph_with_new_values_and_another_map(compress_inputs, kernels):
@@ -248,7 +244,7 @@ def test_operator_passes_opcheck(compress_inputs, kernels):
 
     weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
     weights, embeddings = ([x.requires_grad_() for x in tensors] for tensors in (weights, embeddings))
-    torch.library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None], kernels))
+    library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None], kernels))
 
 
 def test_error_is_that_of_cublas(compress_inputs, kernels):

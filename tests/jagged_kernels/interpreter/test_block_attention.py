@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import library
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -127,8 +128,8 @@ def test_operators_pass_opcheck(form, rotary, offsets):
     packed = "_packed" if form == "packed" else ""
     op, backward_op = (getattr(kernels, f"triton_block_attention{packed}{suffix}") for suffix in ("", "_backward"))
     tensors = [qkv] if packed else qkv.unbind(1)
-    torch.library.opcheck(op, (*(x.clone().requires_grad_() for x in tensors), segments, *tables, *options))
-    torch.library.opcheck(backward_op, (grad, *tensors, segments, *tables, *options))
+    library.opcheck(op, (*(x.clone().requires_grad_() for x in tensors), segments, *tables, *options))
+    library.opcheck(backward_op, (grad, *tensors, segments, *tables, *options))
 
 
 # -- q, k and v in one tensor ----------------------------------------------------------------------------------------------------

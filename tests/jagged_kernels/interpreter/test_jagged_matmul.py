@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import library
 
 triton = pytest.importorskip("triton")
 
@@ -156,19 +157,9 @@ def test_offsets_of_both_kinds(offsets, dtype):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_second_derivatives(jagged_products, name):
-    """Of every first gradient by every operand and by the gradient that it was made from."""
+def test_second_derivatives(jagged_products, assert_second_derivatives, name):
     operator, reference, tensors = jagged_products(name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4)
-    grad = torch.randn_like(reference(*tensors))
-    weights = [torch.randn_like(x) for x in tensors]
-
-    def second(function):
-        inputs = [x.clone().requires_grad_() for x in (*tensors, grad)]
-        first = torch.autograd.grad(function(*inputs[:-1]), inputs[:-1], inputs[-1], create_graph=True)
-        return torch.autograd.grad(sum((x * w).sum() for x, w in zip(first, weights)), inputs, materialize_grads=True)
-
-    for actual, expected in zip(second(operator), second(reference), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-4)
+    assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-4)
 
 
 def test_no_second_derivative_of_an_activation(jagged_products):
@@ -222,4 +213,4 @@ def test_operators_pass_opcheck(jagged_pair):
         (jagged.triton_array_jagged_bmm, (p, y, *offsets, x_rows, False)),
         (jagged.triton_array_jagged_bmm, (p, x, *offsets, y_rows, True)),
     ):
-        torch.library.opcheck(operator, arguments)
+        library.opcheck(operator, arguments)

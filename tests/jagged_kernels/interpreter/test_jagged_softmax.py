@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import library
 
 DTYPES = [torch.float32, torch.float16]
 SOFTMAXES = ["softmax", "rows", "columns"]
@@ -130,4 +131,4 @@ def test_operators_pass_opcheck(jagged_pair):
         (jagged.triton_jagged2_softmax, (p, *offsets, y_rows, True)),
         (jagged.triton_jagged2_softmax_backward, (p.detach(), p.detach(), *offsets, y_rows, True)),
     ):
-        torch.library.opcheck(operator, arguments)
+        library.opcheck(operator, arguments)
