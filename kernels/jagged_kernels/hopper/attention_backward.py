@@ -42,6 +42,7 @@ from .tiles import (
     make_ring,
     make_rings,
     make_stages,
+    own_rows,
     pass_over,
     product_layout,
     put_rows,
@@ -162,15 +163,18 @@ def _dq_compute(
                 delta = _row_sums(out_ptr, do_ring, wave, q_start + first, head, num_rows, HEADS, V_DIM, ROW_STAGES)
                 delta = gl.convert_layout(delta, STATS)
                 gl.store(delta_ptr + places, delta, mask=lanes < num_rows)
-            q, do = await_full(q_ring, wave, ROW_STAGES), await_full(do_ring, wave, ROW_STAGES)
+            await_full(q_ring, wave, ROW_STAGES)
+            await_full(do_ring, wave, ROW_STAGES)
             acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
             row = first + kv_len - q_len
+            q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
             for number in range(partial):
                 column = visited_block(number, blocks) * BLOCK
                 acc = _dq_block(
                     q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column, first_target,
                     score_scale(scale, ACTIVATION), ACTIVATION, MASK, True, STAGES,
                 )  # fmt: skip
+            q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
                 acc = _dq_block(
                     q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, 0, BLOCK, first_target,
@@ -359,15 +363,18 @@ def _dkdv_compute(
         first = (key_block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_keys = kv_len - first
         if num_keys > 0:
-            k, v = await_full(k_ring, wave, ROW_STAGES), await_full(v_ring, wave, ROW_STAGES)
+            await_full(k_ring, wave, ROW_STAGES)
+            await_full(v_ring, wave, ROW_STAGES)
             dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
             dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
+            k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
             for number in range(partial):
                 row = _head_and_block(number, blocks, GROUP)[1] * BLOCK
                 dk, dv = _dkdv_block(
                     k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
                     first_target, score_scale(scale, ACTIVATION), ACTIVATION, MASK, True, STAGES,
                 )  # fmt: skip
+            k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
                 dk, dv = _dkdv_block(
                     k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, 0, BLOCK,

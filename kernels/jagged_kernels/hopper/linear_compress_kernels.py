@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .gluon_api import load_tile, store_tile, thread_barrier
-from .tiles import make_barriers
+from .tiles import make_barriers, unknown
 
 ROWS = gl.constexpr(64)  # of a product instruction
 COLUMNS = gl.constexpr(32)  # of a shared product taken in at once: 16 registers
@@ -286,13 +286,6 @@ def _release(ring, step, wanted):
 
 
 @gluon.jit
-def _unknown(x):
-    """x, which the compiler does not know: of addresses of operands that follow no loop, and that it had computed for tiles of two heights,
-    ptxas 12.8 lost some."""
-    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
 def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, K: gl.constexpr):
     """A group's part of a tile of W @ E: 64 rows over all columns if WIDE, 64 over its half of them if HALF. The shared products' parts
     are added by columns, one by one between the last steps; those are written out, as registers have no index."""
@@ -309,7 +302,7 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
     upcoming = None
     wide = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
     half = gl.zeros([ROWS, WIDTH // 2], gl.float32, product_layout(WIDTH // 2))
-    for i in range(_unknown(gl.to_tensor(FREE))):
+    for i in range(unknown(gl.to_tensor(FREE))):
         wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, False, BLOCK_K)
         wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
         _release(ring, step - 1, i > 0)

@@ -58,6 +58,19 @@ def rows_of(buffers, slot):
 
 
 @gluon.jit
+def unknown(x):
+    """x, which the compiler does not know. Of addresses of products' operands that lie in two branches or loops, ptxas 12.8 computes some
+    in the first alone, which may not have run: so each gets its own."""
+    return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def own_rows(ring, turn, STAGES: gl.constexpr):
+    """The buffer of that turn, filled, for one of several loops, which are not to share its address."""
+    return rows_of(ring[0], unknown(turn % STAGES))
+
+
+@gluon.jit
 def fetch(ring, desc, turn, head, row, STAGES: gl.constexpr):
     """Fill the ring's buffer of that turn with a box of rows, once its readers are done with what it held."""
     buffers, full, empty = ring
