@@ -138,11 +138,12 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers)
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     types = dict(lse_ptr="*fp32", delta_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {}
     for arg in kernel.arg_names:
-        if arg.endswith("_desc"):
+        if arg.endswith("_desc") and arg not in constants:
             looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
             box = [1, config.block if arg in looped else 64, padded_dim(dim)]
             layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)

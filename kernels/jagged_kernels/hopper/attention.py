@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
 from ..masks import num_partial_blocks
@@ -23,6 +23,7 @@ from .attention_tiles import (
     launch_constants,
     multiply_rows,
     num_waves,
+    result_descriptor,
     score_scale,
     segment_factor,
     tile_of_wave,
@@ -117,14 +118,14 @@ def _first_weights(
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = v_ring[0].shape[3]
     scores = _score(q, await_full(k_ring, turn, STAGES).slice(0, COLUMNS), Q_REGISTERS)
-    v = await_full(v_ring, turn, STAGES).slice(0, COLUMNS)
-    clear_rows(v, num_keys)
+    if num_keys < COLUMNS:
+        clear_rows(await_full(v_ring, turn, STAGES), num_keys)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(k_ring, turn, STAGES)
     row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
     visible = visible_keys(row, column, num_keys, first_target, MASK, COLUMNS)
     p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, True)
-    return as_factor(p, v.dtype, WIDTH), v, row_max, row_sum, rescale
+    return as_factor(p, v_ring[0].dtype, WIDTH), row_max, row_sum, rescale
 
 
 @gluon.jit
@@ -177,18 +178,18 @@ def _fwd_rows(
     num_keys = gl.where(visited > 0, kv_len - column, 0)
     start = gl.to_tensor(0)
     if num_keys <= BLOCK // 2:
-        p, v, row_max, row_sum, _ = _first_weights(
+        p, row_max, row_sum, _ = _first_weights(
             q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
             ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
-        acc = warpgroup_mma(p, v, acc, is_async=True)
+        acc = warpgroup_mma(p, await_full(v_ring, turn, STAGES).slice(0, BLOCK // 2), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
         release(v_ring, turn, STAGES)
         row_max, row_sum = gl.convert_layout(row_max, STATS), gl.convert_layout(row_sum, STATS)
         start += 1
     if start < count:
         column = visited_block(start, blocks) * BLOCK
-        p, _, row_max, row_sum, rescale = _first_weights(
+        p, row_max, row_sum, rescale = _first_weights(
             q, k_ring, v_ring, turn + start, row_max, row_sum, row, column, kv_len - column, first_target, scale,
             ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
@@ -222,7 +223,7 @@ def _fwd_compute(
     schedule, rings, outputs, scales = shared
     q_rings, k_ring, v_ring = rings
     q_ring = q_rings[consumer]
-    out_ptr, lse_ptr, stride_lse, stages = outputs
+    out_desc, out_ptr, lse_ptr, stride_lse, stages = outputs
     scale, value_factor, output_scale, segment_scale_ptr = scales
     BLOCK: gl.constexpr = k_ring[0].shape[2]
     SCORES: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
@@ -242,7 +243,6 @@ def _fwd_compute(
             q = await_full(q_ring, wave, ROW_STAGES)
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
-                fence_async_shared()
                 release(q_ring, wave, ROW_STAGES)
             acc, row_max, row_sum = _fwd_rows(
                 q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, first_target, scale,
@@ -259,18 +259,19 @@ def _fwd_compute(
                 gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
             else:
                 acc = acc * factor
-            put_rows(acc, stages.index(consumer), out_ptr, q_start + first, head, num_rows, HEADS, DIM)
+            put_rows(acc, stages.index(consumer), 0, out_desc, out_ptr, q_start + first, head, num_rows, HEADS, DIM)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
             for number in range(gl.maximum(visited, 1)):  # in the order in which they come
                 pass_over(k_ring, turn + number, STAGES)
                 pass_over(v_ring, turn + number, STAGES)
         turn += gl.maximum(visited, 1)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["stride_lse"])
 def attention_fwd_hopper_kernel(
-    q_desc, k_desc, v_desc, out_ptr, lse_ptr,
+    q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
@@ -278,7 +279,7 @@ def attention_fwd_hopper_kernel(
 ):  # fmt: skip
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
     rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    outputs = out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
+    outputs = out_desc, out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, value_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, outputs, scales
     if CONSUMERS == 2:
@@ -311,7 +312,7 @@ def forward(
     value_factor, _ = activation_factors(activation, q.dtype == torch.bfloat16, scale)
     if blocks := grid(tiles):
         attention_fwd_hopper_kernel[blocks](
-            descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), out, lse,
+            descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), result_descriptor(out), out, lse,
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
             scale, value_factor, output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, **constants,

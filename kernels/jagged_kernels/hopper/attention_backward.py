@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
 from ..launch import has_descriptor
@@ -25,6 +25,7 @@ from .attention_tiles import (
     multiply_rows,
     num_waves,
     query_blocks,
+    result_descriptor,
     score_scale,
     segment_factor,
     tile_of_wave,
@@ -94,7 +95,6 @@ def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, 
     ptrs = out_ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
     out = gl.load(ptrs, mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :], other=0.0)
     do = await_full(do_ring, wave, ROW_STAGES).load(L)
-    fence_async_shared()  # before the ring's buffer is filled anew
     return gl.sum(out.to(gl.float32) * do.to(gl.float32), 1)
 
 
@@ -138,7 +138,7 @@ def _dq_compute(
     schedule, rings, operands, scales = shared
     q_rings, do_rings, k_ring, v_ring = rings
     q_ring, do_ring = q_rings[consumer], do_rings[consumer]
-    out_ptr, dq_ptr, lse_ptr, delta_ptr, stride_lse, stages = operands
+    out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, stages = operands
     scale, slope_factor, output_scale, segment_scale_ptr = scales
     BLOCK: gl.constexpr = k_ring[0].shape[2]
     WIDTH: gl.constexpr = k_ring[0].shape[3]
@@ -183,7 +183,7 @@ def _dq_compute(
             release(q_ring, wave, ROW_STAGES)
             release(do_ring, wave, ROW_STAGES)
             acc = acc * segment_factor(scale * slope_factor, output_scale, segment_scale_ptr, segment)
-            put_rows(acc, stages.index(consumer), dq_ptr, q_start + first, head, num_rows, HEADS, HEAD_DIM)
+            put_rows(acc, stages.index(consumer), 0, dq_desc, dq_ptr, q_start + first, head, num_rows, HEADS, HEAD_DIM)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
             pass_over(do_ring, wave, ROW_STAGES)
@@ -191,11 +191,12 @@ def _dq_compute(
                 pass_over(k_ring, turn + number, STAGES)
                 pass_over(v_ring, turn + number, STAGES)
         turn += visited
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["stride_lse"])
 def attention_bwd_dq_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
+    q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, slope_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
@@ -205,7 +206,7 @@ def attention_bwd_dq_hopper_kernel(
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
     row_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
     rings = row_rings[0], row_rings[1], make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    operands = out_ptr, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
+    operands = out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, slope_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, operands, scales
     if CONSUMERS == 2:
@@ -346,7 +347,7 @@ def _dkdv_compute(
     schedule, rings, results, scales = shared[0], shared[1], shared[3], shared[4]
     q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots = rings
     k_ring, v_ring = k_rings[consumer], v_rings[consumer]
-    dk_ptr, dv_ptr, stages = results
+    dk_desc, dv_desc, dk_ptr, dv_ptr, stages = results
     scale, value_factor, slope_factor, output_scale, segment_scale_ptr = scales
     BLOCK: gl.constexpr = q_ring[0].shape[2]
     WIDTH: gl.constexpr = q_ring[0].shape[3]
@@ -383,9 +384,11 @@ def _dkdv_compute(
             release(k_ring, wave, ROW_STAGES)
             release(v_ring, wave, ROW_STAGES)
             factor = segment_factor(1.0, output_scale, segment_scale_ptr, segment)
-            stage = stages.index(consumer)
-            put_rows(dv * (value_factor * factor), stage, dv_ptr, kv_start + first, kv_head, num_keys, HEADS // GROUP, V_DIM)
-            put_rows(dk * (scale * slope_factor * factor), stage, dk_ptr, kv_start + first, kv_head, num_keys, HEADS // GROUP, HEAD_DIM)
+            row = kv_start + first
+            dv *= value_factor * factor
+            put_rows(dv, stages.index(consumer), 1, dv_desc, dv_ptr, row, kv_head, num_keys, HEADS // GROUP, V_DIM)
+            dk *= scale * slope_factor * factor
+            put_rows(dk, stages.index(CONSUMERS + consumer), 1, dk_desc, dk_ptr, row, kv_head, num_keys, HEADS // GROUP, HEAD_DIM)
         else:
             for number in range(visited):
                 pass_over(q_ring, turn + number, STAGES)
@@ -393,11 +396,12 @@ def _dkdv_compute(
             pass_over(k_ring, wave, ROW_STAGES)
             pass_over(v_ring, wave, ROW_STAGES)
         turn += visited
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=["stride_lse"])
 def attention_bwd_dkdv_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, slope_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
@@ -413,7 +417,7 @@ def attention_bwd_dkdv_hopper_kernel(
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
     rings = rings[0], rings[1], key_rings[0], key_rings[1], lse_slots, delta_slots
     stats = lse_ptr, delta_ptr, stride_lse
-    results = dk_ptr, dv_ptr, make_stages(k_desc, CONSUMERS)
+    results = dk_desc, dv_desc, dk_ptr, dv_ptr, make_stages(k_desc, 2 * CONSUMERS)
     scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, stats, results, scales
     gl.warp_specialize([
@@ -444,7 +448,7 @@ def backward(
     tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if blocks := grid(tiles):
         attention_bwd_dq_hopper_kernel[blocks](
-            *operands, do if out is None else out.contiguous(), dq, lse, delta,
+            *operands, result_descriptor(dq), do if out is None else out.contiguous(), dq, lse, delta,
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale, lse.stride(0),
             HEAD_DIM=q.shape[2], **constants,
         )  # fmt: skip
@@ -457,7 +461,7 @@ def backward(
     tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
     if blocks := grid(tiles):
         attention_bwd_dkdv_hopper_kernel[blocks](
-            *operands, dk, dv, lse, delta,
+            *operands, result_descriptor(dk), result_descriptor(dv), dk, dv, lse, delta,
             q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
             scale, value_factor, slope_factor, output_scale, lse.stride(0),
             HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, **constants,

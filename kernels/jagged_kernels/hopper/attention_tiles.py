@@ -151,3 +151,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Of `[rows, H, D]`, as `[H, rows, D]`, in boxes of so many rows of a head; columns past D read as 0."""
     box = [1, rows, padded_dim(x.shape[2])]
     return TensorDescriptor(x, *descriptor_sizes(x), box, box_layout(x.dtype, *box))
+
+
+def result_descriptor(x: Tensor) -> TensorDescriptor | None:
+    """Through which a kernel stores 64 rows of a head; none of what is summed afterwards in fp32."""
+    return None if x.dtype == torch.float32 else descriptor(x, WARPGROUP_ROWS.value)

@@ -5,9 +5,9 @@ import functools
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .gluon_api import load_tile, thread_barrier
+from .gluon_api import load_tile, store_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 WARPGROUP_ROWS = gl.constexpr(64)
@@ -127,35 +127,47 @@ def clear_rows(buffer, num_rows):
 
 
 @gluon.jit
-def make_stages(desc, CONSUMERS: gl.constexpr):
-    """A buffer for each warpgroup, of a box of 64 rows, through which results leave."""
+def make_stages(desc, NUMBER: gl.constexpr):
+    """Buffers of 64 rows, through which results leave."""
     box: gl.constexpr = desc.block_type.shape
-    return gl.allocate_shared_memory(desc.dtype, [CONSUMERS, 1, WARPGROUP_ROWS, box[2]], desc.layout)
+    return gl.allocate_shared_memory(desc.dtype, [NUMBER, 1, WARPGROUP_ROWS, box[2]], desc.layout)
 
 
 @gluon.jit
-def put_rows(acc, stage, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """Store a warpgroup's 64 rows, as far as they are the tile's, to a contiguous `[rows, HEADS, DIM]`: through the staging buffer, from
-    which threads store 16 bytes each. In fp32 the product's layout stores whole sectors as it is.
+def put_rows(acc, stage, PENDING: gl.constexpr, desc, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """Store a warpgroup's 64 rows, as far as they are the tile's, to a contiguous `[rows, HEADS, DIM]`. Through a staging buffer, whose
+    former rows have left it once PENDING later boxes are under way: as a box, or, where another's rows follow, by 16 bytes a thread. In
+    fp32, which has no descriptor, the product's layout stores whole sectors as it is."""
+    if desc is None:
+        _store_rows(acc, ptr, row, head, num_rows, HEADS, DIM)
+    else:
+        whole = num_rows >= WARPGROUP_ROWS
+        if PENDING > 0 and whole:
+            tma.store_wait(PENDING)
+        else:
+            tma.store_wait(0)
+        thread_barrier()
+        rows = stage.reshape([WARPGROUP_ROWS, acc.shape[1]])
+        rows.store(acc.to(stage.dtype))
+        if whole:
+            fence_async_shared()
+            thread_barrier()
+            store_tile(desc, [head, row.to(gl.int32), 0], stage)
+        else:
+            thread_barrier()
+            _store_rows(rows.load(vector_layout(acc.shape[1])), ptr, row, head, num_rows, HEADS, DIM)
 
-    Plain stores: a descriptor of each result would cost a launch more host time than they take of the kernel's.
-    """
-    WIDTH: gl.constexpr = acc.shape[1]
-    DIRECT: gl.constexpr = ptr.dtype.element_ty == gl.float32
-    L: gl.constexpr = acc.type.layout if DIRECT else vector_layout(WIDTH)
-    if not DIRECT:
-        thread_barrier()
-        buffer = stage.reshape([WARPGROUP_ROWS, WIDTH])
-        buffer.store(acc.to(stage.dtype))
-        thread_barrier()
-        acc = buffer.load(L)
+
+@gluon.jit
+def _store_rows(x, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
+    L: gl.constexpr = x.type.layout
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
-    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    columns = gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, L))
     ptrs = ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
     mask = (rows < num_rows)[:, None]
-    if DIM < WIDTH:
+    if DIM < x.shape[1]:
         mask = mask & (columns < DIM)[None, :]
-    gl.store(ptrs, acc, mask=mask)
+    gl.store(ptrs, x, mask=mask)
 
 
 @functools.cache
