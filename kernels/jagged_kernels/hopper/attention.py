@@ -21,11 +21,14 @@ from .attention_tiles import (
     grid,
     key_blocks,
     launch_constants,
+    make_tile_ring,
     multiply_rows,
     num_waves,
+    pass_tile,
     result_descriptor,
     score_scale,
     segment_factor,
+    take_tile,
     tile_of_wave,
     visible_keys,
     visited_block,
@@ -65,6 +68,7 @@ def _fwd_load(
     for wave in range(waves):
         tile = next_tile
         next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        pass_tile(shared[-1], wave, tile)
         _, head, block, q_start, _, kv_start, _, _ = tile
         blocks, count = key_blocks(tile, MASK, ROWS, BLOCK)
         count = gl.maximum(count, 1)
@@ -82,11 +86,20 @@ def _fwd_load(
 
 
 @gluon.jit
-def _weights(scores, visible, row_max, row_sum, scale, ACTIVATION: gl.constexpr, PARTIAL: gl.constexpr):
+def _hide(x, value, keys, MASK: gl.constexpr):
+    """x where the rows see the keys, `value` elsewhere; `keys` as visible_keys takes them. Most blocks end where their keys do."""
+    row, column, num_keys, first_target = keys
+    if MASK is not None or num_keys < x.shape[1]:
+        x = gl.where(visible_keys(row, column, num_keys, first_target, MASK, x.shape[1]), x, value)
+    return x
+
+
+@gluon.jit
+def _weights(scores, keys, row_max, row_sum, scale, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr):
     """Weights of a block's scores, and the running maximum and sum of softmax's; what both were before is to be multiplied by `rescale`."""
     if ACTIVATION is None:
         if PARTIAL:
-            scores = gl.where(visible, scores, float("-inf"))
+            scores = _hide(scores, float("-inf"), keys, MASK)
         new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
         shift = new_max
         if PARTIAL:  # a row that has seen nothing yet: any finite maximum gives it weights 0
@@ -97,7 +110,7 @@ def _weights(scores, visible, row_max, row_sum, scale, ACTIVATION: gl.constexpr,
     else:
         p, _ = ACTIVATION(scores, scale)
         if PARTIAL:
-            p = gl.where(visible, p, 0.0)
+            p = _hide(p, 0.0, keys, MASK)
         return p, row_max, row_sum, row_sum
 
 
@@ -123,8 +136,8 @@ def _first_weights(
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(k_ring, turn, STAGES)
     row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
-    visible = visible_keys(row, column, num_keys, first_target, MASK, COLUMNS)
-    p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, True)
+    keys = row, column, num_keys, first_target
+    p, row_max, row_sum, rescale = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, True)
     return as_factor(p, v_ring[0].dtype, WIDTH), row_max, row_sum, rescale
 
 
@@ -145,8 +158,8 @@ def _fwd_block(
     acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     release(k_ring, turn, STAGES)
-    visible = visible_keys(row, column, num_keys, first_target, MASK, k.shape[0])
-    new_p, row_max, row_sum, rescale = _weights(scores, visible, row_max, row_sum, scale, ACTIVATION, PARTIAL)
+    keys = row, column, num_keys, first_target
+    new_p, row_max, row_sum, rescale = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, PARTIAL)
     new_p = as_factor(new_p, k.dtype, WIDTH)
     if HOLD:
         hold_until_full(k_ring, turn + 1, more, STAGES)
@@ -193,10 +206,10 @@ def _fwd_rows(
             q, k_ring, v_ring, turn + start, row_max, row_sum, row, column, kv_len - column, first_target, scale,
             ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
-        if ACTIVATION is None:
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-        else:
+        if ACTIVATION is not None:
             hold_until_full(k_ring, turn + start + 1, start + 1 < count, STAGES)
+        elif start > 0:
+            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
         if MASK is not None:
             for number in range(start + 1, partial):
                 column = visited_block(number, blocks) * BLOCK
@@ -220,7 +233,7 @@ def _fwd_compute(
     consumer: gl.constexpr, shared, HEADS: gl.constexpr, DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    schedule, rings, outputs, scales = shared
+    schedule, rings, outputs, scales = shared[0], shared[1], shared[2], shared[3]
     q_rings, k_ring, v_ring = rings
     q_ring = q_rings[consumer]
     out_desc, out_ptr, lse_ptr, stride_lse, stages = outputs
@@ -229,11 +242,9 @@ def _fwd_compute(
     SCORES: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
     scale = score_scale(scale, ACTIVATION)
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
     turn = 0
     for wave in range(waves):
-        tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        tile = take_tile(shared[-1], wave)
         segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
         blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
@@ -254,12 +265,13 @@ def _fwd_compute(
                 # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
                 row_factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
                 acc = acc * gl.convert_layout(row_factor, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, acc.shape[1])))[:, None]
-                lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
-                lse_ptrs = lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes
-                gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
             else:
                 acc = acc * factor
             put_rows(acc, stages.index(consumer), 0, out_desc, out_ptr, q_start + first, head, num_rows, HEADS, DIM)
+            if ACTIVATION is None:  # after the box has left, whose fence would wait for it
+                lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
+                lse_ptrs = lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes
+                gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
             for number in range(gl.maximum(visited, 1)):  # in the order in which they come
@@ -281,7 +293,7 @@ def attention_fwd_hopper_kernel(
     rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     outputs = out_desc, out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, value_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, outputs, scales
+    shared = schedule, rings, outputs, scales, make_tile_ring(CONSUMERS)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_fwd_compute, (0, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),

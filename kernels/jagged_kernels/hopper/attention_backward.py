@@ -22,12 +22,15 @@ from .attention_tiles import (
     grid,
     key_blocks,
     launch_constants,
+    make_tile_ring,
     multiply_rows,
     num_waves,
+    pass_tile,
     query_blocks,
     result_descriptor,
     score_scale,
     segment_factor,
+    take_tile,
     tile_of_wave,
     visible_keys,
     visited_block,
@@ -69,6 +72,7 @@ def _dq_load(
     for wave in range(waves):
         tile = next_tile
         next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        pass_tile(shared[-1], wave, tile)
         _, head, block, q_start, _, kv_start, _, _ = tile
         blocks, visited = key_blocks(tile, MASK, ROWS, BLOCK)
         for consumer in gl.static_range(CONSUMERS):
@@ -135,7 +139,7 @@ def _dq_compute(
     consumer: gl.constexpr, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr,
     MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
-    schedule, rings, operands, scales = shared
+    schedule, rings, operands, scales = shared[0], shared[1], shared[2], shared[3]
     q_rings, do_rings, k_ring, v_ring = rings
     q_ring, do_ring = q_rings[consumer], do_rings[consumer]
     out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, stages = operands
@@ -145,11 +149,9 @@ def _dq_compute(
     STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
     lanes = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
     turn = 0
     for wave in range(waves):
-        tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        tile = take_tile(shared[-1], wave)
         segment, head, block, q_start, q_len, _, kv_len, first_target = tile
         blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         partial = num_partial_blocks(blocks)
@@ -208,7 +210,7 @@ def attention_bwd_dq_hopper_kernel(
     rings = row_rings[0], row_rings[1], make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     operands = out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, operands, scales
+    shared = schedule, rings, operands, scales, make_tile_ring(CONSUMERS)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_dq_compute, (0, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
@@ -259,6 +261,7 @@ def _dkdv_load(
     for wave in range(waves):
         tile = next_tile
         next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        pass_tile(shared[-1], wave, tile)
         _, kv_head, key_block, q_start, q_len, kv_start, _, _ = tile
         blocks, visited = query_blocks(tile, MASK, ROWS, BLOCK)
         visited *= GROUP
@@ -352,11 +355,9 @@ def _dkdv_compute(
     BLOCK: gl.constexpr = q_ring[0].shape[2]
     WIDTH: gl.constexpr = q_ring[0].shape[3]
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
     turn = 0
     for wave in range(waves):
-        tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        tile = take_tile(shared[-1], wave)
         segment, kv_head, key_block, _, q_len, kv_start, kv_len, first_target = tile
         blocks, visited = query_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         visited *= GROUP
@@ -419,7 +420,7 @@ def attention_bwd_dkdv_hopper_kernel(
     stats = lse_ptr, delta_ptr, stride_lse
     results = dk_desc, dv_desc, dk_ptr, dv_ptr, make_stages(k_desc, 2 * CONSUMERS)
     scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, stats, results, scales
+    shared = schedule, rings, stats, results, scales, make_tile_ring(CONSUMERS)
     gl.warp_specialize([
         (_dkdv_compute, (0, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
         (_dkdv_compute, (1, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..activations import activation_function
@@ -17,7 +17,8 @@ from ..launch import descriptor_sizes, device_properties
 from ..masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
 from ..tiles import load_tile as read_tile
 from ..tiles import zigzag_waves
-from .tiles import LOG2_E, WARPGROUP_ROWS, box_layout, product_layout
+from .gluon_api import thread_barrier
+from .tiles import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, product_layout
 
 # -- tiles and their blocks ---------------------------------------------------------------------------------------------------------
 
@@ -37,6 +38,44 @@ def tile_of_wave(schedule, wave, waves, MASK: gl.constexpr):
         tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr
     )
     return segment, head, block, q_start, q_len, kv_start, kv_len, first_target_column(num_targets_ptr, segment, kv_len, MASK)
+
+
+@gluon.jit
+def make_tile_ring(CONSUMERS: gl.constexpr):
+    """Through which the loading warp, which has time to wait for them, hands tiles to those that compute."""
+    slots = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return slots, make_barriers(2, 1), make_barriers(2, CONSUMERS)
+
+
+@gluon.jit
+def pass_tile(ring, wave, tile):
+    """What tile_of_wave gave, to be taken by every warpgroup."""
+    slots, full, empty = ring
+    mbarrier.wait(empty.index(wave % 2), wave // 2 & 1 ^ 1)
+    for i in gl.static_range(8):
+        value = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile[i].to(gl.int32)
+        slots.index(wave % 2 * 8 + i).store(value)
+    thread_barrier()
+    mbarrier.arrive(full.index(wave % 2), count=1)
+
+
+@gluon.jit
+def _taken(slots, i):
+    return gl.sum(slots.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+
+
+@gluon.jit
+def take_tile(ring, wave):
+    """The tile of a wave, as tiles.py has it, and its first target column."""
+    slots, full, empty = ring
+    mbarrier.wait(full.index(wave % 2), wave // 2 & 1)
+    i = wave % 2 * 8
+    tile = (
+        _taken(slots, i), _taken(slots, i + 1), _taken(slots, i + 2), _taken(slots, i + 3),
+        _taken(slots, i + 4), _taken(slots, i + 5), _taken(slots, i + 6), _taken(slots, i + 7),
+    )  # fmt: skip
+    mbarrier.arrive(empty.index(wave % 2), count=1)
+    return tile
 
 
 @gluon.jit
