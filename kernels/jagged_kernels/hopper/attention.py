@@ -137,8 +137,17 @@ def _first_weights(
     release(k_ring, turn, STAGES)
     row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
     keys = row, column, num_keys, first_target
-    p, row_max, row_sum, rescale = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, True)
-    return as_factor(p, v_ring[0].dtype, WIDTH), row_max, row_sum, rescale
+    p, row_max, row_sum, _ = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, True)
+    return as_factor(p, v_ring[0].dtype, WIDTH), row_max, row_sum
+
+
+@gluon.jit
+def _add_values(p, v_ring, turn, acc, STAGES: gl.constexpr):
+    """acc + p v of a block's first keys, no other product being under way."""
+    acc = warpgroup_mma(p, await_full(v_ring, turn, STAGES).slice(0, p.shape[1]), acc, is_async=True)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    release(v_ring, turn, STAGES)
+    return acc
 
 
 @gluon.jit
@@ -155,7 +164,7 @@ def _fwd_block(
     else:
         k = await_full(k_ring, turn, STAGES)
     scores = _score(q, k, Q_REGISTERS)
-    acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES), acc, is_async=True)
+    acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES).slice(0, p.shape[1]), acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     release(k_ring, turn, STAGES)
     keys = row, column, num_keys, first_target
@@ -189,42 +198,46 @@ def _fwd_rows(
     partial = num_partial_blocks(blocks)
     column = visited_block(0, blocks) * BLOCK
     num_keys = gl.where(visited > 0, kv_len - column, 0)
-    start = gl.to_tensor(0)
+    begun = gl.to_tensor(1)
+    p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
-        p, row_max, row_sum, _ = _first_weights(
+        half, row_max, row_sum = _first_weights(
             q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
             ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
-        acc = warpgroup_mma(p, await_full(v_ring, turn, STAGES).slice(0, BLOCK // 2), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        release(v_ring, turn, STAGES)
         row_max, row_sum = gl.convert_layout(row_max, STATS), gl.convert_layout(row_sum, STATS)
-        start += 1
-    if start < count:
-        column = visited_block(start, blocks) * BLOCK
-        p, row_max, row_sum, rescale = _first_weights(
-            q, k_ring, v_ring, turn + start, row_max, row_sum, row, column, kv_len - column, first_target, scale,
+        if count > 1:
+            if ACTIVATION is not None:
+                hold_until_full(k_ring, turn + 1, True, STAGES)
+            column = visited_block(1, blocks) * BLOCK
+            p, acc, row_max, row_sum = _fwd_block(
+                q, k_ring, v_ring, turn + 1, count > 2, half, acc, row_max, row_sum, row, column, kv_len - column,
+                first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
+            )  # fmt: skip
+        else:
+            acc = _add_values(half, v_ring, turn, acc, STAGES)
+        begun += 1
+    else:
+        p, row_max, row_sum = _first_weights(
+            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
             ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
         if ACTIVATION is not None:
-            hold_until_full(k_ring, turn + start + 1, start + 1 < count, STAGES)
-        elif start > 0:
-            acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-        if MASK is not None:
-            for number in range(start + 1, partial):
-                column = visited_block(number, blocks) * BLOCK
-                p, acc, row_max, row_sum = _fwd_block(
-                    q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
-                    first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
-                )  # fmt: skip
-        for number in range(gl.maximum(start + 1, partial), count):
+            hold_until_full(k_ring, turn + 1, count > 1, STAGES)
+    if MASK is not None:
+        for number in range(begun, partial):
+            column = visited_block(number, blocks) * BLOCK
             p, acc, row_max, row_sum = _fwd_block(
-                q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
-                first_target, scale, ACTIVATION, MASK, False, STAGES, Q_REGISTERS,
+                q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
+                first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
             )  # fmt: skip
-        acc = warpgroup_mma(p, await_full(v_ring, turn + count - 1, STAGES), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-        release(v_ring, turn + count - 1, STAGES)
+    for number in range(gl.maximum(begun, partial), count):
+        p, acc, row_max, row_sum = _fwd_block(
+            q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
+            first_target, scale, ACTIVATION, MASK, False, STAGES, Q_REGISTERS,
+        )  # fmt: skip
+    if begun <= count:
+        acc = _add_values(p, v_ring, turn + count - 1, acc, STAGES)
     return acc, row_max, row_sum
 
 
