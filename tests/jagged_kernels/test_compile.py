@@ -28,6 +28,8 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from .sass import unwritten_registers  # noqa: E402
+
 KERNELS = {
     "fwd": attention_kernels.attention_fwd_kernel,
     "dq": attention_kernels.attention_bwd_dq_kernel,
@@ -121,7 +123,14 @@ def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=2):
+def compile_hopper(source, **options):
+    """The compiled kernel, of which the assembler has lost no uniform register."""
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert not unwritten_registers(compiled.asm["cubin"])
+    return compiled
+
+
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1):
     """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys."""
     from jagged_kernels.hopper import attention, attention_backward
     from jagged_kernels.hopper.attention_tiles import launch_options
@@ -154,23 +163,32 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     places = {arg: i for i, arg in enumerate(signature)}
     constants = {(places[arg],): value for arg, value in constants.items() if arg in places}
     source = GluonASTSource(kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={x: options[x] for x in ("num_warps", "maxnreg")})
+    return compile_hopper(source, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
 
 
-@pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
+@pytest.mark.parametrize(
+    "activation, mask, group", [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1)]
+)
 @pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
-def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask):
-    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask])
+def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
     assert compiled.metadata.shared <= 227 * 1024
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("mask, group", [("none", 1), ("window", 4)])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
-def test_hopper_attention_kernels_with_shared_operands_compile(name):
+def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group):
     for dim in (64, 128):
-        assert compile_hopper_attention(name, dim, "bf16", "softmax", shared=True, group=1).metadata.shared <= 227 * 1024
+        compiled = compile_hopper_attention(name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group)
+        assert compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
+    assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -233,10 +251,9 @@ def ptxas_remarks(compiled):
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr
 
 
-@pytest.mark.parametrize("addends", [0, 1, 2])
-@pytest.mark.parametrize("dtype, sizes", [("fp16", (433, 866, 1178, 256)), ("bf16", (70, 250, 100, 136)), ("bf16", (300, 600, 40, 128))])
-def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
-    """Three groups of warps fill a multiprocessor: accumulators take most of their registers, and nothing spills."""
+def compile_hopper_linear_compress(dtype, sizes, addends):
+    """The compiled kernel for candidates' weights `[M, K]`, a shared level's `[M, K']` and embeddings `[B, K, N]`, for one of them alone
+    where the other's K is 0; `addends`: levels that the candidates' product takes in."""
     from jagged_kernels.hopper.linear_compress_kernels import linear_compress_fwd_hopper_kernel as kernel
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -253,19 +270,40 @@ def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
     types |= dict(shared_ptr="*fp32", state_ptr="*i32")
     constants = dict(M=m, K=k, SHARED_K=shared_k, PANELS=-(-n // config.columns), BLOCK_N=config.columns, BLOCK_K=config.depth)
     constants |= dict(STAGES=config.stages, BUFFERS=config.buffers)
-    if not addends:  # one level
-        constants |= dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
+    constants |= {} if k else dict.fromkeys(("w_desc", "e_desc", "out_desc"))
+    constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
     signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
     places = {arg: i for i, arg in enumerate(signature)}
     aligned = {(places[arg],): [["tt.divisibility", 16]] for arg in ("shared_ptr", "state_ptr") if arg not in constants}
     aligned |= {(places[arg], i): [["tt.divisibility", 16]] for arg in ("addends_ptr", "indices_ptr") for i in range(addends)}
     constants = {(places[arg],): x for arg, x in constants.items()}
-    source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=dict(num_warps=4, maxnreg=168))
+    return compile_hopper(GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned), num_warps=4, maxnreg=168)
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, addends",
+    [
+        ("fp16", (433, 866, 0, 256), 0),
+        ("fp16", (433, 866, 1178, 256), 1),
+        ("fp16", (433, 866, 1178, 256), 2),
+        ("bf16", (433, 500, 64, 256), 2),
+        ("bf16", (433, 33, 0, 256), 0),
+        ("bf16", (433, 0, 500, 256), 0),
+        ("bf16", (70, 250, 0, 136), 0),
+        ("bf16", (70, 250, 100, 136), 1),
+        ("bf16", (70, 250, 100, 136), 2),
+        ("bf16", (300, 600, 0, 128), 0),
+        ("bf16", (300, 600, 40, 128), 1),
+        ("bf16", (300, 600, 40, 128), 2),
+    ],
+)
+def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
+    """Three groups of warps fill a multiprocessor: accumulators take most of their registers, and nothing spills."""
+    compiled = compile_hopper_linear_compress(dtype, sizes, addends)
     assert compiled.metadata.shared <= 227 * 1024
     remarks = ptxas_remarks(compiled)
     assert "serialized" not in remarks and "wgmma.mma_async" in compiled.asm["ptx"]
-    if sizes[0] == 433:
+    if sizes[1] == 866:
         assert " 0 bytes spill stores" in remarks
 
 
@@ -350,8 +388,7 @@ def test_hopper_block_attention_kernels_compile(name, rotate, relative):
             signature[arg] = types.get(arg, f"tensordesc<{dtype}[1, {rows}, {width}],{layout!r}>" if arg.endswith("_desc") else default)
         places = {arg: i for i, arg in enumerate(signature)}
         source = GluonASTSource(kernel, signature=signature, constexprs={(places[arg],): x for arg, x in constants.items()})
-        options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = compile_hopper(source, num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
         assert compiled.metadata.shared <= 227 * 1024 // (2 if rows == 64 else 1)
         for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
             assert instruction in compiled.asm["ptx"]
