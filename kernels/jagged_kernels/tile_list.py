@@ -8,33 +8,48 @@ import triton.language as tl
 from torch import Tensor
 
 from .operators import operator
-from .tile_schedule import masked_tiles, tile_capacity
+from .tile_schedule import masked_tiles, num_lists, tile_capacity
 
 
 @triton.jit
-def _segment_tiles(offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _segment_tiles(
+    offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
+):  # fmt: skip
     """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
     real = segments < num_segments
     rows = tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
-    columns = tl.load(other_offsets_ptr + segments + 1, mask=real, other=0) - tl.load(other_offsets_ptr + segments, mask=real, other=0)
     blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
-    return blocks, blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
+    others = segments
+    if LISTS > 1:
+        others = segments % (num_segments // LISTS)
+    work = tl.zeros_like(blocks)
+    for _ in tl.static_range(OTHER_LISTS):
+        columns = tl.load(other_offsets_ptr + others + 1, mask=real, other=0) - tl.load(other_offsets_ptr + others, mask=real, other=0)
+        work += tl.cdiv(columns.to(tl.int32), BLOCK_N)
+        others += num_segments
+    return blocks, blocks * num_heads, work
 
 
 @triton.jit
 def _tile_list_kernel(
     offsets_ptr, other_offsets_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
+    LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
 ):  # fmt: skip
     """Each program places the tiles of SEGMENTS segments. A segment's first position is the number of tiles of all segments that a
     stable sort by work, longest first, puts before it: counted by comparison, cheaper here than sorting."""
     segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
-    blocks, tiles, work = _segment_tiles(offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N)
+    blocks, tiles, work = _segment_tiles(
+        offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, LISTS, OTHER_LISTS
+    )  # fmt: skip
     first = tl.zeros([SEGMENTS], tl.int32)
     total = 0
     for start in range(0, num_segments, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        _, other_tiles, other_work = _segment_tiles(offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N)
+        _, other_tiles, other_work = _segment_tiles(
+            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N, LISTS, OTHER_LISTS
+        )  # fmt: skip
         longer = other_work[None, :] > work[:, None]
         earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
         first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
@@ -65,7 +80,8 @@ def tile_list(
     """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
 
     Args:
-        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over.
+        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Either
+            may be several lists of the other's segments, as in `zigzag_schedule`.
         num_heads, block_m, block_n, mask, num_targets, key_tiles: as in `zigzag_schedule`. A mask costs a sort, of some thirty launches.
 
     Returns:
@@ -80,9 +96,10 @@ def tile_list(
         )
         return tiles, count
     segments = 32
+    lists, other_lists = num_lists(num_segments, other_offsets.shape[0] - 1)
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
-        BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
+        BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256, LISTS=lists, OTHER_LISTS=other_lists,
     )  # fmt: skip
     return tiles, num_tiles
 
@@ -95,3 +112,10 @@ def fitting_tiles(
     if tiles is not None and rows == block_m:
         return tiles, num_tiles
     return tile_list(offsets, other_offsets, total_rows, num_heads, block_m, *rest)
+
+
+def query_lists(q_offsets: Tensor, kv_offsets: Tensor) -> tuple[int, int | None]:
+    """How many lists of query segments read the keys, and the kernels' `num_segments`: that of the keys, None with one list."""
+    num_segments = kv_offsets.shape[0] - 1
+    lists, _ = num_lists(q_offsets.shape[0] - 1, num_segments)
+    return lists, num_segments if lists > 1 else None

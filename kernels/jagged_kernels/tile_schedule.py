@@ -72,7 +72,8 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none.
+            tiles, with work 0: its output rows have to be written too. One without queries has none. Either may be several lists of
+            the other's segments, one after the other: n · B, segments b, B + b, ... of which go with the other's segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are dealt to.
@@ -83,12 +84,15 @@ def zigzag_schedule(
         TileSchedule with host tensors.
 
     Raises:
-        TypeError: lengths or sizes that are not integers. ValueError: lengths of different count, negative or on a device, sizes
-        below 1.
+        TypeError: lengths or sizes that are not integers. ValueError: lengths whose counts do not fit together, negative or on a device,
+        sizes below 1, several lists under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
-    if len(q_lengths) != len(kv_lengths):
-        raise ValueError(f"q_lengths and kv_lengths must have the same number of segments, got {len(q_lengths)} and {len(kv_lengths)}")
+    if not any(num_lists(len(q_lengths), len(kv_lengths))):
+        raise ValueError(
+            "q_lengths and kv_lengths must have the same number of segments, or one a multiple of the other, "
+            f"got {len(q_lengths)} and {len(kv_lengths)}"
+        )
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -97,6 +101,8 @@ def zigzag_schedule(
 
     if mask is not None and not hasattr(mask, "spec"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    if mask is not None and len(q_lengths) != len(kv_lengths):
+        raise ValueError(f"mask must be None with several lists of segments, got {len(q_lengths)} and {len(kv_lengths)} segments")
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
@@ -121,7 +127,9 @@ def zigzag_schedule(
 def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
     """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
     stable sort of the tiles."""
-    segment_work, order = torch.sort(cdiv(kv_lengths, block_n), descending=True, stable=True)
+    tiled_lists, other_lists = num_lists(len(q_lengths), len(kv_lengths))
+    segment_work = cdiv(kv_lengths, block_n).view(other_lists, -1).sum(0, dtype=torch.int32).repeat(tiled_lists)
+    segment_work, order = torch.sort(segment_work, descending=True, stable=True)
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
     rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
@@ -133,6 +141,16 @@ def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, 
     torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
     torch.remainder(within, blocks, out=tiles[:, 2])
     return tiles, segment_work[rank]
+
+
+def num_lists(num_segments: int, num_others: int) -> tuple[int, int]:
+    """How many lists of segments each side holds, n and 1 or 1 and n; (0, 0) where neither count is a multiple of the other."""
+    if num_segments == num_others:
+        return 1, 1
+    fewer, more = sorted((num_segments, num_others))
+    if not fewer or more % fewer:
+        return 0, 0
+    return num_segments // fewer, num_others // fewer
 
 
 def masked_tiles(
