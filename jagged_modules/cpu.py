@@ -26,8 +26,7 @@ def attention_cpu(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
-    mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is, of each segment
-    of queries.
+    mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is.
     Others: as in `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
     """
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))

@@ -92,9 +92,7 @@ def jagged_attention(
         mask = None
 
     row_scale = None
-    if isinstance(output_scale, Tensor) and (
-        kv_shared or (several_lists or output_scale.requires_grad) and implementation != "reference"
-    ):
+    if isinstance(output_scale, Tensor) and (kv_shared or (several_lists or output_scale.requires_grad) and implementation != "reference"):
         # The kernels scale all that a tile meets alike, and give no gradient for the factor.
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         lengths = q_offsets.diff().to(q.device, non_blocking=True)

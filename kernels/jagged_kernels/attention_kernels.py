@@ -288,7 +288,6 @@ def attention_bwd_dkdv_kernel(
         v = load_rows(v_operand, kv_row, kv_head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True)
         k = load_rows(k_operand, kv_row, kv_head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None)
         first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
-        columns = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
@@ -299,6 +298,7 @@ def attention_bwd_dkdv_kernel(
             if Q_SHARED:
                 q_row = q_start - q_start
             blocks = row_blocks(block * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
+            columns = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
             for group_head in range(0, GROUP):
                 head = kv_head * GROUP + group_head
                 lse_head, delta_head = lse_ptr, delta_ptr

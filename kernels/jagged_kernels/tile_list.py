@@ -12,23 +12,26 @@ from .tile_schedule import masked_tiles, num_lists, tile_capacity
 
 
 @triton.jit
+def _lengths(offsets_ptr, segments, real):
+    return tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
+
+
+@triton.jit
 def _segment_tiles(
     offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
 ):  # fmt: skip
     """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
     real = segments < num_segments
-    rows = tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
-    blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
-    others = segments
+    rows, others = _lengths(offsets_ptr, segments, real), segments
     if LISTS > 1:
         others = segments % (num_segments // LISTS)
-    work = tl.zeros_like(blocks)
-    for _ in tl.static_range(OTHER_LISTS):
-        columns = tl.load(other_offsets_ptr + others + 1, mask=real, other=0) - tl.load(other_offsets_ptr + others, mask=real, other=0)
-        work += tl.cdiv(columns.to(tl.int32), BLOCK_N)
-        others += num_segments
-    return blocks, blocks * num_heads, work
+    columns = _lengths(other_offsets_ptr, others, real)
+    blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
+    tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
+    for other_list in tl.static_range(1, OTHER_LISTS):
+        work += tl.cdiv(_lengths(other_offsets_ptr, others + other_list * num_segments, real).to(tl.int32), BLOCK_N)
+    return blocks, tiles, work
 
 
 @triton.jit
@@ -89,6 +92,7 @@ def tile_list(
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
+    lists, other_lists = num_lists("offsets and other_offsets", num_segments, other_offsets.shape[0] - 1, mask)
     if mask is not None and len(tiles):
         lengths, other_lengths = offsets.diff().to(torch.int32), other_offsets.diff().to(torch.int32)
         tiles, _, count = masked_tiles(
@@ -96,7 +100,6 @@ def tile_list(
         )
         return tiles, count
     segments = 32
-    lists, other_lists = num_lists(num_segments, other_offsets.shape[0] - 1)
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256, LISTS=lists, OTHER_LISTS=other_lists,
@@ -117,5 +120,5 @@ def fitting_tiles(
 def query_lists(q_offsets: Tensor, kv_offsets: Tensor) -> tuple[int, int | None]:
     """How many lists of query segments read the keys, and the kernels' `num_segments`: that of the keys, None with one list."""
     num_segments = kv_offsets.shape[0] - 1
-    lists, _ = num_lists(q_offsets.shape[0] - 1, num_segments)
+    lists, _ = num_lists("q_offsets and kv_offsets", q_offsets.shape[0] - 1, num_segments)
     return lists, num_segments if lists > 1 else None

@@ -88,11 +88,6 @@ def zigzag_schedule(
         sizes below 1, several lists under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
-    if not any(num_lists(len(q_lengths), len(kv_lengths))):
-        raise ValueError(
-            "q_lengths and kv_lengths must have the same number of segments, or one a multiple of the other, "
-            f"got {len(q_lengths)} and {len(kv_lengths)}"
-        )
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -101,13 +96,12 @@ def zigzag_schedule(
 
     if mask is not None and not hasattr(mask, "spec"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
-    if mask is not None and len(q_lengths) != len(kv_lengths):
-        raise ValueError(f"mask must be None with several lists of segments, got {len(q_lengths)} and {len(kv_lengths)} segments")
+    lists = num_lists("q_lengths and kv_lengths", len(q_lengths), len(kv_lengths), mask)
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     if mask is None or not len(q_lengths):
-        tiles, work = _tiles(q_lengths, kv_lengths, num_heads, block_m, block_n)
+        tiles, work = _tiles(q_lengths, kv_lengths, *lists, num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
         total = int(cdiv(q_lengths, block_m).sum())
@@ -124,11 +118,12 @@ def zigzag_schedule(
     )
 
 
-def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+def _tiles(
+    q_lengths: Tensor, kv_lengths: Tensor, lists: int, other_lists: int, num_heads: int, block_m: int, block_n: int
+) -> tuple[Tensor, Tensor]:
     """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
     stable sort of the tiles."""
-    tiled_lists, other_lists = num_lists(len(q_lengths), len(kv_lengths))
-    segment_work = cdiv(kv_lengths, block_n).view(other_lists, -1).sum(0, dtype=torch.int32).repeat(tiled_lists)
+    segment_work = cdiv(kv_lengths, block_n).view(other_lists, -1).sum(0, dtype=torch.int32).repeat(lists)
     segment_work, order = torch.sort(segment_work, descending=True, stable=True)
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
@@ -143,14 +138,17 @@ def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, 
     return tiles, segment_work[rank]
 
 
-def num_lists(num_segments: int, num_others: int) -> tuple[int, int]:
-    """How many lists of segments each side holds, n and 1 or 1 and n; (0, 0) where neither count is a multiple of the other."""
-    if num_segments == num_others:
-        return 1, 1
+def num_lists(names: str, num_segments: int, num_others: int, mask=None) -> tuple[int, int]:
+    """How many lists of the other's segments each side holds: n and 1, or 1 and n. ValueError, with their names, unless one number is a
+    multiple of the other, and the same under a mask."""
     fewer, more = sorted((num_segments, num_others))
-    if not fewer or more % fewer:
-        return 0, 0
-    return num_segments // fewer, num_others // fewer
+    if more != fewer and (fewer == 0 or more % fewer):
+        raise ValueError(
+            f"{names} must have the same number of segments, or one a multiple of the other, got {num_segments} and {num_others}"
+        )
+    if more != fewer and mask is not None:
+        raise ValueError(f"mask must be None with several lists of segments, got {num_segments} and {num_others} in {names}")
+    return (num_segments // fewer, num_others // fewer) if fewer else (1, 1)
 
 
 def masked_tiles(

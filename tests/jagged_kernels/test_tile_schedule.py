@@ -170,7 +170,7 @@ BAD = [
     (dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))), ValueError, "must have one entry per segment, 1, got 2"),
     (dict(q_lengths=[1, 2, 3], kv_lengths=[1, 2]), ValueError, "must have the same number of segments, or one a multiple .*, got 3 and 2"),
     (dict(q_lengths=[]), ValueError, "must have the same number of segments, or one a multiple of the other, got 0 and 1"),
-    (dict(q_lengths=[1, 2], mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several lists of segments, got 2 and 1"),
+    (dict(q_lengths=[1, 2], mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several lists of segments, got 2"),
     (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
     (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),
     (dict(q_lengths=[1.5]), TypeError, "q_lengths must hold integers, got torch.float32"),
