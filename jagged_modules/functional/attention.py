@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.tile_schedule import num_lists
 from torch import Tensor
 
 from ..activations import ACTIVATIONS
@@ -86,13 +87,15 @@ def jagged_attention(
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
         if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
-    several_lists = not q_shared and not kv_shared and _several_lists(q_offsets, kv_offsets, mask)
+    lists = 1
+    if not q_shared and not kv_shared:
+        lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
     _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask)
     if mask is not None and mask.hides_nothing():
         mask = None
 
     row_scale = None
-    if isinstance(output_scale, Tensor) and (kv_shared or (several_lists or output_scale.requires_grad) and implementation != "reference"):
+    if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
         # The kernels scale all that a tile meets alike, and give no gradient for the factor.
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
@@ -314,21 +317,6 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
     for half in (schedule, schedule.backward or schedule):
         if half.block_m not in TILES:
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
-
-
-def _several_lists(q_offsets: Tensor, kv_offsets: Tensor, mask: AttentionMask | None) -> bool:
-    """Whether several lists of query segments read the segments of keys. ValueError unless there are as many of one as of the other, or a
-    multiple, and then no mask."""
-    q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
-    if q_segments == kv_segments:
-        return False
-    if q_segments == 0 or kv_segments == 0 or q_segments % kv_segments:
-        raise ValueError(
-            f"q_offsets must describe as many segments as kv_offsets, or a multiple of them, got {q_segments} and {kv_segments}"
-        )
-    if mask is not None:
-        raise ValueError(f"mask must be None with several lists of queries, got {q_segments} segments of q_offsets for {kv_segments}")
-    return True
 
 
 def _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask) -> None:

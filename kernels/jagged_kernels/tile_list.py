@@ -83,8 +83,8 @@ def tile_list(
     """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
 
     Args:
-        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Either
-            may be several lists of the other's segments, as in `zigzag_schedule`.
+        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Those
+            of queries may be several lists, as in `zigzag_schedule`.
         num_heads, block_m, block_n, mask, num_targets, key_tiles: as in `zigzag_schedule`. A mask costs a sort, of some thirty launches.
 
     Returns:
@@ -92,7 +92,9 @@ def tile_list(
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
-    lists, other_lists = num_lists("offsets and other_offsets", num_segments, other_offsets.shape[0] - 1, mask)
+    sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
+    queries, keys = reversed(sides) if key_tiles else sides
+    lists = num_lists(*queries, *keys, mask)
     if mask is not None and len(tiles):
         lengths, other_lengths = offsets.diff().to(torch.int32), other_offsets.diff().to(torch.int32)
         tiles, _, count = masked_tiles(
@@ -102,7 +104,8 @@ def tile_list(
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
-        BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256, LISTS=lists, OTHER_LISTS=other_lists,
+        BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
+        LISTS=1 if key_tiles else lists, OTHER_LISTS=lists if key_tiles else 1,
     )  # fmt: skip
     return tiles, num_tiles
 
@@ -120,5 +123,5 @@ def fitting_tiles(
 def query_lists(q_offsets: Tensor, kv_offsets: Tensor) -> tuple[int, int | None]:
     """How many lists of query segments read the keys, and the kernels' `num_segments`: that of the keys, None with one list."""
     num_segments = kv_offsets.shape[0] - 1
-    lists, _ = num_lists("q_offsets and kv_offsets", q_offsets.shape[0] - 1, num_segments)
+    lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", num_segments)
     return lists, num_segments if lists > 1 else None

@@ -72,8 +72,8 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none. Either may be several lists of
-            the other's segments, one after the other: n · B, segments b, B + b, ... of which go with the other's segment b.
+            tiles, with work 0: its output rows have to be written too. One without queries has none. Those of queries may be n lists,
+            one after the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are dealt to.
@@ -96,12 +96,14 @@ def zigzag_schedule(
 
     if mask is not None and not hasattr(mask, "spec"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
-    lists = num_lists("q_lengths and kv_lengths", len(q_lengths), len(kv_lengths), mask)
+    sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
+    queries, keys = reversed(sides) if key_tiles else sides
+    lists = num_lists(*queries, *keys, mask)
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     if mask is None or not len(q_lengths):
-        tiles, work = _tiles(q_lengths, kv_lengths, *lists, num_heads, block_m, block_n)
+        tiles, work = _tiles(q_lengths, kv_lengths, *((1, lists) if key_tiles else (lists, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
         total = int(cdiv(q_lengths, block_m).sum())
@@ -138,17 +140,18 @@ def _tiles(
     return tiles, segment_work[rank]
 
 
-def num_lists(names: str, num_segments: int, num_others: int, mask=None) -> tuple[int, int]:
-    """How many lists of the other's segments each side holds: n and 1, or 1 and n. ValueError, with their names, unless one number is a
-    multiple of the other, and the same under a mask."""
-    fewer, more = sorted((num_segments, num_others))
-    if more != fewer and (fewer == 0 or more % fewer):
-        raise ValueError(
-            f"{names} must have the same number of segments, or one a multiple of the other, got {num_segments} and {num_others}"
-        )
-    if more != fewer and mask is not None:
-        raise ValueError(f"mask must be None with several lists of segments, got {num_segments} and {num_others} in {names}")
-    return (num_segments // fewer, num_others // fewer) if fewer else (1, 1)
+def num_lists(queries: str, num_queries: int, keys: str, num_keys: int, mask=None) -> int:
+    """How many lists of query segments read the segments of keys, from the number of segments of the arguments so called.
+
+    ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
+    """
+    if num_queries == num_keys:
+        return 1
+    if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
+        raise ValueError(f"{queries} must describe as many segments as {keys}, or a multiple of them, got {num_queries} and {num_keys}")
+    if mask is not None:
+        raise ValueError(f"mask must be None with several lists of queries, got {num_queries} segments of {queries}, {num_keys} of {keys}")
+    return num_queries // num_keys
 
 
 def masked_tiles(

@@ -77,8 +77,8 @@ def check_tile_list(offsets):
         mask = jm.AttentionMask(causal=True, num_targets=targets, contextual_seqlen=2, max_attn_len=40) if masked else None
         expected = zigzag_schedule(*lengths, **sizes, num_workers=1, mask=mask, key_tiles=key_tiles)
         both = (offsets(x, device).to(dtype) for x in lengths)
-        options = (mask.spec, targets.to(device), key_tiles) if masked else ()
-        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options)
+        options = (mask.spec, targets.to(device)) if masked else (None, None)
+        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options, key_tiles)
         assert tiles.dtype == num_tiles.dtype == torch.int32 and num_tiles.shape == (1,)
         assert len(tiles) == tile_capacity(sum(lengths[0]), len(lengths[0]), sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
         assert torch.equal(tiles[: int(num_tiles)].cpu(), expected.tiles)
