@@ -290,6 +290,12 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
 
 
+def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
+    """ValueError unless both have as many segments."""
+    if x.num_segments != other.num_segments:
+        raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
+
+
 def _is_torchrec(x) -> bool:
     return _is_one_of(x, "JaggedTensor", "KeyedJaggedTensor")
 

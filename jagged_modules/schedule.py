@@ -36,7 +36,7 @@ def host_schedule(
     """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
 
     Args:
-        q_lengths, kv_lengths: rows of each segment, host integers.
+        q_lengths, kv_lengths: rows of each segment, host integers; of queries also several lists, as in `zigzag_schedule`.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
         mask: blocks that it hides cost nothing.
         hopper: for the kernels of compute capability 9.0; None: where the GPU has it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.tile_schedule import num_lists
 from torch import Tensor
 
 from ..activations import ACTIVATIONS
@@ -10,6 +11,7 @@ from ..autocast import autocast
 from ..broadcast import CandidateIndex
 from ..checks import IMPLEMENTATIONS, check_offsets, check_tensor, values_are_checkable
 from ..cpu import attention_cpu
+from ..joined import joined_rows
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import TileSchedule, attention_tile, device_schedule
@@ -45,16 +47,17 @@ def jagged_attention(
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
         k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
             D and Dv: 1 to 256.
-        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`.
+        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`; or `[n · B + 1]`, n lists of
+            segments one after the other: segments b, B + b, 2B + b, ... of q all read keys and values of segment b, which stay one copy.
         kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
             Offsets may be host tensors.
         max_seqlen_q, max_seqlen_kv: the longest segments. Host offsets are checked against them; they never truncate.
         activation: "softmax", or a function of each score by itself: "identity", "relu", "relu_squared", "leaky_relu" (0.01), "silu",
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
-        output_scale: factor after the activation, a number or `[B]`; 1 with softmax. HSTU's 1/N is one. torch.compile compiles anew for
-            another number, not for other values of a tensor.
-        mask: what each query row sees; everything if None. Not with shared keys.
+        output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
+            torch.compile compiles anew for another number, not for other values of a tensor.
+        mask: what each query row sees; everything if None. Not with shared keys or several lists.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
         implementation: "auto" (kernels on CUDA, segments of equal lengths together on the CPU), "reference", "triton", or "hopper": those
@@ -84,16 +87,16 @@ def jagged_attention(
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
         if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
-        if not kv_shared and q_offsets.shape != kv_offsets.shape:
-            q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
-            raise ValueError(f"q_offsets and kv_offsets must describe the same number of segments, got {q_segments} and {kv_segments}")
+    lists = 1
+    if not q_shared and not kv_shared:
+        lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
     _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask)
     if mask is not None and mask.hides_nothing():
         mask = None
 
     row_scale = None
-    if isinstance(output_scale, Tensor) and (kv_shared or output_scale.requires_grad and implementation != "reference"):
-        # The kernels scale the rows of a segment alike, and give no gradient for the factor.
+    if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
+        # The kernels scale all that a tile meets alike, and give no gradient for the factor.
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale, output_scale = torch.repeat_interleave(output_scale.to(q.device), lengths, output_size=rows), 1.0
@@ -217,6 +220,51 @@ def target_attention(
         implementation=implementation,
     ).unflatten(0, (num_candidates, rows))
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
+
+
+def self_target_attention(
+    q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    """A user's own rows and the user's candidates attend to the user's history, as `jagged_attention` of two lists of queries does it: one
+    launch of each kernel for both, no copy of k and v, and dk and dv summed over both where they arise.
+
+    Args:
+        q_user: `[L, H, D]`, rows segmented as those of k and v. q_candidates: `[C, H, D]`, the rows of a user's candidates one after the
+            other. Where they follow those of q_user in one buffer, as `q[:L]` and `q[L:]` do, they are read in place, else copied once.
+        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. offsets: `[B + 1]`.
+        candidate_offsets: `[B + 1]`, of the rows of q_candidates.
+        options: those of `jagged_attention` but a mask. A tensor output_scale is `[2 · B]`, the factors of the users' own rows first; a
+            schedule is that of both lists of lengths, one after the other, against the histories'.
+
+    Returns:
+        `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.
+
+    Raises:
+        TypeError, ValueError: as `jagged_attention`; also rows or offsets of the two that do not fit together.
+    """
+    check_tensor("q_user", q_user, 3, "[L, H, D]")
+    check_tensor("q_candidates", q_candidates, 3, "[C, H, D]")
+    check_tensor("k", k, 3, "[L, Hkv, D]")
+    for what, of_user, of_candidates in (
+        ("dtype", q_user.dtype, q_candidates.dtype),
+        ("device", q_user.device, q_candidates.device),
+        ("heads and head dim", list(q_user.shape[1:]), list(q_candidates.shape[1:])),
+    ):
+        if of_user != of_candidates:
+            raise ValueError(f"q_candidates must have q_user's {what}, {of_user}, got {of_candidates}")
+    rows = q_user.shape[0], q_candidates.shape[0]
+    if k.shape[0] != rows[0]:
+        raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
+    check_offsets("offsets", offsets, rows[0])
+    check_offsets("candidate_offsets", candidate_offsets, rows[1])
+    if offsets.shape != candidate_offsets.shape:
+        segments = offsets.shape[0] - 1, candidate_offsets.shape[0] - 1
+        raise ValueError("offsets and candidate_offsets must describe the same number of segments, got {} and {}".format(*segments))
+    if offsets.device != candidate_offsets.device:
+        offsets, candidate_offsets = (x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets))
+    q_offsets = torch.cat([offsets, candidate_offsets[1:] + rows[0]])
+    out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
+    return out.split(rows)
 
 
 def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:

@@ -10,7 +10,8 @@ pointwise activations store nothing.
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
-and their dq is summed over the segments.
+and their dq is summed over the segments. Several lists of query segments are segments of one schedule: of each, its place in its list
+says which keys it reads, and a tile of keys goes over its queries list by list.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kerne
 from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, padded_dim
 from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
-from .tile_list import fitting_tiles
+from .tile_list import fitting_tiles, query_lists
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
@@ -52,7 +53,8 @@ def triton_attention(
     Args:
         q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
         q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows (every segment reads q's rows anew). With
-            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone.
+            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone. Without either or a mask or a
+            `segment_scale`, q_offsets may be several lists of segments, `[n · B + 1]`: those at b, B + b, ... read the keys of segment b.
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
         activation: a public name. mask: as masks.py has it, with `num_targets` `[B]` if it has targets.
         segment_scale: `[B]` fp32, takes the place of `output_scale` if not None.
@@ -70,7 +72,8 @@ def triton_attention(
             segment_scale, output_scale,
         )  # fmt: skip
         return out, lse
-    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
+    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], kv_offsets, activation, mask)
+    _, num_segments = query_lists(q_offsets, kv_offsets)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if grid := _grid(config, tiles):
@@ -78,7 +81,8 @@ def triton_attention(
         factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, *factors, output_scale, *strides, lse.stride(0),
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale, scale, *factors, output_scale, *strides,
+            lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     return out, lse
@@ -137,7 +141,8 @@ def _portable_backward(
     factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
     scales = segment_scale, scale, *factors, output_scale
     q_offsets, kv_offsets, *schedule = query_schedule
-    config, common = _launch("dq", q, k, v, schedule[-1], k.shape[0], q_offsets, activation, mask)
+    config, common = _launch("dq", q, k, v, schedule[-1], k.shape[0], kv_offsets, activation, mask)
+    lists, num_segments = query_lists(q_offsets, kv_offsets)
     sizes = do.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if grid := _grid(config, tiles):
@@ -145,12 +150,12 @@ def _portable_backward(
         align, strides = _row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
 
     q_offsets, kv_offsets, *schedule = key_schedule
-    config, common = _launch("dkdv", q, k, v, query_schedule[-1], do.shape[0], q_offsets, activation, mask)
+    config, common = _launch("dkdv", q, k, v, query_schedule[-1], do.shape[0], kv_offsets, activation, mask)
     key_block = min(schedule[-1], attention_tile(max(q.shape[2], v.shape[2]), q.element_size()).key)
     sizes = dk.shape[0], k.shape[1], key_block, config.block
     tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
@@ -159,8 +164,9 @@ def _portable_backward(
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
             *_descriptors(align, (q, config.block), (k, key_block), (do, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
+            LISTS=lists,
         )  # fmt: skip
 
 

@@ -25,6 +25,9 @@ LENGTHS = {  # query and key lengths of the segments
     "no-queries": ([0, 0], [4, 130]),
     "skewed": ([1] * 12 + [300], [2] * 12 + [500]),
     "nothing": ([0], [0]),
+    "two-lists": ([3, 0, 70, 17, 130, 9, 64, 33, 1, 0, 257, 0], [5, 100, 64, 0, 129, 1]),
+    "three-lists": ([0, 3, 0, 70, 129, 0, 0, 200, 1, 5, 66, 128], [7, 0, 140, 65]),
+    "lists-of-one-segment": ([1, 0, 65, 140], [131]),
 }
 
 
@@ -63,20 +66,21 @@ def check_activation():
 
 @pytest.fixture
 def check_tile_list(offsets):
-    """The list built on the device is the host's, for segments of both kinds of offsets, few and many."""
+    """The list built on the device is the host's, for segments of both kinds of offsets, few and many; `lists` of the tiled side and of the
+    other."""
     from jagged_kernels.tile_list import tile_list
     from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
-    def check(num_segments, longest, dtype, device, sizes, masked=False, key_tiles=False):
-        lengths = torch.randint(0, longest + 1, (2, num_segments)).tolist()
+    def check(num_segments, longest, dtype, device, sizes, masked=False, key_tiles=False, lists=(1, 1)):
+        lengths = [torch.randint(0, longest + 1, (n * num_segments,)).tolist() for n in lists]
         targets = torch.tensor(lengths[0 if key_tiles else 1], dtype=torch.int64) // 3
         mask = jm.AttentionMask(causal=True, num_targets=targets, contextual_seqlen=2, max_attn_len=40) if masked else None
         expected = zigzag_schedule(*lengths, **sizes, num_workers=1, mask=mask, key_tiles=key_tiles)
         both = (offsets(x, device).to(dtype) for x in lengths)
-        options = (mask.spec, targets.to(device), key_tiles) if masked else ()
-        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options)
+        options = (mask.spec, targets.to(device)) if masked else (None, None)
+        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options, key_tiles)
         assert tiles.dtype == num_tiles.dtype == torch.int32 and num_tiles.shape == (1,)
-        assert len(tiles) == tile_capacity(sum(lengths[0]), num_segments, sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
+        assert len(tiles) == tile_capacity(sum(lengths[0]), len(lengths[0]), sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
         assert torch.equal(tiles[: int(num_tiles)].cpu(), expected.tiles)
 
     return check
@@ -164,6 +168,29 @@ def check_attention(poisoned_memory, offsets, assert_accurate):
 
         grad = None if grad is None else grad(operator(*tensors))
         assert_accurate(operator, reference, *tensors, grad=grad, fp32_roundings=4)
+
+    return check
+
+
+@pytest.fixture
+def check_self_target_attention(poisoned_memory, offsets, assert_accurate):
+    """One call for users' rows and their candidates, held to the accuracy rule, its truth two calls; rows read in place or copied give the
+    same bits."""
+
+    def check(lengths, candidates, dtype, device, heads=(4, 2), dim=24, kernels="triton", **options):
+        segments, of_candidates, rows = offsets(lengths, device), offsets(candidates, device), [sum(lengths), sum(candidates)]
+        q, k, v = (torch.randn(n, h, dim, device=device).to(dtype) for n, h in zip((sum(rows), rows[0], rows[0]), (*heads, heads[1])))
+
+        def operator(q, k, v, place=lambda x: x):
+            parts = map(place, q.split(rows))
+            return torch.cat(F.self_target_attention(*parts, k, v, segments, of_candidates, implementation=kernels, **options))
+
+        def reference(q, k, v):
+            parts = zip(q.split(rows), (segments, of_candidates))
+            return torch.cat([F.jagged_attention(x, k, v, s, segments, implementation="reference", **options) for x, s in parts])
+
+        assert_accurate(operator, reference, q, k, v, fp32_roundings=4)
+        assert torch.equal(operator(q, k, v), operator(q, k, v, torch.clone))
 
     return check
 

@@ -63,6 +63,62 @@ def test_shared_operands(check_attention, shared, dims, dtype):
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
+def test_several_lists_of_queries(check_attention, lengths, dims, activation, dtype):
+    for heads in ((4, 4), (4, 2)):
+        check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+def test_many_segments_of_several_lists(check_attention, activation, lists, dim):
+    """Tiles of keys whose lists have no, one and many blocks in any order."""
+    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (lists * 200, 200))
+    queries[::3], keys[::7] = 0, 0
+    queries[1::29] = 1500
+    output_scale = 1 if activation == "softmax" else torch.rand(len(queries), device="cuda") + 0.1
+    options = dict(dims=(dim, dim), activation=activation, output_scale=output_scale)
+    check_attention((queries.tolist(), keys.tolist()), torch.bfloat16, "cuda", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_user_rows_and_candidates_together(check_self_target_attention, kernels, dim, activation, dtype):
+    lengths, candidates = SELF, [200, 3, 0, 5, 0, 1, 129, 64, 65, 17, 300]
+    check_self_target_attention(lengths, candidates, dtype, "cuda", dim=dim, kernels=kernels, activation=activation)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+def test_runs_and_schedules_of_several_lists_agree_bit_for_bit(offsets, kernels, activation, dim):
+    queries, keys = (torch.randint(0, 400, (n,), generator=torch.Generator().manual_seed(5)) for n in (96, 32))
+    q, k, v = (torch.randn(int(n.sum()), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys))
+    schedule = host_schedule(queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, itemsize=2)
+    segments, grad, runs = [offsets(x.tolist(), "cuda") for x in (queries, keys)], torch.randn_like(q), []
+    for option in (schedule, None, None):
+        out = F.jagged_attention(q, k, v, *segments, activation=activation, schedule=option, implementation=kernels)
+        runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nan_in_a_list_reaches_the_keys_that_it_reads(offsets, kernels, dim, activation):
+    queries, keys = offsets([70, 100, 130, 50, 90, 65], "cuda"), offsets([40, 129, 64], "cuda")
+    q, k, v = (torch.randn(n, 2, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (505, 233, 233))
+    with torch.no_grad():
+        q[350:440] = float("nan")
+    out = F.jagged_attention(q, k, v, queries, keys, activation=activation, implementation=kernels)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    for x, first, end in ((out, 350, 440), (dq, 350, 440), (dk, 40, 169), (dv, 40, 169)):
+        assert x[:first].isfinite().all() and x[first:end].isnan().all() and x[end:].isfinite().all()
+
+
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
 def test_heads(check_attention, heads):
     check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(40, 40))
@@ -239,6 +295,7 @@ def test_no_synchronisation(assert_no_synchronisation, offsets):
 
     def step():
         F.jagged_attention(q, k, v, segments).sum().backward()
+        sum(x.sum() for x in F.self_target_attention(q, k[:0], k, v, segments, segments * 0)).backward()
         layer(targets, history, candidates).sum().backward()
 
     assert_no_synchronisation(step)

@@ -41,19 +41,21 @@ MASKS = {"none": None, "hstu": (1, -1, -1, 1, 2, 3, 100, 20), "window": (0, 64, 
 
 
 def compile_attention(
-    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False
-):
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
+    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
+    lists: int = 1,
+):  # fmt: skip
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many lists of queries."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
-    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
+    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False, LISTS=lists)
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages))
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
+    constants |= dict(num_segments=None) if lists == 1 else {}
     signature = {}
     for arg in kernel.arg_names:
         if arg in constants:
@@ -70,7 +72,7 @@ def compile_attention(
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             signature[arg] = f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         else:
-            signature[arg] = "fp32" if arg.endswith(("scale", "factor")) else "i32" if arg.startswith("stride_") else "constexpr"
+            signature[arg] = "fp32" if arg.endswith(("scale", "factor")) else "i32" if arg.startswith(("stride_", "num_")) else "constexpr"
     used = {arg: constants[arg] for arg in signature if signature[arg] == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg.endswith("_ptr") and arg != "tiles_ptr"}
     source = ASTSource(kernel, signature=signature, constexprs=used, attrs=aligned)
@@ -116,6 +118,15 @@ def test_activations_and_masks_compile(name, activation, mask):
         assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
 
 
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+    for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
+        for activation in ("softmax", "gelu_tanh"):
+            compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, lists=lists)
+            assert compiled.metadata.shared <= shared_memory * 1024
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
@@ -130,8 +141,9 @@ def compile_hopper(source, **options):
     return compiled
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1):
-    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys."""
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1):
+    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys;
+    `lists`: of queries."""
     from jagged_kernels.hopper import attention, attention_backward
     from jagged_kernels.hopper.attention_tiles import launch_options
     from triton.experimental.gluon import language as gl
@@ -145,7 +157,8 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     config = hopper_attention_config(name, dim, activation, mask is not None)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
-    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers)
+    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)
+    constants |= dict(num_segments=None) if lists == 1 else {}
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     types = dict(lse_ptr="*fp32", delta_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
@@ -191,12 +204,20 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
     assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
 
 
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+    for dim, activation in ((64, "softmax"), (128, "softmax"), (128, "gelu_tanh")):
+        assert compile_hopper_attention(name, dim, "bf16", activation, lists=lists).metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("lists, other_lists", [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_tile_list_kernel_compiles(capability):
+def test_tile_list_kernel_compiles(capability, lists, other_lists):
     kernel = tile_list._tile_list_kernel
     pointers = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     signature = pointers | dict(num_segments="i32", num_heads="i32")
-    constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256)
+    constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256, LISTS=lists, OTHER_LISTS=other_lists)
     source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 

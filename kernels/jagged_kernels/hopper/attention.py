@@ -14,7 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ..activations import activation_factors
 from ..masks import num_partial_blocks
-from ..tile_list import fitting_tiles
+from ..tile_list import fitting_tiles, query_lists
 from .attention_tiles import (
     as_factor,
     descriptor,
@@ -294,15 +294,15 @@ def _fwd_compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_lse"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
+    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
     rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     outputs = out_desc, out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, value_factor, output_scale, segment_scale_ptr
@@ -334,11 +334,12 @@ def forward(
     config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
+    _, num_segments = query_lists(q_offsets, kv_offsets)
     value_factor, _ = activation_factors(activation, q.dtype == torch.bfloat16, scale)
     if blocks := grid(tiles):
         attention_fwd_hopper_kernel[blocks](
             descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), result_descriptor(out), out, lse,
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale,
             scale, value_factor, output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, **constants,
         )  # fmt: skip

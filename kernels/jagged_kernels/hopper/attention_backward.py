@@ -15,7 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from ..activations import activation_factors
 from ..launch import has_descriptor
 from ..masks import is_visible, num_partial_blocks, visible_columns
-from ..tile_list import fitting_tiles
+from ..tile_list import fitting_tiles, query_lists
+from ..tiles import load_segment
 from .attention_tiles import (
     as_factor,
     descriptor,
@@ -196,16 +197,16 @@ def _dq_compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_lse"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, slope_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
+    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
     row_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
     rings = row_rings[0], row_rings[1], make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     operands = out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
@@ -244,9 +245,55 @@ def _head_and_block(number, blocks, GROUP: gl.constexpr):
 
 
 @gluon.jit
+def _tile_of_list(schedule, tile, query_list):
+    """The tile of keys with the segment of queries that reads them in a list."""
+    _, _, q_offsets_ptr, _, num_segments, _ = schedule
+    segment, kv_head, block, _, _, kv_start, kv_len, first_target = tile
+    q_start, q_len = load_segment(q_offsets_ptr, segment + query_list * num_segments)
+    return segment, kv_head, block, q_start, q_len, kv_start, kv_len, first_target
+
+
+@gluon.jit
+def _blocks_of_lists(schedule, tile, GROUP: gl.constexpr, LISTS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
+    """Of the blocks of query rows that visit a tile of ROWS keys: the first list's, as masks.py has them; how many of all lists and heads
+    are not seen whole; and how many there are."""
+    blocks, visited = query_blocks(tile, MASK, ROWS, BLOCK)
+    visited *= GROUP
+    partial = GROUP * num_partial_blocks(blocks)
+    for query_list in gl.static_range(1, LISTS):
+        others, count = query_blocks(_tile_of_list(schedule, tile, query_list), MASK, ROWS, BLOCK)
+        visited += GROUP * count
+        partial += GROUP * num_partial_blocks(others)
+    return blocks, partial, visited
+
+
+@gluon.jit
+def _visited_rows(
+    schedule, tile, number, blocks, partial, GROUP: gl.constexpr, LISTS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr,
+    BLOCK: gl.constexpr,
+):  # fmt: skip
+    """The number-th of these blocks, of which those not seen whole come first, of all lists: first row and number of rows of its segment,
+    its head in the group, and the block."""
+    q_start, q_len = tile[3], tile[4]
+    if LISTS > 1:
+        whole = number >= partial
+        number = gl.where(whole, number - partial, number)
+        for query_list in gl.static_range(1, LISTS):
+            other = _tile_of_list(schedule, tile, query_list)
+            others, _ = query_blocks(other, MASK, ROWS, BLOCK)
+            count = GROUP * gl.where(whole, blocks[8], num_partial_blocks(blocks))
+            if number >= count:
+                number -= count
+                q_start, q_len, blocks = other[3], other[4], others
+        number += gl.where(whole, GROUP * num_partial_blocks(blocks), 0)
+    group_head, block = _head_and_block(number, blocks, GROUP)
+    return q_start, q_len, group_head, block
+
+
+@gluon.jit
 def _dkdv_load(
     q_desc, do_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
-    KV_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
+    KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The first query blocks are asked for before the keys, whose buffers are in use until the tile before ends."""
     schedule, rings, stats = shared[0], shared[1], shared[2]
@@ -262,9 +309,8 @@ def _dkdv_load(
         tile = next_tile
         next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
         pass_tile(shared[-1], wave, tile)
-        _, kv_head, key_block, q_start, q_len, kv_start, _, _ = tile
-        blocks, visited = query_blocks(tile, MASK, ROWS, BLOCK)
-        visited *= GROUP
+        _, kv_head, key_block, _, _, kv_start, _, _ = tile
+        blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
         key_row = kv_start + key_block * ROWS
         if KV_SHARED:
             key_row -= kv_start
@@ -274,7 +320,9 @@ def _dkdv_load(
                     fetch(k_rings[consumer], k_desc, wave, kv_head, key_row + consumer * WARPGROUP_ROWS, ROW_STAGES)
                     fetch(v_rings[consumer], v_desc, wave, kv_head, key_row + consumer * WARPGROUP_ROWS, ROW_STAGES)
             if number < visited:
-                group_head, block = _head_and_block(number, blocks, GROUP)
+                q_start, q_len, group_head, block = _visited_rows(
+                    schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK
+                )  # fmt: skip
                 head = kv_head * GROUP + group_head
                 first = block * BLOCK
                 if ACTIVATION is None:  # rows past the segment: exp2(score - inf) = 0, so they add nothing
@@ -345,23 +393,23 @@ def _dkdv_block(
 @gluon.jit
 def _dkdv_compute(
     consumer: gl.constexpr, shared, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr, MASK: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings, results, scales = shared[0], shared[1], shared[3], shared[4]
     q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots = rings
     k_ring, v_ring = k_rings[consumer], v_rings[consumer]
     dk_desc, dv_desc, dk_ptr, dv_ptr, stages = results
     scale, value_factor, slope_factor, output_scale, segment_scale_ptr = scales
+    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = q_ring[0].shape[2]
     WIDTH: gl.constexpr = q_ring[0].shape[3]
     waves = num_waves(schedule)
     turn = 0
     for wave in range(waves):
         tile = take_tile(shared[-1], wave)
-        segment, kv_head, key_block, _, q_len, kv_start, kv_len, first_target = tile
-        blocks, visited = query_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
-        visited *= GROUP
-        partial = GROUP * num_partial_blocks(blocks)
+        segment, kv_head, key_block, _, _, kv_start, kv_len, first_target = tile
+        blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
         first = (key_block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_keys = kv_len - first
         if num_keys > 0:
@@ -371,7 +419,8 @@ def _dkdv_compute(
             dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
             k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
             for number in range(partial):
-                row = _head_and_block(number, blocks, GROUP)[1] * BLOCK
+                _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
+                row = block * BLOCK
                 dk, dv = _dkdv_block(
                     k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
                     first_target, score_scale(scale, ACTIVATION), ACTIVATION, MASK, True, STAGES,
@@ -400,17 +449,17 @@ def _dkdv_compute(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=["stride_lse"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, slope_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
-    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
-    REGISTERS: gl.constexpr,
+    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of key rows; loops over the query heads of its group and their blocks."""
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr
+    """dk, dv of a tile of key rows; loops over the blocks of LISTS lists of queries, of all heads of its group."""
+    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
     rings = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
     key_rings = make_rings(k_desc, ROW_STAGES, CONSUMERS), make_rings(v_desc, ROW_STAGES, CONSUMERS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -422,10 +471,10 @@ def attention_bwd_dkdv_hopper_kernel(
     scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, stats, results, scales, make_tile_ring(CONSUMERS)
     gl.warp_specialize([
-        (_dkdv_compute, (0, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
-        (_dkdv_compute, (1, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
+        (_dkdv_compute, (0, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
+        (_dkdv_compute, (1, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
         (_dkdv_load, (
-            q_desc, do_desc, k_desc, v_desc, shared, GROUP, ACTIVATION, MASK, Q_SHARED, KV_SHARED, CONSUMERS, STAGES, ROW_STAGES,
+            q_desc, do_desc, k_desc, v_desc, shared, GROUP, ACTIVATION, MASK, Q_SHARED, KV_SHARED, LISTS, CONSUMERS, STAGES, ROW_STAGES,
         )),
     ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
@@ -445,12 +494,14 @@ def backward(
 
     config, constants = launch_constants("dq", *flags)
     q_offsets, kv_offsets, *schedule = query_schedule
+    lists, num_segments = query_lists(q_offsets, kv_offsets)
     sizes = dq.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if blocks := grid(tiles):
         attention_bwd_dq_hopper_kernel[blocks](
             *operands, result_descriptor(dq), do if out is None else out.contiguous(), dq, lse, delta,
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale, lse.stride(0),
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale,
+            lse.stride(0),
             HEAD_DIM=q.shape[2], **constants,
         )  # fmt: skip
 
@@ -463,7 +514,7 @@ def backward(
     if blocks := grid(tiles):
         attention_bwd_dkdv_hopper_kernel[blocks](
             *operands, result_descriptor(dk), result_descriptor(dv), dk, dv, lse, delta,
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale,
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale,
             scale, value_factor, slope_factor, output_scale, lse.stride(0),
-            HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, **constants,
+            HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, LISTS=lists, **constants,
         )  # fmt: skip

@@ -26,16 +26,16 @@ from .tiles import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, product_la
 @gluon.jit
 def num_waves(schedule):
     """How many tiles this thread block gets."""
-    _, num_tiles_ptr, _, _, _ = schedule
+    _, num_tiles_ptr, _, _, _, _ = schedule
     return zigzag_waves(gl.load(num_tiles_ptr), gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
 def tile_of_wave(schedule, wave, waves, MASK: gl.constexpr):
     """The tile of a wave, as tiles.py has it, and its first target column. Asked for one wave ahead: its loads wait for one another."""
-    tiles_ptr, _, q_offsets_ptr, kv_offsets_ptr, num_targets_ptr = schedule
+    tiles_ptr, _, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr = schedule
     segment, head, block, q_start, q_len, kv_start, kv_len = read_tile(
-        tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr
+        tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr, num_segments
     )
     return segment, head, block, q_start, q_len, kv_start, kv_len, first_target_column(num_targets_ptr, segment, kv_len, MASK)
 
