@@ -36,10 +36,12 @@ from .attention_tiles import (
 from .tiles import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
+    await_cleared,
     await_full,
     clear_rows,
     fetch,
     hold_until_full,
+    make_barriers,
     make_ring,
     make_rings,
     make_stages,
@@ -59,7 +61,7 @@ def _fwd_load(
     STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings = shared[0], shared[1]
-    q_rings, k_ring, v_ring = rings
+    q_rings, k_ring, v_ring, _cleared = rings
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = k_desc.block_type.shape[1]
     waves = num_waves(schedule)
@@ -124,20 +126,24 @@ def _score(q, k, Q_REGISTERS: gl.constexpr):
 
 @gluon.jit
 def _first_weights(
-    q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, COLUMNS: gl.constexpr,
+    q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
+    Q_REGISTERS: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
     """Of a block's first keys, no product being under way; what follows their values becomes 0."""
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = v_ring[0].shape[3]
     scores = _score(q, await_full(k_ring, turn, STAGES).slice(0, COLUMNS), Q_REGISTERS)
-    if num_keys < COLUMNS:
-        clear_rows(await_full(v_ring, turn, STAGES), num_keys)
+    cut = num_keys < COLUMNS
+    if cut:
+        clear_rows(await_full(v_ring, turn, STAGES).slice(0, COLUMNS), num_keys, cleared, consumer, CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(k_ring, turn, STAGES)
     row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
     keys = row, column, num_keys, first_target
     p, row_max, row_sum, _ = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, True)
+    if cut:
+        await_cleared(cleared, clears)
     return as_factor(p, v_ring[0].dtype, WIDTH), row_max, row_sum
 
 
@@ -183,8 +189,8 @@ def _fwd_block(
 
 @gluon.jit
 def _fwd_rows(
-    q, k_ring, v_ring, turn, blocks, visited, row, kv_len, first_target, scale,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    q, k_ring, v_ring, turn, blocks, visited, row, kv_len, num_keys, first_target, scale, cleared, clears,
+    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """acc = p v over all blocks that the tile visits, and the maximum and sum of softmax's rows."""
     BLOCK: gl.constexpr = k_ring[0].shape[2]
@@ -197,13 +203,12 @@ def _fwd_rows(
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
     column = visited_block(0, blocks) * BLOCK
-    num_keys = gl.where(visited > 0, kv_len - column, 0)
     begun = gl.to_tensor(1)
     p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
         half, row_max, row_sum = _first_weights(
-            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
-            ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
+            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
         row_max, row_sum = gl.convert_layout(row_max, STATS), gl.convert_layout(row_sum, STATS)
         if count > 1:
@@ -219,8 +224,8 @@ def _fwd_rows(
         begun += 1
     else:
         p, row_max, row_sum = _first_weights(
-            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale,
-            ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
+            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
         if ACTIVATION is not None:
             hold_until_full(k_ring, turn + 1, count > 1, STAGES)
@@ -247,7 +252,7 @@ def _fwd_compute(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     schedule, rings, outputs, scales = shared[0], shared[1], shared[2], shared[3]
-    q_rings, k_ring, v_ring = rings
+    q_rings, k_ring, v_ring, cleared = rings
     q_ring = q_rings[consumer]
     out_desc, out_ptr, lse_ptr, stride_lse, stages = outputs
     scale, value_factor, output_scale, segment_scale_ptr = scales
@@ -255,11 +260,13 @@ def _fwd_compute(
     SCORES: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
     scale = score_scale(scale, ACTIVATION)
     waves = num_waves(schedule)
-    turn = 0
+    turn, clears = 0, 0
     for wave in range(waves):
         tile = take_tile(shared[-1], wave)
         segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
         blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
+        num_keys = gl.where(visited > 0, kv_len - visited_block(0, blocks) * BLOCK, 0)  # in the first block, the only one cut
+        cut = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
         if num_rows > 0:
@@ -269,8 +276,8 @@ def _fwd_compute(
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
                 release(q_ring, wave, ROW_STAGES)
             acc, row_max, row_sum = _fwd_rows(
-                q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, first_target, scale,
-                ACTIVATION, MASK, STAGES, Q_REGISTERS,
+                q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, num_keys, first_target, scale, cleared, clears,
+                consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS,
             )  # fmt: skip
             if not Q_REGISTERS:
                 release(q_ring, wave, ROW_STAGES)
@@ -287,10 +294,14 @@ def _fwd_compute(
                 gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
+            if cut:
+                clear_rows(await_full(v_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
+                await_cleared(cleared, clears)
             for number in range(gl.maximum(visited, 1)):  # in the order in which they come
                 pass_over(k_ring, turn + number, STAGES)
                 pass_over(v_ring, turn + number, STAGES)
         turn += gl.maximum(visited, 1)
+        clears += cut.to(gl.int32)
     tma.store_wait(0)
 
 
@@ -303,7 +314,8 @@ def attention_fwd_hopper_kernel(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
-    rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    key_rings = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), key_rings[0], key_rings[1], make_barriers(1, CONSUMERS)
     outputs = out_desc, out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, value_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, outputs, scales, make_tile_ring(CONSUMERS)

@@ -40,10 +40,12 @@ from .gluon_api import thread_barrier
 from .tiles import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
+    await_cleared,
     await_full,
     clear_rows,
     fetch,
     hold_until_full,
+    make_barriers,
     make_ring,
     make_rings,
     make_stages,
@@ -64,7 +66,7 @@ def _dq_load(
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings = shared[0], shared[1]
-    q_rings, do_rings, k_ring, v_ring = rings
+    q_rings, do_rings, k_ring, v_ring, _cleared = rings
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = k_desc.block_type.shape[1]
     waves = num_waves(schedule)
@@ -105,14 +107,17 @@ def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, 
 
 @gluon.jit
 def _dq_block(
-    q, do, k_ring, v_ring, turn, more, acc, lse, delta, row, column, num_keys, first_target, scale,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
+    q, do, k_ring, v_ring, turn, more, acc, lse, delta, row, column, num_keys, first_target, scale, cleared, clears,
+    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """One key block: dS from the scores computed again, acc += dS k."""
     k = await_full(k_ring, turn, STAGES)
     HOLD: gl.constexpr = ACTIVATION is None and k.shape[1] == 64  # elsewhere it costs more than it gains
     if PARTIAL:
-        clear_rows(k, num_keys)
+        cut = num_keys < k.shape[0]
+        if cut:
+            clear_rows(k, num_keys, cleared, consumer, CONSUMERS)
     scores = multiply_rows(q, k)
     dp = multiply_rows(do, await_full(v_ring, turn, STAGES))
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -128,6 +133,8 @@ def _dq_block(
     ds = slope * dp
     if PARTIAL:
         ds = gl.where(visible_keys(row, column, num_keys, first_target, MASK, k.shape[0]), ds, 0.0)
+        if cut:
+            await_cleared(cleared, clears)
     ds = as_factor(ds, k.dtype, k.shape[1])
     acc = warpgroup_mma(ds, k, acc, is_async=True)
     acc, ds = warpgroup_mma_wait(0, deps=(acc, ds))
@@ -141,7 +148,7 @@ def _dq_compute(
     MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings, operands, scales = shared[0], shared[1], shared[2], shared[3]
-    q_rings, do_rings, k_ring, v_ring = rings
+    q_rings, do_rings, k_ring, v_ring, cleared = rings
     q_ring, do_ring = q_rings[consumer], do_rings[consumer]
     out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, stages = operands
     scale, slope_factor, output_scale, segment_scale_ptr = scales
@@ -150,12 +157,13 @@ def _dq_compute(
     STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
     lanes = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
     waves = num_waves(schedule)
-    turn = 0
+    turn, clears = 0, 0
     for wave in range(waves):
         tile = take_tile(shared[-1], wave)
         segment, head, block, q_start, q_len, _, kv_len, first_target = tile
         blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         partial = num_partial_blocks(blocks)
+        num_keys = gl.where(partial > 0, kv_len - visited_block(0, blocks) * BLOCK, BLOCK)  # in the first block, the only one cut
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
         if num_rows > 0:
@@ -175,13 +183,13 @@ def _dq_compute(
                 column = visited_block(number, blocks) * BLOCK
                 acc = _dq_block(
                     q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column, first_target,
-                    score_scale(scale, ACTIVATION), ACTIVATION, MASK, True, STAGES,
+                    score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
                 )  # fmt: skip
             q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
                 acc = _dq_block(
                     q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, 0, BLOCK, first_target,
-                    score_scale(scale, ACTIVATION), ACTIVATION, MASK, False, STAGES,
+                    score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
                 )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)
             release(do_ring, wave, ROW_STAGES)
@@ -190,10 +198,14 @@ def _dq_compute(
         else:
             pass_over(q_ring, wave, ROW_STAGES)
             pass_over(do_ring, wave, ROW_STAGES)
+            if num_keys < BLOCK:
+                clear_rows(await_full(k_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
+                await_cleared(cleared, clears)
             for number in range(visited):
                 pass_over(k_ring, turn + number, STAGES)
                 pass_over(v_ring, turn + number, STAGES)
         turn += visited
+        clears += (num_keys < BLOCK).to(gl.int32)
     tma.store_wait(0)
 
 
@@ -208,7 +220,8 @@ def attention_bwd_dq_hopper_kernel(
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
     row_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
-    rings = row_rings[0], row_rings[1], make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    key_rings = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    rings = row_rings[0], row_rings[1], key_rings[0], key_rings[1], make_barriers(1, CONSUMERS)
     operands = out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, slope_factor, output_scale, segment_scale_ptr
     shared = schedule, rings, operands, scales, make_tile_ring(CONSUMERS)
@@ -297,7 +310,7 @@ def _dkdv_load(
 ):  # fmt: skip
     """The first query blocks are asked for before the keys, whose buffers are in use until the tile before ends."""
     schedule, rings, stats = shared[0], shared[1], shared[2]
-    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots = rings
+    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, _cleared = rings
     lse_ptr, delta_ptr, stride_lse = stats
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
@@ -344,50 +357,71 @@ def _dkdv_load(
 
 
 @gluon.jit
-def _visible_rows(key, row, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which of a block's query rows, from `row` on, see the warpgroup's keys: transposed as the scores are."""
+def _visible_rows(key, row, num_rows, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
+    """Which of a block's query rows, from `row` on, num_rows of them real, see the warpgroup's keys: transposed as the scores are."""
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
-    keys = key + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-    rows = row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    return is_visible(keys, rows, visible_columns(rows, first_target, MASK), MASK)
+    rows = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
+    if MASK is None:
+        return rows < num_rows
+    else:
+        keys = key + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+        return is_visible(keys, row + rows, visible_columns(row + rows, first_target, MASK), MASK) & (rows < num_rows)
+
+
+@gluon.jit
+def _clear_block(
+    q_ring, do_ring, turn, num_rows, cleared, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """This warpgroup's share of queries and dO past their segment, twice a turn of `cleared`."""
+    clear_rows(await_full(q_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
+    clear_rows(await_full(do_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
 
 
 @gluon.jit
 def _dkdv_block(
-    k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr,
+    k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale, cleared, clears,
+    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q. Rows past the segment, being 0, add nothing to either."""
+    """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q; and how often rows past a segment were cleared."""
     q = await_full(q_ring, turn, STAGES)
     if PARTIAL:
-        clear_rows(q, num_rows)
-        clear_rows(await_full(do_ring, turn, STAGES), num_rows)
+        cut = num_rows < q.shape[0]
+        if cut:
+            _clear_block(q_ring, do_ring, turn, num_rows, cleared, consumer, CONSUMERS, STAGES)
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     STATS: gl.constexpr = gl.SliceLayout(0, product_layout(WARPGROUP_ROWS, BLOCK))
     scores = multiply_rows(k, q)
     do = await_full(do_ring, turn, STAGES)
     dp = multiply_rows(v, do)
+    if PARTIAL:
+        if cut:
+            await_cleared(cleared, clears)
+        clears += cut.to(gl.int32)
+        visible = _visible_rows(key, row, num_rows, first_target, MASK, BLOCK)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if ACTIVATION is None:
         p = gl.exp2(scores * scale - lse_slots.index(turn % STAGES).load(STATS)[None, :])
         slope = p
     else:
         p, slope = ACTIVATION(scores, scale)
-    if PARTIAL and MASK is not None:
-        visible = _visible_rows(key, row, first_target, MASK, BLOCK)
-        p, slope = gl.where(visible, p, 0.0), gl.where(visible, slope, 0.0)
+    if PARTIAL:
+        p = gl.where(visible, p, 0.0)
     p = as_factor(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     if ACTIVATION is None:
         dp = dp - delta_slots.index(turn % STAGES).load(STATS)[None, :]
-    ds = as_factor(slope * dp, q.dtype, WIDTH)
+    ds = slope * dp
+    if PARTIAL:
+        ds = gl.where(visible, ds, 0.0)
+    ds = as_factor(ds, q.dtype, WIDTH)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
     release(q_ring, turn, STAGES)
     release(do_ring, turn, STAGES)
-    return dk, dv
+    return dk, dv, clears
 
 
 @gluon.jit
@@ -397,7 +431,7 @@ def _dkdv_compute(
     ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings, results, scales = shared[0], shared[1], shared[3], shared[4]
-    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots = rings
+    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, cleared = rings
     k_ring, v_ring = k_rings[consumer], v_rings[consumer]
     dk_desc, dv_desc, dk_ptr, dv_ptr, stages = results
     scale, value_factor, slope_factor, output_scale, segment_scale_ptr = scales
@@ -405,7 +439,7 @@ def _dkdv_compute(
     BLOCK: gl.constexpr = q_ring[0].shape[2]
     WIDTH: gl.constexpr = q_ring[0].shape[3]
     waves = num_waves(schedule)
-    turn = 0
+    turn, clears = 0, 0
     for wave in range(waves):
         tile = take_tile(shared[-1], wave)
         segment, kv_head, key_block, _, _, kv_start, kv_len, first_target = tile
@@ -421,15 +455,15 @@ def _dkdv_compute(
             for number in range(partial):
                 _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
                 row = block * BLOCK
-                dk, dv = _dkdv_block(
+                dk, dv, clears = _dkdv_block(
                     k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
-                    first_target, score_scale(scale, ACTIVATION), ACTIVATION, MASK, True, STAGES,
+                    first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
                 )  # fmt: skip
             k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
-                dk, dv = _dkdv_block(
+                dk, dv, clears = _dkdv_block(
                     k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, 0, BLOCK,
-                    first_target, score_scale(scale, ACTIVATION), ACTIVATION, MASK, False, STAGES,
+                    first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
                 )  # fmt: skip
             release(k_ring, wave, ROW_STAGES)
             release(v_ring, wave, ROW_STAGES)
@@ -441,6 +475,12 @@ def _dkdv_compute(
             put_rows(dk, stages.index(CONSUMERS + consumer), 1, dk_desc, dk_ptr, row, kv_head, num_keys, HEADS // GROUP, HEAD_DIM)
         else:
             for number in range(visited):
+                if number < partial:
+                    _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
+                    if q_len - block * BLOCK < BLOCK:
+                        _clear_block(q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, consumer, CONSUMERS, STAGES)
+                        await_cleared(cleared, clears)
+                        clears += 1
                 pass_over(q_ring, turn + number, STAGES)
                 pass_over(do_ring, turn + number, STAGES)
             pass_over(k_ring, wave, ROW_STAGES)
@@ -465,7 +505,8 @@ def attention_bwd_dkdv_hopper_kernel(
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
     delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
-    rings = rings[0], rings[1], key_rings[0], key_rings[1], lse_slots, delta_slots
+    # Each warpgroup arrives twice a block: for its queries, and for their dO.
+    rings = rings[0], rings[1], key_rings[0], key_rings[1], lse_slots, delta_slots, make_barriers(1, 2 * CONSUMERS)
     stats = lse_ptr, delta_ptr, stride_lse
     results = dk_desc, dv_desc, dk_ptr, dv_ptr, make_stages(k_desc, 2 * CONSUMERS)
     scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr

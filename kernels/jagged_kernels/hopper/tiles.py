@@ -111,19 +111,25 @@ def pass_over(ring, turn, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def clear_rows(buffer, num_rows):
-    """What follows the rows of a block becomes 0: a neighbour's NaN would survive a weight of 0. Every reader does so for itself, which
-    costs less than that one waits for another."""
-    CHUNK: gl.constexpr = 32
+def clear_rows(buffer, num_rows, cleared, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """This warpgroup's share of making what follows the rows of a block 0: a neighbour's NaN would survive a weight of 0. All warpgroups
+    take part, also those that have no rows in the tile."""
+    CHUNK: gl.constexpr = 16
     L: gl.constexpr = vector_layout(buffer.shape[1])
-    if num_rows < buffer.shape[0]:
-        rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
-        for chunk in gl.static_range(buffer.shape[0] // CHUNK):
-            if num_rows < CHUNK * (chunk + 1):
-                part = buffer.slice(CHUNK * chunk, CHUNK)
-                part.store(gl.where(CHUNK * chunk + rows < num_rows, part.load(L), 0.0))
-        fence_async_shared()
-        thread_barrier()
+    rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
+    for chunk in gl.static_range(consumer, buffer.shape[0] // CHUNK, CONSUMERS):
+        if num_rows < CHUNK * (chunk + 1):
+            part = buffer.slice(CHUNK * chunk, CHUNK)
+            part.store(gl.where(CHUNK * chunk + rows < num_rows, part.load(L), 0.0))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(cleared.index(0), count=1)
+
+
+@gluon.jit
+def await_cleared(cleared, turn):
+    """Wait until all warpgroups have cleared their shares for the turn-th time."""
+    mbarrier.wait(cleared.index(0), turn & 1)
 
 
 @gluon.jit
