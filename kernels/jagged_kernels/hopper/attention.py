@@ -190,7 +190,8 @@ def _fwd_block(
 @gluon.jit
 def _fwd_rows(
     q, k_ring, v_ring, turn, blocks, visited, row, kv_len, num_keys, first_target, scale, cleared, clears,
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
+    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
+    Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """acc = p v over all blocks that the tile visits, and the maximum and sum of softmax's rows."""
     BLOCK: gl.constexpr = k_ring[0].shape[2]

@@ -357,24 +357,22 @@ def _dkdv_load(
 
 
 @gluon.jit
-def _visible_rows(key, row, num_rows, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which of a block's query rows, from `row` on, num_rows of them real, see the warpgroup's keys: transposed as the scores are."""
+def _visible_rows(key, row, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
+    """Which of a block's query rows, from `row` on, see the warpgroup's keys: transposed as the scores are."""
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
-    rows = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    if MASK is None:
-        return rows < num_rows
-    else:
-        keys = key + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-        return is_visible(keys, row + rows, visible_columns(row + rows, first_target, MASK), MASK) & (rows < num_rows)
+    keys = key + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+    rows = row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
+    return is_visible(keys, rows, visible_columns(rows, first_target, MASK), MASK)
 
 
 @gluon.jit
 def _clear_block(
-    q_ring, do_ring, turn, num_rows, cleared, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+    q_ring, do_ring, turn, num_rows, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
 ):  # fmt: skip
-    """This warpgroup's share of queries and dO past their segment, twice a turn of `cleared`."""
+    """Queries and dO past their segment become 0, by all warpgroups together."""
     clear_rows(await_full(q_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
     clear_rows(await_full(do_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
+    await_cleared(cleared, clears)
 
 
 @gluon.jit
@@ -383,40 +381,35 @@ def _dkdv_block(
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q; and how often rows past a segment were cleared."""
+    """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q. Rows past the segment, being 0, add nothing to either. Also returns how
+    often such were cleared."""
     q = await_full(q_ring, turn, STAGES)
     if PARTIAL:
         cut = num_rows < q.shape[0]
         if cut:
-            _clear_block(q_ring, do_ring, turn, num_rows, cleared, consumer, CONSUMERS, STAGES)
+            _clear_block(q_ring, do_ring, turn, num_rows, cleared, clears, consumer, CONSUMERS, STAGES)
+        clears += cut.to(gl.int32)
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     STATS: gl.constexpr = gl.SliceLayout(0, product_layout(WARPGROUP_ROWS, BLOCK))
     scores = multiply_rows(k, q)
     do = await_full(do_ring, turn, STAGES)
     dp = multiply_rows(v, do)
-    if PARTIAL:
-        if cut:
-            await_cleared(cleared, clears)
-        clears += cut.to(gl.int32)
-        visible = _visible_rows(key, row, num_rows, first_target, MASK, BLOCK)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if ACTIVATION is None:
         p = gl.exp2(scores * scale - lse_slots.index(turn % STAGES).load(STATS)[None, :])
         slope = p
     else:
         p, slope = ACTIVATION(scores, scale)
-    if PARTIAL:
-        p = gl.where(visible, p, 0.0)
+    if PARTIAL and MASK is not None:
+        visible = _visible_rows(key, row, first_target, MASK, BLOCK)
+        p, slope = gl.where(visible, p, 0.0), gl.where(visible, slope, 0.0)
     p = as_factor(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
     if ACTIVATION is None:
         dp = dp - delta_slots.index(turn % STAGES).load(STATS)[None, :]
-    ds = slope * dp
-    if PARTIAL:
-        ds = gl.where(visible, ds, 0.0)
-    ds = as_factor(ds, q.dtype, WIDTH)
+    ds = as_factor(slope * dp, q.dtype, WIDTH)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
     release(q_ring, turn, STAGES)
@@ -478,8 +471,7 @@ def _dkdv_compute(
                 if number < partial:
                     _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
                     if q_len - block * BLOCK < BLOCK:
-                        _clear_block(q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, consumer, CONSUMERS, STAGES)
-                        await_cleared(cleared, clears)
+                        _clear_block(q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, clears, consumer, CONSUMERS, STAGES)
                         clears += 1
                 pass_over(q_ring, turn + number, STAGES)
                 pass_over(do_ring, turn + number, STAGES)
