@@ -11,7 +11,7 @@ from torch import Tensor
 from .broadcast import CandidateIndex
 from .checks import check_integers, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
-from .schedule import TileSchedule, device_schedule, host_schedule, new_token
+from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
 
 MAX_SCHEDULES = 16  # kept with a segmentation
 
@@ -212,7 +212,7 @@ class Jagged:
             elif total is not None:
                 offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
                 on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
-                on_device["hopper"] = offsets.is_cuda and torch.cuda.get_device_capability(offsets.device) == (9, 0)
+                on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device)
                 schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
             else:
                 return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are

@@ -7,7 +7,7 @@ import itertools
 import os
 
 import torch
-from jagged_kernels.configs import attention_tile
+from jagged_kernels.configs import HOPPER_ATTENTION_BY_DEFAULT, attention_tile
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -20,6 +20,11 @@ _tokens = itertools.count()
 def new_token() -> tuple[int, int]:
     """A name for a segmentation, unique across the processes of a DataLoader, by which schedules are found again."""
     return os.getpid(), next(_tokens)
+
+
+def chooses_hopper(device: torch.device | int) -> bool:
+    """Whether attention on a GPU takes the kernels for compute capability 9.0 without being asked to."""
+    return HOPPER_ATTENTION_BY_DEFAULT and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def host_schedule(
@@ -39,12 +44,12 @@ def host_schedule(
         q_lengths, kv_lengths: rows of each segment, host integers; of queries also several lists, as in `zigzag_schedule`.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
         mask: blocks that it hides cost nothing.
-        hopper: for the kernels of compute capability 9.0; None: where the GPU has it.
+        hopper: for the kernels of compute capability 9.0; None: where attention chooses them.
     """
-    workers, has_hopper = NUM_WORKERS, False
-    if torch.cuda.is_initialized():
-        workers, has_hopper = torch.cuda.get_device_properties(0).multi_processor_count, torch.cuda.get_device_capability(0) == (9, 0)
-    hopper = has_hopper if hopper is None else hopper
+    initialized = torch.cuda.is_initialized()
+    workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
+    if hopper is None:
+        hopper = initialized and chooses_hopper(0)
     tile = attention_tile(head_dim, itemsize, int(q_lengths.sum()) / max(1, len(q_lengths)), hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)
@@ -52,7 +57,7 @@ def host_schedule(
         kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, **common, key_tiles=True
     )
     schedule = dataclasses.replace(forward, backward=backward)
-    return schedule.pin_memory() if torch.cuda.is_initialized() else schedule
+    return schedule.pin_memory() if initialized else schedule
 
 
 def device_schedule(

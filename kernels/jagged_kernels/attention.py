@@ -26,7 +26,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
-from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, padded_dim
+from .configs import HOPPER_ATTENTION_BY_DEFAULT, LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, padded_dim
 from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .tile_list import fitting_tiles, query_lists
@@ -58,7 +58,7 @@ def triton_attention(
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
         activation: a public name. mask: as masks.py has it, with `num_targets` `[B]` if it has targets.
         segment_scale: `[B]` fp32, takes the place of `output_scale` if not None.
-        implementation: "triton", "hopper", or "auto", "hopper" where it takes the operands.
+        implementation: "triton", "hopper", or "auto", which chooses.
 
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
@@ -185,7 +185,7 @@ def attention_on_hopper(implementation: str, head_dim: int, v_dim: int, dtype: t
             "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims 40 to 64 or 72 to 128 in multiples "
             f"of 8; got {dtype} on {device}, head dims {head_dim} and {v_dim}"
         )
-    return supported and implementation != "triton"
+    return supported and (implementation == "hopper" or implementation == "auto" and HOPPER_ATTENTION_BY_DEFAULT)
 
 
 def _on_hopper(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> bool:

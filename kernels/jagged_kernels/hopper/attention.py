@@ -18,6 +18,7 @@ from ..tile_list import fitting_tiles, query_lists
 from .attention_tiles import (
     as_factor,
     descriptor,
+    end_tile,
     grid,
     key_blocks,
     launch_constants,
@@ -275,13 +276,11 @@ def _fwd_compute(
             q = await_full(q_ring, wave, ROW_STAGES)
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
-                release(q_ring, wave, ROW_STAGES)
             acc, row_max, row_sum = _fwd_rows(
                 q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, num_keys, first_target, scale, cleared, clears,
                 consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS,
             )  # fmt: skip
-            if not Q_REGISTERS:
-                release(q_ring, wave, ROW_STAGES)
+            release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
             if ACTIVATION is None:
                 # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
                 row_factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
@@ -303,6 +302,7 @@ def _fwd_compute(
                 pass_over(v_ring, turn + number, STAGES)
         turn += gl.maximum(visited, 1)
         clears += cut.to(gl.int32)
+        end_tile(shared[-1], wave)
     tma.store_wait(0)
 
 

@@ -20,6 +20,7 @@ from ..tiles import load_segment
 from .attention_tiles import (
     as_factor,
     descriptor,
+    end_tile,
     grid,
     key_blocks,
     launch_constants,
@@ -206,6 +207,7 @@ def _dq_compute(
                 pass_over(v_ring, turn + number, STAGES)
         turn += visited
         clears += (num_keys < BLOCK).to(gl.int32)
+        end_tile(shared[-1], wave)
     tma.store_wait(0)
 
 
@@ -478,6 +480,7 @@ def _dkdv_compute(
             pass_over(k_ring, wave, ROW_STAGES)
             pass_over(v_ring, wave, ROW_STAGES)
         turn += visited
+        end_tile(shared[-1], wave)
     tma.store_wait(0)
 
 

@@ -20,6 +20,9 @@ from ..tiles import zigzag_waves
 from .gluon_api import thread_barrier
 from .tiles import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, product_layout
 
+TILE_FIELDS = gl.constexpr(8)
+TILE_SLOTS = gl.constexpr(4)  # tiles of one block follow each other quickly
+
 # -- tiles and their blocks ---------------------------------------------------------------------------------------------------------
 
 
@@ -43,39 +46,45 @@ def tile_of_wave(schedule, wave, waves, MASK: gl.constexpr):
 @gluon.jit
 def make_tile_ring(CONSUMERS: gl.constexpr):
     """Through which the loading warp, which has time to wait for them, hands tiles to those that compute."""
-    slots = gl.allocate_shared_memory(gl.int32, [2 * 8, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return slots, make_barriers(2, 1), make_barriers(2, CONSUMERS)
+    slots = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    return slots, make_barriers(TILE_SLOTS, 1), make_barriers(TILE_SLOTS, CONSUMERS)
 
 
 @gluon.jit
 def pass_tile(ring, wave, tile):
     """What tile_of_wave gave, to be taken by every warpgroup."""
     slots, full, empty = ring
-    mbarrier.wait(empty.index(wave % 2), wave // 2 & 1 ^ 1)
-    for i in gl.static_range(8):
+    slot = wave % TILE_SLOTS
+    mbarrier.wait(empty.index(slot), wave // TILE_SLOTS & 1 ^ 1)
+    for i in gl.static_range(TILE_FIELDS):
         value = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile[i].to(gl.int32)
-        slots.index(wave % 2 * 8 + i).store(value)
+        slots.index(slot * TILE_FIELDS + i).store(value)
     thread_barrier()
-    mbarrier.arrive(full.index(wave % 2), count=1)
+    mbarrier.arrive(full.index(slot), count=1)
 
 
 @gluon.jit
-def _taken(slots, i):
+def _field(slots, i):
     return gl.sum(slots.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
 def take_tile(ring, wave):
     """The tile of a wave, as tiles.py has it, and its first target column."""
-    slots, full, empty = ring
-    mbarrier.wait(full.index(wave % 2), wave // 2 & 1)
-    i = wave % 2 * 8
-    tile = (
-        _taken(slots, i), _taken(slots, i + 1), _taken(slots, i + 2), _taken(slots, i + 3),
-        _taken(slots, i + 4), _taken(slots, i + 5), _taken(slots, i + 6), _taken(slots, i + 7),
-    )  # fmt: skip
-    mbarrier.arrive(empty.index(wave % 2), count=1)
-    return tile
+    slots, full, _ = ring
+    mbarrier.wait(full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1)
+    i = wave % TILE_SLOTS * TILE_FIELDS
+    segment, head, block, q_start = _field(slots, i), _field(slots, i + 1), _field(slots, i + 2), _field(slots, i + 3)
+    q_len, kv_start, kv_len, target = _field(slots, i + 4), _field(slots, i + 5), _field(slots, i + 6), _field(slots, i + 7)
+    return segment, head, block, q_start.to(gl.int64), q_len, kv_start.to(gl.int64), kv_len, target
+
+
+@gluon.jit
+def end_tile(ring, wave):
+    """This warpgroup is done with the tile. Not at once when it has taken it: a load is issued before an arrival, but need not have been
+    carried out."""
+    _, _, empty = ring
+    mbarrier.arrive(empty.index(wave % TILE_SLOTS), count=1)
 
 
 @gluon.jit
