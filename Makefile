@@ -3,9 +3,11 @@
 #   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
 #   make train EXAMPLE=hstu ...         train the example next-item model
 #   make test [ARGS=...]                run the tests; ARGS are options of pytest
+#   make test-newest-triton             compile Hopper's own kernels under the newest Triton too
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check the style
-#   make bench [ARGS=...]               measure the kernels on a GPU
+#   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
+#   make profile [OUT=folder]           profile the main kernels under ncu, for the record
 #   make clean                          remove .venv and whatever was built
 #
 # PYTHON=python3.12   makes .venv with another Python
@@ -16,7 +18,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-interpreter test-all-others notebooks lint bench clean
+.PHONY: train test test-interpreter test-all-others test-newest-triton notebooks lint bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -28,6 +30,7 @@ cpu_torch := torch==2.13.0
 cpu_built_for_it := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 triton==3.6.0
 cuda_torch := torch==2.11.0
 cuda_built_for_it := fbgemm-gpu==1.6.0 torchrec==1.6.1 triton==3.6.0
+newest_triton := triton==3.9.0
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 
 ifdef PY
@@ -53,6 +56,10 @@ test-interpreter: $(ENV)
 test-all-others: $(ENV)
 	$(pytest) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
+# Gluon, in which they are written, changes between versions of Triton.
+test-newest-triton: $(ENV) .newest-triton/.installed
+	PYTHONPATH=$(CURDIR)/.newest-triton:$$PYTHONPATH $(pytest) tests/jagged_kernels/test_compile.py -k hopper $(ARGS)
+
 notebooks: $(ENV)
 	$(PY) -m jupyter execute --inplace notebooks/*.ipynb
 
@@ -61,10 +68,19 @@ lint: $(ENV)
 
 bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
-	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench $(ARGS) || exit 1; done
+	status=0; \
+	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)) $(ARGS) || status=1; done; \
+	$(MAKE) record && exit $$status
+
+profile: $(ENV)
+	$(PY) kernels/benchmarks/profile_kernels.py $(if $(OUT),--out $(OUT))
+	$(MAKE) record
+
+record: $(ENV)
+	$(PY) kernels/benchmarks/record.py $(OUT)
 
 clean:
-	rm -rf .venv build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .newest-triton build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these come last, without dependencies.
@@ -74,4 +90,9 @@ clean:
 	$(pip) "setuptools>=77" wheel
 	$(pip) $($(VARIANT)_torch) $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
 	$(pip) --no-deps $($(VARIANT)_built_for_it)
+	touch $@
+
+.newest-triton/.installed: Makefile $(ENV)
+	rm -rf .newest-triton
+	$(pip) --no-deps --target .newest-triton $(newest_triton)
 	touch $@

@@ -68,8 +68,8 @@ def attention_cpu_backward(
             dq += grads[0].sum(0).transpose(0, 1)
         else:
             _put(dq, group.q_rows, grads[0])
-        _put(dk, group.kv_rows, grads[1])
-        _put(dv, group.kv_rows, grads[2])
+        for dx, grad_of_keys in ((dk, grads[1]), (dv, grads[2])):
+            _put(dx, group.kv_rows, grad_of_keys if group.first else _take(dx, group.kv_rows) + grad_of_keys)
     return _as(q, dq), _as(k, dk), _as(v, dv)
 
 
@@ -79,12 +79,14 @@ def _(do, q, k, v, *args):
 
 
 class _Group(NamedTuple):
-    """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets."""
+    """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets; whether
+    they are of the first list of queries that reads these keys."""
 
     rows: Rows
     q_rows: Rows
     kv_rows: Rows
     mask: tuple[AttentionMask | None, int]
+    first: bool
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
@@ -95,21 +97,24 @@ class _Group(NamedTuple):
 def _groups(
     num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, spec: list[int] | None, num_targets: Tensor | None
 ) -> Iterator[_Group]:
-    """Every segment that has queries and keys, in one group each."""
+    """Every segment that has queries and keys, in one group each; one list of queries after the other."""
     mask = None if spec is None else AttentionMask.from_spec(spec, num_targets)
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    targets = [0] * len(q_bounds) if num_targets is None else num_targets.tolist()
+    num_segments = len(kv_bounds) - 1
+    targets = [0] * num_segments if num_targets is None else num_targets.tolist()
     starts = defaultdict(list)
-    for q_start, q_end, kv_start, kv_end, t in zip(q_bounds, q_bounds[1:], kv_bounds, kv_bounds[1:], targets):
-        if q_end > q_start and kv_end > kv_start:
-            starts[q_end - q_start, kv_end - kv_start, t].append((q_start, kv_start))
-    for (num_queries, num_keys, t), pairs in starts.items():
+    for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
+        bounds = q_bounds[first : first + num_segments + 1]
+        for q_start, q_end, kv_start, kv_end, t in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets):
+            if q_end > q_start and kv_end > kv_start:
+                starts[first, q_end - q_start, kv_end - kv_start, t].append((q_start, kv_start))
+    for (list_start, num_queries, num_keys, t), pairs in starts.items():
         at_a_time = max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
             rows = Rows.of(q_starts, num_queries)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
-            yield _Group(rows, q_rows, Rows.of(kv_starts, num_keys), (mask, t))
+            yield _Group(rows, q_rows, Rows.of(kv_starts, num_keys), (mask, t), list_start == 0)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:

@@ -11,7 +11,7 @@ from .activations import ACTIVATIONS
 from .checks import check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
-from .jagged import Jagged
+from .jagged import Jagged, check_same_segments
 from .masks import AttentionMask
 
 
@@ -161,6 +161,7 @@ class JaggedGDPA(nn.Module):
                 if argument is not None:
                     raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
         keys = jagged if context is None else _wrap("context", context, self.embedding_dim)
+        check_same_segments("x", jagged, "context", keys)
         mask = self.mask
         if num_targets is not None:
             mask = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets)

@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 from .checks import check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
-from .jagged import Jagged
+from .jagged import Jagged, check_same_segments
 from .masks import AttentionMask
 
 NORM_EPS = 1e-6
@@ -242,6 +242,7 @@ class HSTUStack(nn.Module):
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         wrapped = jagged = Jagged.wrap(targets)
+        check_same_segments("targets", jagged, "cache", cache.layers[0])
         mask = AttentionMask(num_targets=jagged.offsets.diff(), target_group_size=self.config.target_group_size)
         for layer, history in zip(self.layers, cache.layers):
             u, q, k, v = layer._project(jagged)

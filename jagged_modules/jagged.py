@@ -11,7 +11,7 @@ from torch import Tensor
 from .broadcast import CandidateIndex
 from .checks import check_integers, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
-from .schedule import TileSchedule, device_schedule, host_schedule, new_token
+from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
 
 MAX_SCHEDULES = 16  # kept with a segmentation
 
@@ -212,6 +212,7 @@ class Jagged:
             elif total is not None:
                 offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
                 on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
+                on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device)
                 schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
             else:
                 return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
@@ -287,6 +288,12 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         raise ValueError(f"host_lengths must add up to the number of rows, {total}, got {int(host_lengths.sum())}")
     if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
         raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
+
+
+def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
+    """ValueError unless both have as many segments."""
+    if x.num_segments != other.num_segments:
+        raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
 
 
 def _is_torchrec(x) -> bool:

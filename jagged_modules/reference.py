@@ -26,12 +26,14 @@ def attention_reference(
 ) -> Tensor:
     """activation(scale · q kᵀ) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
 
-    A row that sees no key gives 0. `q_shared`: every segment takes all rows of q, and q_offsets count output rows.
+    A row that sees no key gives 0. `q_shared`: every segment takes all rows of q, and q_offsets count output rows. Of n · B query segments,
+    those at b, B + b, ... see the b-th of B segments of keys.
     """
     group = q.shape[1] // k.shape[1]
     num_targets = mask.num_targets.tolist() if mask is not None and mask.num_targets is not None else None
-    outputs = []
-    for b, (q_rows, kv_rows) in enumerate(zip(segments(q_offsets, q_shared), segments(kv_offsets), strict=True)):
+    outputs, q_segments, kv_segments = [], segments(q_offsets, q_shared), segments(kv_offsets)
+    kv_segments *= len(q_segments) // len(kv_segments)
+    for b, (q_rows, kv_rows) in enumerate(zip(q_segments, kv_segments, strict=True)):
         keys, values = (x[kv_rows].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)

@@ -7,7 +7,7 @@ import itertools
 import os
 
 import torch
-from jagged_kernels.configs import attention_tile
+from jagged_kernels.configs import HOPPER_ATTENTION_BY_DEFAULT, attention_tile
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -22,6 +22,11 @@ def new_token() -> tuple[int, int]:
     return os.getpid(), next(_tokens)
 
 
+def chooses_hopper(device: torch.device | int) -> bool:
+    """Whether attention on a GPU takes the kernels for compute capability 9.0 without being asked to."""
+    return HOPPER_ATTENTION_BY_DEFAULT and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def host_schedule(
     q_lengths: Tensor,
     kv_lengths: Tensor,
@@ -31,23 +36,28 @@ def host_schedule(
     head_dim: int,
     itemsize: int,
     mask: AttentionMask | None = None,
+    hopper: bool | None = None,
 ) -> TileSchedule:
     """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
 
     Args:
-        q_lengths, kv_lengths: rows of each segment, host integers.
+        q_lengths, kv_lengths: rows of each segment, host integers; of queries also several lists, as in `zigzag_schedule`.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
         mask: blocks that it hides cost nothing.
+        hopper: for the kernels of compute capability 9.0; None: where attention chooses them.
     """
-    tile = attention_tile(head_dim, itemsize, mean_queries=int(q_lengths.sum()) / max(1, len(q_lengths)))
-    workers = torch.cuda.get_device_properties(0).multi_processor_count if torch.cuda.is_initialized() else NUM_WORKERS
+    initialized = torch.cuda.is_initialized()
+    workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
+    if hopper is None:
+        hopper = initialized and chooses_hopper(0)
+    tile = attention_tile(head_dim, itemsize, int(q_lengths.sum()) / max(1, len(q_lengths)), hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)
     backward = zigzag_schedule(
         kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, **common, key_tiles=True
     )
     schedule = dataclasses.replace(forward, backward=backward)
-    return schedule.pin_memory() if torch.cuda.is_initialized() else schedule
+    return schedule.pin_memory() if initialized else schedule
 
 
 def device_schedule(
@@ -62,17 +72,18 @@ def device_schedule(
     itemsize: int,
     mask: list[int] | None = None,
     num_targets: Tensor | None = None,
+    hopper: bool = False,
 ) -> TileSchedule:
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record.
 
     total_q, total_kv: rows of all segments. Without total_kv the backward's tiles are left to the backward, which may never come.
-    mask: `AttentionMask.spec`, with num_targets on the offsets' device.
+    mask: `AttentionMask.spec`, with num_targets on the offsets' device. hopper: for the kernels of compute capability 9.0.
     """
     from jagged_kernels.tile_list import tile_list
 
     # Under torch.compile the sizes are symbols, and choosing by them would compile anew.
     mean_queries = None if torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)
-    tile = attention_tile(head_dim, itemsize, mean_queries)
+    tile = attention_tile(head_dim, itemsize, mean_queries, hopper)
 
     def build(offsets, other_offsets, total, heads, block_m, block_n, backward, key_tiles=False):
         tiles, num_tiles = tile_list(offsets, other_offsets, total, heads, block_m, block_n, mask, num_targets, key_tiles)

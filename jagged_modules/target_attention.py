@@ -9,7 +9,7 @@ from .broadcast import CandidateIndex
 from .checks import check_size
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
-from .jagged import Jagged
+from .jagged import Jagged, check_same_segments
 
 
 class JaggedTargetAttention(nn.Module):
@@ -92,6 +92,7 @@ class JaggedTargetAttention(nn.Module):
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
         jagged_targets = Jagged.wrap(targets)
+        check_same_segments("targets", jagged_targets, "history", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = history.schedule(queries=jagged_targets, **sizes)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)

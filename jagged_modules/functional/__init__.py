@@ -3,7 +3,7 @@
 import torch
 
 from ..rotary import apply_rotary
-from .attention import jagged_attention, target_attention
+from .attention import jagged_attention, self_target_attention, target_attention
 from .block_attention import block_diagonal_attention, block_diagonal_attention_packed
 from .jagged_ops import (
     ScorePlan,
@@ -40,6 +40,7 @@ __all__ = [
     "jagged_to_padded",
     "linear_compress",
     "padded_to_jagged",
+    "self_target_attention",
     "target_attention",
 ]
 for _name in __all__[1:]:

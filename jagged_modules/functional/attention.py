@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.tile_schedule import num_lists
 from torch import Tensor
 
 from ..activations import ACTIVATIONS
@@ -10,12 +11,15 @@ from ..autocast import autocast
 from ..broadcast import CandidateIndex
 from ..checks import IMPLEMENTATIONS, check_offsets, check_tensor, values_are_checkable
 from ..cpu import attention_cpu
+from ..joined import joined_rows
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import TileSchedule, attention_tile, device_schedule
 
+ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)  # of rows, that kernels have tiles for
+TILES = (*BLOCKS, 192)
 
 
 def jagged_attention(
@@ -43,19 +47,22 @@ def jagged_attention(
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
         k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
             D and Dv: 1 to 256.
-        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`.
+        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`; or `[n · B + 1]`, n lists of
+            segments one after the other: segments b, B + b, 2B + b, ... of q all read keys and values of segment b, which stay one copy.
         kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
             Offsets may be host tensors.
         max_seqlen_q, max_seqlen_kv: the longest segments. Host offsets are checked against them; they never truncate.
         activation: "softmax", or a function of each score by itself: "identity", "relu", "relu_squared", "leaky_relu" (0.01), "silu",
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
-        output_scale: factor after the activation, a number or `[B]`; 1 with softmax. HSTU's 1/N is one. torch.compile compiles anew for
-            another number, not for other values of a tensor.
-        mask: what each query row sees; everything if None. Not with shared keys.
+        output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
+            torch.compile compiles anew for another number, not for other values of a tensor.
+        mask: what each query row sees; everything if None. Not with shared keys or several lists.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (triton on CUDA, segments of equal lengths together on the CPU), "reference" or "triton".
+        implementation: "auto" (kernels on CUDA, segments of equal lengths together on the CPU), "reference", "triton", or "hopper": those
+            that need compute capability 9.0, 16 bits, D and Dv multiples of 8, both 40 to 64 or both 72 to 128, and rows that begin at
+            16-byte boundaries. "auto" does not take them yet, as their last changes have not run on such a GPU.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
@@ -80,16 +87,16 @@ def jagged_attention(
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
         if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
-        if not kv_shared and q_offsets.shape != kv_offsets.shape:
-            q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
-            raise ValueError(f"q_offsets and kv_offsets must describe the same number of segments, got {q_segments} and {kv_segments}")
+    lists = 1
+    if not q_shared and not kv_shared:
+        lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
     _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask)
     if mask is not None and mask.hides_nothing():
         mask = None
 
     row_scale = None
-    if isinstance(output_scale, Tensor) and (kv_shared or output_scale.requires_grad and implementation != "reference"):
-        # The kernels scale the rows of a segment alike, and give no gradient for the factor.
+    if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
+        # The kernels scale all that a tile meets alike, and give no gradient for the factor.
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale, output_scale = torch.repeat_interleave(output_scale.to(q.device), lengths, output_size=rows), 1.0
@@ -108,21 +115,24 @@ def jagged_attention(
         flags |= dict(mask=None if mask is None else mask.spec, num_targets=None if mask is None else mask.num_targets)
         flags |= dict(segment_scale=output_scale if isinstance(output_scale, Tensor) else None)
         flags |= dict(output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale))
-        run = _triton_attention if implementation == "triton" or q.device.type == "cuda" else _cpu_attention
-        out = run(q, k, v, q_offsets, kv_offsets, schedule, **flags)
+        if implementation == "auto" and q.device.type != "cuda":
+            out = _cpu_attention(q, k, v, q_offsets, kv_offsets, **flags)
+        else:
+            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, **flags)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
 
 
-def _cpu_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
+def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, **flags) -> Tensor:
     out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values())
     return out
 
 
-def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shared, kv_shared, **flags) -> Tensor:
-    from jagged_kernels.attention import triton_attention
+def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, **flags) -> Tensor:
+    from jagged_kernels.attention import attention_on_hopper, triton_attention
 
     if q.dtype == torch.float64:
         raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
+    hopper = attention_on_hopper(implementation, int(q.shape[2]), int(v.shape[2]), q.dtype, q.device)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0
@@ -134,15 +144,17 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, *, scale, q_shar
     head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize)
+        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
         schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
     keys = schedule.backward
-    key_schedule = (None, None, attention_tile(head_dim, itemsize).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
+    key_schedule = (
+        (None, None, attention_tile(head_dim, itemsize, None, hopper).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
+    )
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
-        *flags.values(),
+        *flags.values(), implementation,
     )  # fmt: skip
     return out
 
@@ -210,6 +222,51 @@ def target_attention(
     return out if candidates.order is None else out.index_select(0, candidates.inverse)
 
 
+def self_target_attention(
+    q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options
+) -> tuple[Tensor, Tensor]:
+    """A user's own rows and the user's candidates attend to the user's history, as `jagged_attention` of two lists of queries does it: one
+    launch of each kernel for both, no copy of k and v, and dk and dv summed over both where they arise.
+
+    Args:
+        q_user: `[L, H, D]`, rows segmented as those of k and v. q_candidates: `[C, H, D]`, the rows of a user's candidates one after the
+            other. Where they follow those of q_user in one buffer, as `q[:L]` and `q[L:]` do, they are read in place, else copied once.
+        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. offsets: `[B + 1]`.
+        candidate_offsets: `[B + 1]`, of the rows of q_candidates.
+        options: those of `jagged_attention` but a mask. A tensor output_scale is `[2 · B]`, the factors of the users' own rows first; a
+            schedule is that of both lists of lengths, one after the other, against the histories'.
+
+    Returns:
+        `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.
+
+    Raises:
+        TypeError, ValueError: as `jagged_attention`; also rows or offsets of the two that do not fit together.
+    """
+    check_tensor("q_user", q_user, 3, "[L, H, D]")
+    check_tensor("q_candidates", q_candidates, 3, "[C, H, D]")
+    check_tensor("k", k, 3, "[L, Hkv, D]")
+    for what, of_user, of_candidates in (
+        ("dtype", q_user.dtype, q_candidates.dtype),
+        ("device", q_user.device, q_candidates.device),
+        ("heads and head dim", list(q_user.shape[1:]), list(q_candidates.shape[1:])),
+    ):
+        if of_user != of_candidates:
+            raise ValueError(f"q_candidates must have q_user's {what}, {of_user}, got {of_candidates}")
+    rows = q_user.shape[0], q_candidates.shape[0]
+    if k.shape[0] != rows[0]:
+        raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
+    check_offsets("offsets", offsets, rows[0])
+    check_offsets("candidate_offsets", candidate_offsets, rows[1])
+    if offsets.shape != candidate_offsets.shape:
+        segments = offsets.shape[0] - 1, candidate_offsets.shape[0] - 1
+        raise ValueError("offsets and candidate_offsets must describe the same number of segments, got {} and {}".format(*segments))
+    if offsets.device != candidate_offsets.device:
+        offsets, candidate_offsets = (x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets))
+    q_offsets = torch.cat([offsets, candidate_offsets[1:] + rows[0]])
+    out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
+    return out.split(rows)
+
+
 def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:
     """Everything that needs no offset values."""
     for name, x in (("k", k), ("v", v)):
@@ -249,8 +306,8 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     if mask is not None and isinstance(kv_offsets, str):
         raise ValueError("mask must be None where keys are shared by all segments: their rows have no position")
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation not in ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
     if schedule is None:
         return
     if not isinstance(schedule, TileSchedule):
@@ -258,8 +315,8 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
     if schedule.num_heads != q.shape[1]:
         raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
     for half in (schedule, schedule.backward or schedule):
-        if half.block_m not in BLOCKS:
-            raise ValueError(f"schedule must have a block_m of {BLOCKS}, the kernels' tiles, got {half.block_m}")
+        if half.block_m not in TILES:
+            raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
 
 
 def _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask) -> None:

@@ -7,11 +7,9 @@ from torch import Tensor
 
 from ..autocast import autocast
 from ..blocks import block_offsets, positions_in_segments
-from ..checks import IMPLEMENTATIONS, check_offsets, check_size, check_tensor
+from ..checks import check_offsets, check_size, check_tensor
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
-from .attention import BLOCKS, check_attention, jagged_attention
-
-BLOCK_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
+from .attention import ATTENTION_IMPLEMENTATIONS, BLOCKS, check_attention, jagged_attention
 
 
 def block_diagonal_attention(
@@ -110,8 +108,8 @@ def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule
     check_offsets("offsets", offsets, q.shape[0])
     if offsets.device not in (q.device, torch.device("cpu")):
         raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
-    if implementation not in BLOCK_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {BLOCK_IMPLEMENTATIONS}, got {implementation!r}")
+    if implementation not in ATTENTION_IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
     check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, "auto")
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")

@@ -13,7 +13,7 @@ from ..checks import check_integers, check_tensor, values_are_checkable
 from ..decomposed import linear_compress_decomposed
 from ..reference import linear_compress_reference
 
-COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused")
+COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused", "hopper")
 
 
 def linear_compress(
@@ -40,14 +40,16 @@ def linear_compress(
             order, or a `CandidateIndex`. None with one level. Rows that none asks for are legal.
         implementation: "reference" (every level replicated, one product), "decomposed" (a product per level, then gathered and
             added), "padded" (so with each K padded to a multiple of 8), "fused" (Triton: the other levels are added, in fp32 and
-            with one rounding, while the candidates' product is in registers), or "auto": fused on CUDA, decomposed elsewhere.
+            with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
+            in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
+            "auto": hopper where it takes the operands and N > 64, else fused on CUDA, decomposed elsewhere.
 
     Returns:
         `[B, M, N]`.
 
     Raises:
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
-        RuntimeError: a second derivative of the fused implementation; the others have it.
+        RuntimeError: a second derivative of the fused and hopper implementations; the others have it.
     """
     weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
     indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
@@ -63,11 +65,12 @@ def linear_compress(
     from jagged_kernels.linear_compress import triton_linear_compress
 
     if weights[0].dtype == torch.float64:
-        raise ValueError("weights must be float32, float16 or bfloat16 for the fused implementation, got torch.float64")
+        name = "fused" if implementation == "auto" else implementation
+        raise ValueError(f"weights must be float32, float16 or bfloat16 for the {name} implementation, got torch.float64")
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]
     offsets = [None if x is None else x.offsets for x in grouped]
-    return triton_linear_compress(weights, embeddings, maps, orders, offsets)
+    return triton_linear_compress(weights, embeddings, maps, orders, offsets, implementation)
 
 
 def _check_linear_compress(weights, embeddings, indices, implementation) -> None:

@@ -4,7 +4,8 @@
     python kernels/benchmarks/bench_attention.py --device cpu       # the CPU path against padded attention
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
-TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike.
+TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike; the floor
+is their time at what an H200 attains.
 """
 
 import dataclasses
@@ -13,8 +14,9 @@ import sys
 from collections.abc import Callable
 from functools import partial
 
+import peers
 import torch
-from runner import Case, Implementation, Setup, host_median_ms, main
+from runner import Case, Implementation, Setup, device_name, host_median_ms, main
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
@@ -24,9 +26,12 @@ from jagged_modules import functional as F
 from jagged_modules.schedule import host_schedule
 
 OURS = "jagged_modules"
+PORTABLE = f"{OURS}, triton"
 UNFUSED = f"{OURS}, unfused"
 DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
 BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
+# bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense 16-bit products
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------
@@ -54,12 +59,19 @@ def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
     return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
 
 
+def our_kernels(device: str) -> dict[str, str]:
+    """Name -> ``implementation``: what "auto" takes and, where that may be a kernel for compute capability 9.0, the portable one."""
+    both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
+
+
 def timed_schedule(
-    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None
+    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
 ) -> tuple[jm.TileSchedule, dict[str, float]]:
     """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
+    hopper = False if implementation == "triton" else None
     sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
-    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, **sizes)
+    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, hopper=hopper, **sizes)
     return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
 
 
@@ -129,9 +141,9 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
     def jagged(forward, **extra):
         return Implementation(lambda: forward(**inputs), inputs, lambda name, x: {b: x[rows] for b, rows in parts.items()}, grad, **extra)
 
-    def ours():
-        schedule, build_ms = timed_schedule(lengths, lengths, q)
-        forward = partial(F.jagged_attention, q_offsets=offsets, max_seqlen_q=max_seqlen, schedule=schedule)
+    def ours(kernels: str):
+        schedule, build_ms = timed_schedule(lengths, lengths, q, implementation=kernels)
+        forward = partial(F.jagged_attention, q_offsets=offsets, max_seqlen_q=max_seqlen, schedule=schedule, implementation=kernels)
         return jagged(forward, host_ms=build_ms)
 
     def unfused():
@@ -144,8 +156,18 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
 
         return jagged(forward)
 
-    def varlen():
-        return jagged(lambda q, k, v: varlen_attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
+    def varlen(attention=varlen_attention):
+        return jagged(lambda q, k, v: attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
+
+    def sll():
+        attention = peers.sll("multi_head_jagged_flash_attention")
+        heads_first = leaves(**{name: x.transpose(0, 1) for name, x in inputs.items()})
+        return Implementation(
+            lambda: attention(*heads_first.values(), offsets, max_seqlen),
+            heads_first,
+            lambda name, x: {b: x[:, rows].transpose(0, 1) for b, rows in parts.items()},
+            grad.transpose(0, 1).contiguous(),
+        )
 
     def padded(attention, masked: bool):
         """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
@@ -167,25 +189,28 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(forward)
 
     if cpu_table:
-        peers = {
+        others = {
             "pad + SDPA (key mask) + unpad": partial(pad_and_unpad, partial(sdpa, None)),
             "pad + math + unpad": partial(pad_and_unpad, plain_attention),
         }
     else:
-        peers = {
+        others = {
             "varlen_attn (FA2)": varlen,
+            **{name: lambda module=module: varlen(peers.flash_attention(module)) for name, module in peers.FLASH_ATTENTION.items()},
+            peers.SLL: sll,
             DENSE_FLASH: partial(padded, partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
             "SDPA cuDNN, padded": partial(padded, partial(sdpa, SDPBackend.CUDNN_ATTENTION), False),
             DENSE: partial(padded, plain_attention, True),
         }
-        peers |= {UNFUSED: unfused} if num_heads == 1 else {}
+        others |= {UNFUSED: unfused} if num_heads == 1 else {}
     flops = 4.0 * num_heads * head_dim * float(lengths.double().square().sum())
     return Setup(
-        {OURS: ours, **peers},
+        {name: partial(ours, kernels) for name, kernels in our_kernels(device).items()} | others,
         partial(reference, {b: (q[rows], k[rows], v[rows], grad[rows]) for b, rows in parts.items()}),
         dtype,
         flops=flops,
         backward_flops=BACKWARD_FLOPS * flops,
+        attainable=ATTAINABLE.get(device_name(device)),
     )
 
 
@@ -221,17 +246,22 @@ def target_attention(
     def folded(forward, **extra):
         return Implementation(lambda: forward(**inputs), inputs, pick, grad, **extra)
 
-    def ours():
+    def ours(kernels: str):
         candidates = jm.CandidateIndex.from_counts(counts.to(device))
-        schedule, build_ms = timed_schedule(counts * num_queries, histories, q)
+        schedule, build_ms = timed_schedule(counts * num_queries, histories, q, implementation=kernels)
         shared = {"candidates": candidates, "kv_offsets": kv_offsets, "max_seqlen_kv": max_history, "schedule": schedule}
-        return folded(partial(F.target_attention, **shared), host_ms=build_ms)
+        return folded(partial(F.target_attention, **shared, implementation=kernels), host_ms=build_ms)
 
-    def varlen():
+    def varlen(attention=varlen_attention):
         def forward(q, k, v):
-            return varlen_attention(q.flatten(0, 1), k, v, q_offsets, kv_offsets, max_rows, max_history).view(q_shape)
+            return attention(q.flatten(0, 1), k, v, q_offsets, kv_offsets, max_rows, max_history).view(q_shape)
 
         return folded(forward)
+
+    def ikbo():
+        attention = peers.ikbo_attention()
+        detached = {name: x.detach() for name, x in inputs.items()}
+        return Implementation(lambda: attention(*detached.values(), candidate_to_user, max_history), detached, pick, note="forward only")
 
     def cudnn_folded():
         def forward(q, k, v):
@@ -263,9 +293,12 @@ def target_attention(
 
         return Implementation(forward, own, pick_replicated, grad, note="" if in_measured_call else "K and V come replicated")
 
-    implementations = {OURS: ours, "varlen_attn (FA2), folded": varlen}
+    implementations = {name: partial(ours, kernels) for name, kernels in our_kernels(device).items()}
+    implementations["varlen_attn (FA2), folded"] = varlen
+    for name, module in peers.FLASH_ATTENTION.items():
+        implementations[f"{name}, folded"] = lambda module=module: varlen(peers.flash_attention(module))
     if equal_histories and equal_counts:
-        implementations["SDPA cuDNN, folded"] = cudnn_folded
+        implementations |= {"SDPA cuDNN, folded": cudnn_folded, peers.IKBO: ikbo}
     kind = "cuDNN" if equal_histories else "with key mask"
     implementations[f"replicate + SDPA {kind}"] = partial(replicated, True)
     implementations[f"SDPA {kind}, replicated"] = partial(replicated, False)
@@ -273,7 +306,14 @@ def target_attention(
     samples = {
         u: (q[candidates_of[u]].flatten(0, 1), k[history_of[u]], v[history_of[u]], grad[candidates_of[u]].flatten(0, 1)) for u in users
     }
-    return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
+    return Setup(
+        implementations,
+        partial(reference, samples),
+        dtype,
+        flops=flops,
+        backward_flops=BACKWARD_FLOPS * flops,
+        attainable=ATTAINABLE.get(device_name(device)),
+    )
 
 
 # -- cases ---------------------------------------------------------------------------------------------------------
@@ -287,6 +327,7 @@ class Sizes:
     ladder: list[tuple[int, int, int, int]]
     cpu_shapes: list[tuple[int, int, int, int]]
     histories: list[int]
+    long_histories: list[int]  # for which replicated keys are too large
     sweep: list[int]
     sweep_history: int
     num_candidates: int
@@ -301,6 +342,7 @@ FULL = Sizes(
     ladder=[(256, longest, 1, 128) for longest in (128, 256, 512, 1024)],
     cpu_shapes=[(256, 512, 4, 64)],
     histories=[512, 1024, 2048, 4096],
+    long_histories=[8192, 16384],
     sweep=[256, 512, 1024, 2048, 4096],
     sweep_history=1024,
     num_candidates=2048,
@@ -314,6 +356,7 @@ TINY = Sizes(
     ladder=[(4, 12, 1, 16), (4, 24, 1, 16)],
     cpu_shapes=[(6, 24, 2, 16)],
     histories=[20],
+    long_histories=[40],
     sweep=[6, 12],
     sweep_history=10,
     num_candidates=12,
@@ -329,10 +372,10 @@ def odd_counts(num_candidates: int, num_users: int) -> Tensor:
     return uniform_lengths(num_users, 1, 2 * num_candidates // num_users - 1) | 1
 
 
-def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...]) -> Setup:
-    """The setup with those implementations alone whose name starts with one of ``prefixes``."""
+def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...], without: tuple[str, ...] = ()) -> Setup:
+    """The setup with those implementations alone whose name starts with one of ``prefixes``, and not those named in ``without``."""
     whole = setup()
-    kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes)}
+    kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes) and name not in without}
     return dataclasses.replace(whole, implementations=kept)
 
 
@@ -361,17 +404,21 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     for history in sizes.histories:
         setup = target(equal_groups(sizes.num_candidates), torch.full((sizes.num_users,), history))
         cases.append(Case("target attention", f"history {history}", setup))
+    for history in sizes.long_histories:
+        setup = target(equal_groups(sizes.num_candidates), torch.full((sizes.num_users,), history))
+        setup = partial(keep_implementations, setup, (OURS, "varlen_attn", "SDPA cuDNN, folded", "Flash", peers.IKBO))
+        cases.append(Case("target attention", f"history {history}", setup))
     for history in sizes.histories:
         lengths = uniform_lengths(sizes.num_users, int(0.4 * history), history)  # mean/max 0.7
         setup = target(odd_counts(sizes.num_candidates, sizes.num_users), lengths)
         cases.append(Case("target attention, jagged histories, odd groups", f"history {int(0.4 * history)}..{history}", setup))
     for candidates in sizes.sweep:
         setup = target(equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history))
-        setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"))
+        setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"), without=(PORTABLE,))
         cases.append(Case("target attention, memory of a training step", f"{candidates} candidates", setup, timed=False))
     for batch, longest, heads, dim in sizes.ladder:
         setup = partial(self_attention, device, dtype, uniform_lengths(batch, 1, longest), heads, dim)
-        setup = partial(keep_implementations, setup, (DENSE, UNFUSED, DENSE_FLASH, OURS))
+        setup = partial(keep_implementations, setup, (DENSE, UNFUSED, DENSE_FLASH, OURS), without=(PORTABLE,))
         cases.append(Case("ladder: dense, jagged, each unfused and fused", f"B{batch} N{longest} H{heads} D{dim}", setup, picture="ms"))
     return cases
 

@@ -17,10 +17,12 @@ from functools import partial
 import torch
 import torch._functorch.config
 from bench_attention import (
+    ATTAINABLE,
     BACKWARD_FLOPS,
     OURS,
     leaves,
     offsets_of,
+    our_kernels,
     plain_attention,
     random_tensors,
     sample_segments,
@@ -42,8 +44,6 @@ APART = "separate rotary"
 PRECISE = f"{OURS}, precise"
 BLOCKS_NOTE = "offsets of the blocks made beforehand"
 TABLES_NOTE = "cos and sin of each row gathered beforehand"
-# bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense bf16 products
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}
 
 
 def rotate_all(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
@@ -132,6 +132,10 @@ class Problem:
     def ours(self, q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
         return F.block_diagonal_attention(q, k, v, self.offsets, block_size=self.block_size, **options)
 
+    def our_implementations(self, **options) -> dict[str, Callable[[], Implementation]]:
+        kernels = our_kernels(self.device).items()
+        return {name: partial(self.implementation, partial(self.ours, implementation=x, **options)) for name, x in kernels}
+
     def varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen_attention(q, k, v, self.blocks, self.blocks, self.block_size, self.block_size)
 
@@ -179,7 +183,7 @@ class Problem:
 
 def without_rotary(problem: Callable[[], Problem], flex: bool = False) -> Setup:
     problem = problem()
-    implementations = {OURS: partial(problem.implementation, problem.ours)}
+    implementations = problem.our_implementations()
     if problem.device == "cuda":
         implementations[FA2] = partial(problem.implementation, problem.varlen, note=BLOCKS_NOTE)
         implementations |= {FLEX: problem.flex} if flex else {}
@@ -188,8 +192,7 @@ def without_rotary(problem: Callable[[], Problem], flex: bool = False) -> Setup:
 
 def with_rotary(problem: Callable[[], Problem]) -> Setup:
     problem = problem()
-    implementations = {
-        OURS: partial(problem.implementation, partial(problem.ours, rotary=problem.rotary)),
+    implementations = problem.our_implementations(rotary=problem.rotary) | {
         PRECISE: partial(problem.implementation, partial(problem.ours, rotary=problem.precise)),
         f"{APART} + {OURS}": partial(problem.rotary_apart, problem.ours),
     }
@@ -246,6 +249,7 @@ class Sizes:
     block_size: int
     batch: int
     totals: list[int]
+    rotary_backward: tuple[int, int]  # rows, H
     sweep_total: int
     sweep: list[tuple[int, int, float]]  # D, maximum length, mean over maximum
     accuracy: tuple[int, int]  # B, maximum length
@@ -253,9 +257,39 @@ class Sizes:
 
 SWEEP = [(128, 2048, mean) for mean in (0.3, 0.5, 0.7, 1.0)]
 SWEEP += [(128, longest, 0.5) for longest in (512, 1024, 4096, 7168)] + [(64, longest, 0.5) for longest in (512, 2048, 7168)]
-FULL = Sizes(4, 128, 64, batch=1152, totals=[704_106, 1_609_731], sweep_total=400_000, sweep=SWEEP, accuracy=(64, 512))
-CPU = Sizes(4, 64, 64, 64, [39_117, 89_430], 40_000, sweep=[(64, 512, 0.3), (64, 512, 1.0), (64, 2048, 0.5)], accuracy=(16, 512))
-TINY = Sizes(2, 16, 16, batch=6, totals=[100, 190], sweep_total=100, sweep=[(16, 20, 0.3), (8, 40, 0.5)], accuracy=(4, 40))
+FULL = Sizes(
+    num_heads=4,
+    head_dim=128,
+    block_size=64,
+    batch=1152,
+    totals=[704_106, 1_609_731],
+    rotary_backward=(1_735_537, 3),
+    sweep_total=400_000,
+    sweep=SWEEP,
+    accuracy=(64, 512),
+)
+CPU = Sizes(
+    num_heads=4,
+    head_dim=64,
+    block_size=64,
+    batch=64,
+    totals=[39_117, 89_430],
+    rotary_backward=(89_430, 3),
+    sweep_total=40_000,
+    sweep=[(64, 512, 0.3), (64, 512, 1.0), (64, 2048, 0.5)],
+    accuracy=(16, 512),
+)
+TINY = Sizes(
+    num_heads=2,
+    head_dim=16,
+    block_size=16,
+    batch=6,
+    totals=[100, 190],
+    rotary_backward=(120, 3),
+    sweep_total=100,
+    sweep=[(16, 20, 0.3), (8, 40, 0.5)],
+    accuracy=(4, 40),
+)
 
 
 def sizes_of(device: str, tiny: bool) -> Sizes:
@@ -267,8 +301,8 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     sizes = sizes_of(device, tiny)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
 
-    def case(table, name, setup, lengths, rotate="", head_dim=sizes.head_dim, block_size=sizes.block_size) -> Case:
-        problem = partial(Problem, device, dtype, lengths, sizes.num_heads, head_dim, block_size, rotate)
+    def case(table, name, setup, lengths, rotate="", head_dim=sizes.head_dim, block_size=sizes.block_size, heads=sizes.num_heads) -> Case:
+        problem = partial(Problem, device, dtype, lengths, heads, head_dim, block_size, rotate)
         return Case(table, name, partial(setup, problem), backward_alone=True, picture="ms")
 
     shape, block = f"B={sizes.batch} H={sizes.num_heads} D={sizes.head_dim}", f"blocks of {sizes.block_size}"
@@ -278,6 +312,10 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     for total in sizes.totals:
         table = f"with rotary, {shape}, {block}"
         cases += [case(table, f"{total} rows, {rotate}", with_rotary, by_total[total], rotate) for rotate in ("qk", "qkv")]
+    total, heads = sizes.rotary_backward
+    table, lengths = f"backward of rotary, B={sizes.batch} H={heads} D={sizes.head_dim}, {block}", lengths_of_total(sizes.batch, total)
+    cases.append(case(table, f"{total} rows, no rotary", without_rotary, lengths, heads=heads))
+    cases.append(case(table, f"{total} rows, qkv", with_rotary, lengths, "qkv", heads=heads))
     for head_dim, longest, mean in sizes.sweep:
         lengths = lengths_of_mean(round(sizes.sweep_total / (mean * longest)), longest, mean)
         table, name = f"lengths, about {sizes.sweep_total} rows, {block}", f"D={head_dim}, N={longest}, mean {mean} N, B={len(lengths)}"

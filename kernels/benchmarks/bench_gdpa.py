@@ -14,12 +14,15 @@ import sys
 from collections.abc import Callable
 from functools import cached_property, partial
 
+import peers
 import torch
 from bench_attention import (
+    ATTAINABLE,
     BACKWARD_FLOPS,
     OURS,
     leaves,
     offsets_of,
+    our_kernels,
     pad,
     random_tensors,
     sample_segments,
@@ -27,7 +30,7 @@ from bench_attention import (
     uniform_lengths,
     varlen_attention,
 )
-from runner import Case, Implementation, Setup, main
+from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 
 import jagged_modules as jm
@@ -110,7 +113,14 @@ class Problem:
         """``functions``: what the implementations compute, one or another."""
         pairs = int((self.lengths[0] * self.lengths[1]).sum() if self.mask is None else self.keep.sum())
         flops = 4.0 * self.inputs["q"].shape[1:].numel() * pairs
-        return Setup(implementations, partial(self.reference, functions), self.dtype, flops=flops, backward_flops=BACKWARD_FLOPS * flops)
+        return Setup(
+            implementations,
+            partial(self.reference, functions),
+            self.dtype,
+            flops=flops,
+            backward_flops=BACKWARD_FLOPS * flops,
+            attainable=ATTAINABLE.get(device_name(self.device)),
+        )
 
     def reference(self, functions: tuple[Function, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         results = {}
@@ -135,8 +145,8 @@ class Problem:
         inputs = self.inputs if inputs is None else inputs
         return Implementation(lambda: forward(**inputs), inputs, pick, self.grad if grad is None else grad, **extra)
 
-    def ours(self, function: Function, note: str = "") -> Implementation:
-        schedule, build_ms = timed_schedule(*self.lengths, self.inputs["q"], self.mask)
+    def ours(self, function: Function, note: str = "", kernels: str = "auto") -> Implementation:
+        schedule, build_ms = timed_schedule(*self.lengths, self.inputs["q"], self.mask, kernels)
         forward = partial(
             F.jagged_attention,
             q_offsets=self.q_offsets,
@@ -145,15 +155,22 @@ class Problem:
             max_seqlen_kv=self.max_kv,
             mask=self.mask,
             schedule=schedule,
+            implementation=kernels,
             **dataclasses.asdict(function),
         )
         return self.implementation(function, forward, host_ms=build_ms, note=note)
 
-    def varlen(self) -> Implementation:
-        def forward(q, k, v):
-            return varlen_attention(q, k, v, self.q_offsets, self.kv_offsets, self.max_q, self.max_kv)
+    def our_implementations(self, function: Function, note: str = "") -> dict[str, Callable[[], Implementation]]:
+        return {name: partial(self.ours, function, note, kernels) for name, kernels in our_kernels(self.device).items()}
 
-        return self.implementation(self.softmax, forward, note=YARDSTICK)
+    def varlen(self) -> Implementation:
+        return self.by_offsets(self.softmax, varlen_attention, YARDSTICK)
+
+    def by_offsets(self, function: Function, attention: Callable[..., Tensor], note: str = "") -> Implementation:
+        def forward(q, k, v):
+            return attention(q, k, v, self.q_offsets, self.kv_offsets, self.max_q, self.max_kv)
+
+        return self.implementation(function, forward, note=note)
 
     def padded(self, function: Function) -> Implementation:
         """Plain torch on ``[B, H, N, D]``; the mask is made beforehand. Without one, zero keys have weight 0, as activation(0) is."""
@@ -198,7 +215,9 @@ class Problem:
 def gdpa(problem: Callable[[], Problem], padded: bool, note: str) -> Setup:
     """tanh-GELU, no mask. Of the peers, padded plain torch computes it."""
     problem = problem()
-    implementations = {OURS: partial(problem.ours, GELU, note), FA2: problem.varlen}
+    implementations = problem.our_implementations(GELU, note) | {FA2: problem.varlen}
+    if problem.device == "cuda":
+        implementations[peers.META_GDPA] = lambda: problem.by_offsets(GELU, peers.meta_gdpa())
     if padded:
         implementations["bmm + gelu_tanh + bmm, padded"] = partial(problem.padded, GELU)
     return problem.setup((GELU, problem.softmax), implementations)
@@ -213,8 +232,7 @@ def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
     """SiLU, causal, targets. With ``softmax`` also that under the same mask, where flex_attention is a peer; it cannot do the other."""
     problem = problem()
     silu = Function("silu", problem.softmax.scale, output_scale=1 / problem.max_kv)
-    implementations = {
-        OURS: partial(problem.ours, silu),
+    implementations = problem.our_implementations(silu) | {
         "bmm + silu + bmm, padded + mask": partial(problem.padded, silu),
     }
     if not softmax:
@@ -323,9 +341,12 @@ FULL = Sizes(
         Shape("q and kv full L=256", 1152, 256, 256, meta="242 / 243"),
         Shape("q jagged, kv full L=512", 1152, 512, 512, jagged="q", padded=True, meta="265 / 240"),
         Shape("q jagged, kv full L=1024", 1152, 1024, 1024, jagged="q", padded=True, meta="360 / 286"),
+        Shape("q and kv jagged L=256", 1152, 256, 256, jagged="both"),
         Shape("q and kv jagged L=512", 1152, 512, 512, jagged="both", padded=True, meta="203 / 218"),
         Shape("q and kv jagged L=1024", 1152, 1024, 1024, jagged="both", padded=True, meta="339 / 283"),
+        Shape("q and kv jagged L=2048", 576, 2048, 2048, jagged="both"),
         Shape("cross, q=512 kv=256 full", 1152, 512, 256, meta="241 / 268"),
+        Shape("cross, q=1024 kv=256 full", 1152, 1024, 256),
         Shape("cross, q=2048 kv=256 full", 1152, 2048, 256, meta="267 / 280"),
     ],
     sweep=(288, 1024),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from math import inf, prod
 
+import peers
 import torch
 from bench_attention import OURS, leaves, offsets_of, random_tensors, sample_segments, uniform_lengths
 from runner import Case, Implementation, Setup, device_name, main
@@ -97,7 +98,8 @@ class Problem:
     def __init__(self, device: str, lengths: Tensor, operator: str, width: int, columns: int):
         if device == "cuda":
             torch.set_float32_matmul_precision("high")
-        self.operator, self.device, self.lengths, self.longest = OPERATORS[operator], device, lengths.tolist(), int(lengths.max())
+        self.name, self.operator, self.device = operator, OPERATORS[operator], device
+        self.lengths, self.longest = lengths.tolist(), int(lengths.max())
         host_offsets = offsets_of(lengths)
         plan = F.ScorePlan.from_offsets(host_offsets)
         self.offsets, self.plan = host_offsets.to(device), plan.to(device)
@@ -115,6 +117,7 @@ class Problem:
             implementations[PADDED] = self.padded
             if "P" not in self.operator.dimensions:  # torch has no conversion of scores
                 implementations[CONVERTED] = self.converted
+            implementations |= {peers.SLL: self.sll} if self.device == "cuda" else {}
         operands, out, flops = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes, self.flops()
         return Setup(
             implementations,
@@ -186,6 +189,16 @@ class Problem:
         if "P" in operator.dimensions:
             return self.jagged(lambda *inputs: operator.ours(*inputs, self.plan), self.flops())
         return self.jagged(lambda *inputs: operator.ours(*inputs, self.offsets, max_seqlen=self.longest), self.flops())
+
+    def sll(self) -> Implementation:
+        """FBGEMM's operator, forward only."""
+        offsets = self.offsets.long()
+        operators = peers.sll_operators(offsets.diff(), offsets, self.plan.p_offsets.to(offsets), self.longest)
+        forward, inputs = operators[self.name.partition(",")[0]], tuple(x.detach() for x in self.inputs.values())
+        if self.name == f"{OUTER} itself":
+            inputs *= 2
+        whole = self.jagged(lambda *_: forward(*inputs), self.flops())
+        return dataclasses.replace(whole, inputs=dict(enumerate(inputs)), note="; ".join(filter(None, ["forward only", whole.note])))
 
     def padded(self) -> Implementation:
         """The inputs come padded, and the output stays so."""
@@ -260,6 +273,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
     batch, longest, width, columns = sizes.paper
     table = f"Table 1 of the paper: B={batch}, N≤{longest}, D={width}, T={columns}"
     cases += [uniform(table, name, *sizes.paper) for name in OPERATORS if name != f"{OUTER} itself"]
+    cases.append(uniform(table, "jagged_softmax", batch, longest, columns, columns))  # the paper's has as many columns as T
     count, short, long = sizes.skewed
     skewed = torch.cat([uniform_lengths(count, 1, short), torch.tensor([long])])
     even = (torch.arange(count + 2) * skewed.sum() // (count + 1)).diff()

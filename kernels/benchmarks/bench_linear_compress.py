@@ -14,8 +14,9 @@ import sys
 from collections.abc import Callable
 from functools import cached_property, partial
 
+import peers
 import torch
-from bench_attention import OURS, leaves, random_tensors
+from bench_attention import OURS, leaves, our_kernels, random_tensors
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.functional import pad
@@ -24,6 +25,7 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 REPLICATED = "replicated"
+INPUT_REPLICATED = "one product, input comes replicated"
 CUBLAS = "cuBLAS candidate product alone"
 # bytes/s of the data sheet; FLOP/s taken as attainable for dense fp16 products
 ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
@@ -102,12 +104,15 @@ class Problem:
         implementations = {
             OURS: partial(self.ours, "auto", note),
             REPLICATED: self.replicated,
+            INPUT_REPLICATED: self.input_replicated,
             "decomposed": partial(self.plain, product, self.inputs),
             "padded": partial(self.plain, product),
             "padded, torch.matmul": partial(self.plain, torch.matmul),
         }
+        if len(our_kernels(self.device)) > 1:
+            implementations[f"{OURS}, fused"] = partial(self.ours, "fused")
         if self.device == "cuda":
-            implementations[CUBLAS] = self.candidate_product
+            implementations |= {CUBLAS: self.candidate_product, peers.IKBO: self.ikbo}
         else:  # the stages of ours that run everywhere
             implementations |= {f"{OURS}, {stage}": partial(self.ours, stage) for stage in ("reference", "decomposed", "padded")}
         flops = 2.0 * self.grad[0].numel() * sum(self.inputs[name].shape[:2].numel() for name in ("e_user", "e_cand"))
@@ -168,6 +173,17 @@ class Problem:
 
         w_user, w_cand, e_user, e_cand = self.inputs.values()
         return self.implementation(forward, leaves(w=torch.cat([w_user, w_cand], dim=1)) | {"e_user": e_user, "e_cand": e_cand})
+
+    def input_replicated(self) -> Implementation:
+        """As the published baseline is measured: what every candidate's copy of its user costs is left out."""
+        w_user, w_cand, e_user, e_cand = (x.detach() for x in self.inputs.values())
+        inputs = {"w": torch.cat([w_user, w_cand], dim=1), "e": torch.cat([e_user.index_select(0, self.index), e_cand], dim=1)}
+        return self.implementation(lambda w, e: product(w, e), inputs, note="forward only")
+
+    def ikbo(self) -> Implementation:
+        compress, inputs = peers.ikbo_linear_compress(), {name: x.detach() for name, x in self.padded_inputs.items()}
+        index = self.index.int()
+        return self.implementation(lambda **inputs: compress(**inputs, index=index), inputs, note="forward only; padded inputs")
 
     def plain(self, multiply: Callable[[Tensor, Tensor], Tensor], inputs: dict[str, Tensor] | None = None) -> Implementation:
         """Decomposed; the inputs come padded where none are given."""

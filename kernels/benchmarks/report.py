@@ -5,10 +5,15 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
 MISSING = "–"
+
+
+def results_folder(device: str) -> Path:
+    return Path(__file__).parent / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
 def write_atomically(path: Path, write) -> None:

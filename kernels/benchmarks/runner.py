@@ -10,6 +10,7 @@ A benchmark lists its cases; the ``setup`` of a case makes the inputs and return
 
 import argparse
 import gc
+import json
 import platform
 import re
 import shlex
@@ -366,6 +367,13 @@ def release_memory(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def other_table(table: Callable[[str, bool], list[dict]], device: str, tiny: bool) -> list[dict]:
+    try:
+        return table(device, tiny)
+    except Exception as error:  # noqa: BLE001 whatever it raises stands in its place
+        return [failure(error)]
+
+
 # -- the run -------------------------------------------------------------------------------------------------------
 
 
@@ -406,6 +414,13 @@ def free_stem(folder: Path, date: str, op: str) -> Path:
     return stem
 
 
+def measured_today(folder: Path, date: str, op: str) -> set[str]:
+    """What the day's runs of a benchmark left in the folder: its "table: case", and the titles of its other tables."""
+    runs = [run for path in folder.glob(f"{date}-{op}*.json") if (run := json.loads(path.read_text()))["op"] == op]
+    rows = [row for run in runs for row in run["rows"]]
+    return {f"{row['table']}: {row['case']}" for row in rows}.union(*(run.get("other_tables", {}) for run in runs))
+
+
 def main(
     op: str,
     make_cases: Callable[[str, bool], list[Case]],
@@ -432,6 +447,7 @@ def main(
     parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
     parser.add_argument("--impl", default="", type=re.compile, help="regular expression: implementations to run")
     parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
+    parser.add_argument("--resume", action="store_true", help="leave out what runs of the same day left in the folder")
     parser.add_argument("--rounds", type=int, default=protocol.rounds)
     parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
     parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help="ms")
@@ -441,33 +457,36 @@ def main(
         parser.error("--device cuda: torch sees no CUDA device")
 
     protocol = Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
-    cases = [case for case in make_cases(options.device, options.tiny) if options.only.search(f"{case.table}: {case.name}")]
-    others = {title: table for title, table in (other_tables or {}).items() if options.only.search(title)}
-    if not cases and not others:
+    folder = options.out or report.results_folder(device_name(options.device))
+    cases = {f"{case.table}: {case.name}": case for case in make_cases(options.device, options.tiny)} | dict(other_tables or {})
+    chosen = {name: case for name, case in cases.items() if options.only.search(name)}
+    if not chosen:
         parser.error(f"--only {options.only.pattern!r} selects no case")
+    start = environment(options.device)
+    done = measured_today(folder, start["date"][:10], op) if options.resume else set()
+    todo = {name: case for name, case in chosen.items() if name not in done}
+    if not todo:
+        print(f"{op}: nothing left to measure")
+        return 0
     results = {
         "op": op,
-        "environment": environment(options.device),
+        "environment": start,
         "protocol": {**asdict(protocol), "text": str(protocol)},
         "complete": False,
+        "seconds": 0.0,
         "rows": [],
         "other_tables": {},
     }
-    slug = re.sub(r"[^a-z0-9]+", "-", device_name(options.device).lower()).strip("-")
-    folder = options.out or Path(__file__).parent / "results" / slug
     folder.mkdir(parents=True, exist_ok=True)
     stem = free_stem(folder, results["environment"]["date"][:10], op)
-    for case in tqdm(cases, desc=op, unit="case"):
+    begin = time.perf_counter()
+    for name, case in tqdm(todo.items(), desc=op, unit="case"):
         release_memory(options.device)
-        results["rows"] += run_case(case, protocol, options.impl)
-        results["summary"] = summary(results["rows"])
-        report.save(results, stem)
-    for title, table in others.items():
-        release_memory(options.device)
-        try:
-            results["other_tables"][title] = table(options.device, options.tiny)
-        except Exception as error:  # noqa: BLE001 whatever it raises stands in its place
-            results["other_tables"][title] = [failure(error)]
+        if isinstance(case, Case):
+            results["rows"] += run_case(case, protocol, options.impl)
+        else:
+            results["other_tables"][name] = other_table(case, options.device, options.tiny)
+        results |= {"summary": summary(results["rows"]), "seconds": time.perf_counter() - begin}
         report.save(results, stem)
     results["complete"] = True
     report.save(results, stem)

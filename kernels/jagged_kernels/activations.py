@@ -19,7 +19,7 @@ NAN = tl.constexpr(tl.PropagateNan.ALL)
 @triton.jit
 def _identity(score, scale):
     x = score * scale
-    return x, tl.full(x.shape, 1.0, tl.float32)
+    return x, tl.where(x > 0, 1.0, 1.0)  # of x's layout, where it has one
 
 
 @triton.jit

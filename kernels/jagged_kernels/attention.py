@@ -10,11 +10,13 @@ pointwise activations store nothing.
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
-and their dq is summed over the segments.
+and their dq is summed over the segments. Several lists of query segments are segments of one schedule: of each, its place in its list
+says which keys it reads, and a tile of keys goes over its queries list by list.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import torch
@@ -24,16 +26,16 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
-from .configs import LONG, LaunchConfig, attention_config, padded_dim
+from .configs import HOPPER_ATTENTION_BY_DEFAULT, LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, padded_dim
 from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
-from .tile_list import tile_list
+from .tile_list import fitting_tiles, query_lists
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
 def _attention_fake(q, k, v, q_offsets, kv_offsets, *rest):
-    *_, q_shared, _, activation, _, _, _, _ = rest
+    *_, q_shared, _, activation, _, _, _, _, _ = rest
     return _empty_outputs(q, v, q_offsets, q_shared, activation)
 
 
@@ -44,29 +46,44 @@ def triton_attention(
     key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int,
     scale: float, q_shared: bool, kv_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+    implementation: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel.
 
     Args:
         q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
         q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows (every segment reads q's rows anew). With
-            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone.
+            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone. Without either or a mask or a
+            `segment_scale`, q_offsets may be several lists of segments, `[n · B + 1]`: those at b, B + b, ... read the keys of segment b.
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
         activation: a public name. mask: as masks.py has it, with `num_targets` `[B]` if it has targets.
         segment_scale: `[B]` fp32, takes the place of `output_scale` if not None.
+        implementation: "triton", "hopper", or "auto", which chooses.
 
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared, activation)
-    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
+    if _on_hopper(implementation, q, k, v):
+        from .hopper import attention as hopper
+
+        hopper.forward(
+            q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, block_m, scale, q_shared, activation, mask, num_targets,
+            segment_scale, output_scale,
+        )  # fmt: skip
+        return out, lse
+    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], kv_offsets, activation, mask)
+    _, num_segments = query_lists(q_offsets, kv_offsets)
+    sizes = out.shape[0], q.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if grid := _grid(config, tiles):
         align, strides = _row_and_head_strides(q, k, v, out)
         factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, segment_scale, scale, *factors, output_scale, *strides, lse.stride(0),
-            **common, ALIGN=align, BLOCK_M=block_m, BLOCK_N=config.block, Q_SHARED=q_shared,
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale, scale, *factors, output_scale, *strides,
+            lse.stride(0),
+            **common, ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
     return out, lse
 
@@ -82,57 +99,103 @@ def triton_attention_backward(
     key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int,
     scale: float, q_shared: bool, kv_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+    implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the dq kernel, which with softmax also writes delta, then the dk, dv kernel. `out` is read with softmax alone.
+    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. `out` is read
+    with softmax alone.
 
     A gradient has its operand's shape and dtype.
     """
     do = rows_in_place(do)
-    delta = torch.empty_like(lse)
-    factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
-    scales = segment_scale, scale, *factors, output_scale
+    chunks, key_offsets = 1, (q_offsets, kv_offsets)
+    if kv_shared:
+        *key_offsets, chunks = _chunk_rows(q, k, key_block)
+        key_tiles = None
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
-    config, common = _launch("dq", q, k, v, block_m, k.shape[0], q_offsets, activation, mask)
-    tile = config.tile or block_m
-    if tile != block_m:  # worth a list of tiles of its own, which takes some microseconds
-        tiles, num_tiles = tile_list(q_offsets, kv_offsets, do.shape[0], q.shape[1], tile, config.block)
+    dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
+    arguments = (
+        do, q, k, v, out, lse, torch.empty_like(lse), dq, dk, dv,
+        (q_offsets, kv_offsets, tiles, num_tiles, block_m), (*key_offsets, key_tiles, num_key_tiles, key_block),
+        scale, q_shared, kv_shared, activation, mask, num_targets, segment_scale, output_scale,
+    )  # fmt: skip
+    if _on_hopper(implementation, q, k, v):
+        from .hopper import attention_backward as hopper
+
+        hopper.backward(*arguments)
+    else:
+        _portable_backward(*arguments)
+    if q_shared:
+        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
+    if kv_shared:
+        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
+    return dq, dk, dv
+
+
+def _portable_backward(
+    do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
+    segment_scale, output_scale,
+) -> None:  # fmt: skip
+    """Launch the kernels of any GPU. A schedule is offsets of queries and keys, tiles and their number, None where there are none, and
+    the rows of a tile."""
+    factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+    scales = segment_scale, scale, *factors, output_scale
+    q_offsets, kv_offsets, *schedule = query_schedule
+    config, common = _launch("dq", q, k, v, schedule[-1], k.shape[0], kv_offsets, activation, mask)
+    lists, num_segments = query_lists(q_offsets, kv_offsets)
+    sizes = do.shape[0], q.shape[1], config.tile, config.block
+    tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
     if grid := _grid(config, tiles):
         out = do if out is None else out
         align, strides = _row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(align, (k, config.block), (v, config.block)),
-            q_offsets, kv_offsets, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
-            **common, ALIGN=align, BLOCK_M=tile, BLOCK_N=config.block, Q_SHARED=q_shared,
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
+            **common, ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=q_shared,
         )  # fmt: skip
-    if q_shared:
-        dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
 
-    chunks = 1
-    if kv_shared:
-        q_offsets, kv_offsets, chunks = _chunk_rows(q, k, key_block)
-    if kv_shared or key_tiles is None:
-        sizes = chunks * k.shape[0], k.shape[1], key_block, block_m
-        key_tiles, num_key_tiles = tile_list(kv_offsets, q_offsets, *sizes, mask, num_targets, True)
-    dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
-    config, common = _launch("dkdv", q, k, v, block_m, do.shape[0], q_offsets, activation, mask)
-    if grid := _grid(config, key_tiles):
+    q_offsets, kv_offsets, *schedule = key_schedule
+    config, common = _launch("dkdv", q, k, v, query_schedule[-1], do.shape[0], kv_offsets, activation, mask)
+    key_block = min(schedule[-1], attention_tile(max(q.shape[2], v.shape[2]), q.element_size()).key)
+    sizes = dk.shape[0], k.shape[1], key_block, config.block
+    tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
+    if grid := _grid(config, tiles):
         align, strides = _row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta,
             *_descriptors(align, (q, config.block), (k, key_block), (do, config.block)),
-            q_offsets, kv_offsets, key_tiles, num_key_tiles, num_targets, *scales, *strides, lse.stride(0),
+            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, *scales, *strides, lse.stride(0),
             **common, ALIGN=align, BLOCK_M=config.block, BLOCK_N=key_block, Q_SHARED=q_shared, KV_SHARED=kv_shared,
+            LISTS=lists,
         )  # fmt: skip
-    if kv_shared:
-        dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
-    return dq, dk, dv
 
 
 def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str) -> tuple[Tensor, Tensor]:
     rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
     lse = q.new_empty((q.shape[1], rows if activation == "softmax" else 0), dtype=torch.float32)
     return q.new_empty((rows, q.shape[1], v.shape[2])), lse
+
+
+@torch.compiler.assume_constant_result
+def attention_on_hopper(implementation: str, head_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernels for compute capability 9.0 take such operands, where rows begin at 16-byte boundaries, and are asked for."""
+    supported = device.type == "cuda" and hopper_attention_fits(head_dim, v_dim, dtype.itemsize, device_properties(device)[0])
+    if implementation == "hopper" and not supported:
+        raise ValueError(
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims 40 to 64 or 72 to 128 in multiples "
+            f"of 8; got {dtype} on {device}, head dims {head_dim} and {v_dim}"
+        )
+    return supported and (implementation == "hopper" or implementation == "auto" and HOPPER_ATTENTION_BY_DEFAULT)
+
+
+def _on_hopper(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
+    if not attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device) or not (q.shape[0] and k.shape[0]):
+        return False
+    aligned = all(has_descriptor(x) for x in (q, k, v))
+    if implementation == "hopper" and not aligned:
+        strides = ", ".join(f"{name} {list(x.shape)} with strides {x.stride()}" for name, x in (("q", q), ("k", k), ("v", v)))
+        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {strides}")
+    return aligned
 
 
 def _launch(
@@ -155,7 +218,10 @@ def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
 
 @functools.cache
 def _constants(kernel, group, head_dim, v_dim, dtype, query_tile, long, device, precision, activation, mask) -> tuple[LaunchConfig, dict]:
-    config = getattr(attention_config(max(head_dim, v_dim), dtype.itemsize, device_properties(device)[0], query_tile, long), kernel)
+    dim = max(head_dim, v_dim)
+    config = getattr(attention_config(dim, dtype.itemsize, device_properties(device)[0], query_tile, long), kernel)
+    if config.tile is None:  # the schedule's, unless it is one for Hopper's kernels
+        config = dataclasses.replace(config, tile=min(query_tile, attention_tile(dim, dtype.itemsize).query))
     return config, dict(
         GROUP=group,
         HEAD_DIM=head_dim,

@@ -4,14 +4,15 @@ A program knows its next tile's bounds while it works on one. A tile first loops
 over the rest, where the mask or a segment's end hides something; blocks hidden from the whole tile are not visited (masks.py). What a
 tile loops over comes through TMA where there is a descriptor; of what it keeps, at most one block does, as one such load outside a loop
 waits for the other.
-`ACTIVATION` is a function of activations.py, None: softmax.
+`ACTIVATION` is a function of activations.py, None: softmax. `num_segments` is None unless several lists of query segments read the keys of
+so many segments (load_tile).
 """
 
 import triton
 import triton.language as tl
 
 from .masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
-from .tiles import load_rows, load_tile, store_rows, zigzag_waves
+from .tiles import load_rows, load_segment, load_tile, store_rows, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -50,10 +51,10 @@ def _fwd_block(
     return acc, row_max, row_sum
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -68,10 +69,10 @@ def attention_fwd_kernel(
     out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     scale = _score_scale(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
-    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
         segment, head, block, q_start, q_len, kv_start, kv_len = next_tile
-        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -158,10 +159,10 @@ def _dq_block(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
@@ -180,10 +181,10 @@ def attention_bwd_dq_kernel(
     dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
     score_scale = _score_scale(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
-    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
         segment, head, block, q_start, q_len, kv_start, kv_len = next_tile
-        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
         row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
         q_row = row
         if Q_SHARED:
@@ -253,19 +254,20 @@ def _dkdv_block(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments"])
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
-    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, value_factor, slope_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr,
-    PARTIAL_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr,
+    PARTIAL_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr, LISTS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of BLOCK_N key rows; loops over the query heads of its group and their blocks of BLOCK_M rows."""
+    """dk, dv of a tile of BLOCK_N key rows; loops over LISTS lists of queries, the query heads of its group and their blocks of BLOCK_M
+    rows."""
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
     k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
@@ -275,42 +277,46 @@ def attention_bwd_dkdv_kernel(
     dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
     score_scale = _score_scale(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
-    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+    next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
         segment, kv_head, block, q_start, q_len, kv_start, kv_len = next_tile
-        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr)
+        next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
         row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
-        kv_row, q_row = row, q_start
+        kv_row = row
         if KV_SHARED:
             kv_row = row - kv_start
-        if Q_SHARED:
-            q_row = q_start - q_start
         v = load_rows(v_operand, kv_row, kv_head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True)
         k = load_rows(k_operand, kv_row, kv_head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None)
         first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
-        blocks = row_blocks(block * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
-        columns = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        for group_head in range(0, GROUP):
-            head = kv_head * GROUP + group_head
-            lse_head, delta_head = lse_ptr, delta_ptr
-            if ACTIVATION is None:
-                lse_head, delta_head = lse_ptr + head.to(tl.int64) * stride_lse, delta_ptr + head.to(tl.int64) * stride_lse
-            for m in range(blocks[7] * BLOCK_M, (blocks[7] + blocks[8]) * BLOCK_M, BLOCK_M):
-                dk, dv = _dkdv_block(
-                    k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, m + kv_len - q_len, columns, first_target,
-                    head, BLOCK_M, dk, dv, score_scale,
-                    HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, False,
-                )  # fmt: skip
-            for number in tl.range(0, num_partial_blocks(blocks), num_stages=PARTIAL_STAGES):
-                m = partial_block(number, blocks) * BLOCK_M
-                dk, dv = _dkdv_block(
-                    k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, m + kv_len - q_len, columns, first_target,
-                    head, q_len - m, dk, dv, score_scale,
-                    HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
-                )  # fmt: skip
+        for query_list in range(0, LISTS):
+            if LISTS > 1:
+                q_start, q_len = load_segment(q_offsets_ptr, segment + query_list * num_segments)
+            q_row = q_start
+            if Q_SHARED:
+                q_row = q_start - q_start
+            blocks = row_blocks(block * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
+            columns = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+            for group_head in range(0, GROUP):
+                head = kv_head * GROUP + group_head
+                lse_head, delta_head = lse_ptr, delta_ptr
+                if ACTIVATION is None:
+                    lse_head, delta_head = lse_ptr + head.to(tl.int64) * stride_lse, delta_ptr + head.to(tl.int64) * stride_lse
+                for m in range(blocks[7] * BLOCK_M, (blocks[7] + blocks[8]) * BLOCK_M, BLOCK_M):
+                    dk, dv = _dkdv_block(
+                        k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, m + kv_len - q_len, columns,
+                        first_target, head, BLOCK_M, dk, dv, score_scale,
+                        HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, False,
+                    )  # fmt: skip
+                for number in tl.range(0, num_partial_blocks(blocks), num_stages=PARTIAL_STAGES):
+                    m = partial_block(number, blocks) * BLOCK_M
+                    dk, dv = _dkdv_block(
+                        k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, m + kv_len - q_len, columns,
+                        first_target, head, q_len - m, dk, dv, score_scale,
+                        HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
+                    )  # fmt: skip
         out_scale = _output_scale(output_scale, segment_scale_ptr, segment)
         store_rows(dk_operand, row, kv_head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
         store_rows(dv_operand, row, kv_head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

@@ -24,23 +24,12 @@ from . import configs
 from .configs import block_attention_config, padded_dim
 from .launch import aligned_strides, device_properties, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
-from .tiles import load_pairs, load_rows, store_pairs, store_rows
+from .tiles import find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 # -- device code -------------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _segment_of(place, offsets_ptr, num_segments, TILE: tl.constexpr):
-    """The segment that owns a place: the last one whose first place is not past it."""
-    low, high = 0, num_segments
-    while high - low > 1:
-        middle = (low + high) // 2
-        past = tl.load(offsets_ptr + middle) // TILE + middle > place
-        low, high = tl.where(past, low, middle), tl.where(past, middle, high)
-    return low
 
 
 @triton.jit
@@ -159,7 +148,7 @@ def block_attention_fwd_kernel(
     out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
     rotary = cos_ptr, sin_ptr, positions_ptr, num_positions
     first, last = _range(num_places * HEADS)
-    segment = _segment_of(first // HEADS, offsets_ptr, num_segments, TILE)
+    segment = find_segment(first // HEADS, offsets_ptr, num_segments, log2(TILE), True)
     relative = _load_rotation(rotary, 0, 0, TILE, RELATIVE, DIM, TILE, BLOCK_D)
     for item in range(first, last):
         segment, row, num_rows, position = _tile(item // HEADS, segment, offsets_ptr, num_segments, TILE)
@@ -200,7 +189,7 @@ def block_attention_bwd_kernel(
     rotary = cos_ptr, sin_ptr, positions_ptr, num_positions
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     first, last = _range(num_places * KEY_HEADS)
-    segment = _segment_of(first // KEY_HEADS, offsets_ptr, num_segments, TILE)
+    segment = find_segment(first // KEY_HEADS, offsets_ptr, num_segments, log2(TILE), True)
     relative = _load_rotation(rotary, 0, 0, TILE, RELATIVE, DIM, TILE, BLOCK_D)
     for item in range(first, last):
         segment, row, num_rows, position = _tile(item // KEY_HEADS, segment, offsets_ptr, num_segments, TILE)

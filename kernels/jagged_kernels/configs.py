@@ -41,12 +41,17 @@ def padded_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def attention_tile(head_dim: int, itemsize: int, mean_queries: float | None = None) -> AttentionTile:
-    """Block sizes of attention tile schedules. Free of the GPU's generation, so that a data loader can build them.
+def attention_tile(head_dim: int, itemsize: int, mean_queries: float | None = None, hopper: bool = False) -> AttentionTile:
+    """Block sizes of attention tile schedules. A data loader need not know the GPU: kernels that want another tile make their own list.
 
-    `mean_queries`: query rows of an average segment, where known; where they are few, a tile of 128 rows is mostly empty.
+    Args:
+        mean_queries: query rows of an average segment, where known; where they are few, a tile of 128 rows is mostly empty.
+        hopper: whether the GPU is of compute capability 9.0, whose own kernels take what they can.
     """
     dim = padded_dim(head_dim)
+    if hopper and itemsize == 2 and dim in (64, 128):
+        query, key = (hopper_attention_config(kernel, dim, "softmax", False).tile for kernel in ("fwd", "dkdv"))
+        return AttentionTile(query=query, key=key)
     if itemsize == 4:
         return AttentionTile(query=64, key=64) if dim <= 128 else AttentionTile(query=32, key=32)
     return AttentionTile(query=64 if dim > 64 or mean_queries is not None and mean_queries <= 64 else 128, key=64)
@@ -99,6 +104,57 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
 
 
 @dataclasses.dataclass(frozen=True)
+class HopperConfig:
+    """A warp-specialised kernel's launch: warpgroups that compute, each 64 rows of a tile; rows of the blocks that they loop over; buffers
+    of such blocks, and of a warpgroup's own rows; registers of a thread at launch, and of one that computes; whether the forward keeps its
+    rows in them."""
+
+    consumers: int
+    block: int
+    stages: int
+    row_stages: int
+    launch_registers: int
+    registers: int
+    rows_in_registers: bool = False
+
+    @property
+    def tile(self) -> int:
+        return 64 * self.consumers
+
+
+# Attention's kernels for compute capability 9.0 are taken where they are asked for: their last changes have not run on such a GPU yet.
+HOPPER_ATTENTION_BY_DEFAULT = False
+
+
+def hopper_attention_fits(head_dim: int, v_dim: int, itemsize: int, capability: tuple[int, int]) -> bool:
+    """Whether the attention kernels for compute capability 9.0 take such head dims, where rows begin at 16-byte boundaries."""
+    dim = padded_dim(head_dim)
+    return capability == (9, 0) and itemsize == 2 and dim in (64, 128) and padded_dim(v_dim) == dim and head_dim % 8 == v_dim % 8 == 0
+
+
+def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool) -> HopperConfig:
+    """Launch configuration of a warp-specialised attention kernel, by either head dim: they are padded to the same.
+
+    Args:
+        kernel: "fwd", "dq" or "dkdv". Tiles do not depend on the activation or a mask, of which a schedule knows nothing.
+    """
+    softmax = activation == "softmax"
+    two = functools.partial(HopperConfig, consumers=2, launch_registers=168, registers=240)
+    three = functools.partial(HopperConfig, consumers=3, launch_registers=128, registers=160)
+    if kernel == "dkdv":
+        if padded_dim(head_dim) == 128:
+            return two(block=64, stages=3, row_stages=1)
+        # What a mask or an activation computes for a block of 128 rows takes more registers than there are.
+        return two(block=128, stages=2, row_stages=2) if softmax and not masked else two(block=64, stages=4, row_stages=2)
+    if padded_dim(head_dim) == 64:
+        block = 64 if kernel == "dq" or activation == "gelu" else 128  # its arithmetic takes many registers
+        return three(block=block, stages=3, row_stages=2)
+    if kernel == "dq":
+        return two(block=64, stages=2, row_stages=2)
+    return two(block=128, stages=2, row_stages=2, rows_in_registers=softmax)
+
+
+@dataclasses.dataclass(frozen=True)
 class ProductConfig:
     """A kernel of linear compression: rows and columns of its tiles, the length of the blocks of its sums, and its launch."""
 
@@ -117,6 +173,22 @@ def linear_compress_config(itemsize: int, capability: tuple[int, int], columns: 
     if capability < (9, 0) or columns <= 128:
         return ProductConfig(rows=128, columns=min(128, padded_dim(columns)), depth=32, num_warps=4, num_stages=3, ctas_per_sm=2)
     return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class HopperProductConfig:
+    """Hopper's kernel of linear compression: columns of its tiles, the length of the blocks of its sums, how many are in shared memory at
+    once, and the buffers that each group of warps stores through."""
+
+    columns: int
+    depth: int
+    stages: int
+    buffers: int
+
+
+def hopper_product_config(columns: int) -> HopperProductConfig:
+    """Launch configuration of a product with that many columns: blocks and buffers fill a multiprocessor's shared memory."""
+    return HopperProductConfig(128, 64, 4, 3) if columns <= 128 else HopperProductConfig(256, 64, 3, 3)
 
 
 def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int, columns: int) -> ProductConfig:

@@ -59,11 +59,14 @@ def ceil_div(size: int, block: int) -> int:
 
 def has_descriptor(x: Tensor) -> bool:
     """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they begin at 16-byte boundaries, and none is another."""
-    strides = [x.stride(dim) * x.element_size() for dim in (0, 1) if x.shape[dim] > 1]
-    return x.shape[0] > 0 and x.stride(2) == 1 and x.data_ptr() % 16 == 0 and all(s > 0 and s % 16 == 0 for s in strides)
+    (rows, heads, _), (stride_row, stride_head, stride), unit = x.shape, x.stride(), 16 // x.element_size()
+    aligned_rows = rows == 1 or stride_row > 0 and stride_row % unit == 0
+    aligned_heads = heads == 1 or stride_head > 0 and stride_head % unit == 0
+    return rows > 0 and stride == 1 and aligned_rows and aligned_heads and x.data_ptr() % 16 == 0
 
 
 def descriptor_sizes(x: Tensor) -> tuple[list[int], list[int]]:
     """Shape and strides of x `[rows, H, D]` as `[H, rows, D]`. A dimension of size 1 may have any stride: one that the accelerator takes
     stands in for it."""
-    return [x.shape[1], x.shape[0], x.shape[2]], [*(x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (1, 0)), 1]
+    (rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
+    return [heads, rows, dim], [stride_head if heads > 1 else 16, stride_row if rows > 1 else 16, 1]

@@ -18,19 +18,20 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .configs import ProductConfig, linear_compress_config, weight_gradient_config
-from .launch import aligned_strides, ceil_div, device_properties, precision, rows_in_place
-from .linear_compress_kernels import linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
+from .launch import aligned_strides, ceil_div, device_properties, has_descriptor, precision, rows_in_place
+from .linear_compress_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 from .operators import below_autograd, differentiate, operator
 
 
-def _fake(weights, embeddings, indices, orders, offsets):
+def _fake(weights, embeddings, indices, orders, offsets, implementation):
     return embeddings[-1].new_empty((embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2]))
 
 
 @operator("linear_compress", fake=_fake)
 def triton_linear_compress(
-    weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None]
-) -> Tensor:
+    weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None],
+    implementation: str,
+) -> Tensor:  # fmt: skip
     """Multiply every shared level at its own batch size, then the last one, adding the others.
 
     Args:
@@ -38,12 +39,36 @@ def triton_linear_compress(
         indices: `[B]` for every level but the last.
         orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for the backward. Offsets None: sorted
             there; order None with offsets: grouped already.
+        implementation: "fused", "hopper", or "auto", "hopper" where it takes the operands.
 
     Returns:
         `[B, M, N]`.
     """
+    if _on_hopper(implementation, weights, embeddings):
+        from .hopper import linear_compress as hopper
+
+        return hopper.forward(weights, embeddings, indices)
+    weights, _ = aligned_weights(weights)
     shared = [_shared_product(weight, embedding) for weight, embedding in zip(weights, embeddings[:-1])]
     return _compress(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype)
+
+
+def _on_hopper(implementation: str, weights: list[Tensor], embeddings: list[Tensor]) -> bool:
+    candidates = embeddings[-1]
+    if implementation == "fused" or candidates.device.type != "cuda" or device_properties(candidates.device)[0] != (9, 0):
+        supported = False
+    else:
+        from .hopper import linear_compress as hopper  # Gluon is compiled for Hopper alone, and imported there alone
+
+        supported = hopper.supports(weights, embeddings)
+    if implementation == "hopper" and not supported:
+        shapes = [(list(x.shape), x.stride()) for x in embeddings]
+        raise ValueError(
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, no empty weights or embeddings, and embeddings "
+            f"of N a multiple of 8 with rows at 16-byte boundaries; got {candidates.dtype} on {candidates.device}, weights "
+            f"{[list(x.shape) for x in weights]}, embeddings and their strides {shapes}"
+        )
+    return supported and (implementation == "hopper" or candidates.shape[2] > 64)  # narrow ones would fill half of its tiles
 
 
 def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
@@ -102,8 +127,8 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _compress(weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """weight `[M, K]` @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
-    weight, embedding = _aligned_rows(weight).unsqueeze(0), rows_in_place(embedding)
+    """weight `[M, K]`, of aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`."""
+    weight, embedding = weight.unsqueeze(0), rows_in_place(embedding)
     (batch, k, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
     config, tail, tiles, workers = _compress_plan(m, n, embedding.element_size(), embedding.device)
@@ -178,12 +203,19 @@ def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
     return out
 
 
-def _aligned_rows(weight: Tensor) -> Tensor:
-    """The weight, copied if its rows do not start at 16-byte boundaries: loads would be of 4 bytes and take most of the time."""
-    if weight.stride(1) == 1 and weight.stride(0) * weight.element_size() % 16 == 0 and weight.data_ptr() % 16 == 0:
-        return weight
-    rows, columns = weight.shape
-    return weight.new_empty((rows, ceil_div(columns, 8) * 8))[:, :columns].copy_(weight)
+def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list[Tensor], Tensor]:
+    """The weights, those copied whose rows do not start at 16-byte boundaries (loads would be of 4 bytes and take most of the time), and
+    so many int32 zeros; by one launch, if any is copied or any zero wanted."""
+    aligned, copies = list(weights), []
+    zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
+    for level, weight in enumerate(weights):
+        if not has_descriptor(weight.unsqueeze(0)):
+            (rows, columns), stride = weight.shape, ceil_div(weight.shape[1], 8) * 8
+            aligned[level] = weight.new_empty((rows, stride))[:, :columns]
+            copies.append((weight, *weight.stride(), aligned[level], stride, columns))
+    if weights[0].shape[0] > 0 and (copies or num_zeros > 0):
+        align_rows_kernel[(weights[0].shape[0],)](tuple(copies), zeros, num_zeros, BLOCK=1024, num_warps=4)
+    return aligned, zeros
 
 
 def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
@@ -197,18 +229,18 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
 
 class _LinearCompress(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, levels: int, *tensors):
+    def forward(ctx, levels: int, implementation: str, *tensors):
         ctx.levels = levels
         ctx.save_for_backward(*tensors)
         with below_autograd():
-            return triton_linear_compress(*_unflatten(levels, tensors))
+            return triton_linear_compress(*_unflatten(levels, tensors), implementation)
 
     @staticmethod
     def backward(ctx, do):
-        wanted = list(ctx.needs_input_grad[1 : 1 + 2 * ctx.levels])
+        wanted = list(ctx.needs_input_grad[2 : 2 + 2 * ctx.levels])
         gradients = triton_linear_compress_backward(do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted)
         gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
-        return None, *gradients, *(None,) * 3 * (ctx.levels - 1)
+        return None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
 
 
 class _LinearCompressBackward(torch.autograd.Function):
@@ -233,7 +265,7 @@ def _flatten(lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     return [x for tensors in lists for x in tensors]
 
 
-differentiate(triton_linear_compress, lambda *lists: _LinearCompress.apply(len(lists[0]), *_flatten(lists)))
+differentiate(triton_linear_compress, lambda *lists: _LinearCompress.apply(len(lists[0]), lists[-1], *_flatten(lists[:-1])))
 differentiate(
     triton_linear_compress_backward,
     lambda do, *lists: list(_LinearCompressBackward.apply(do, len(lists[0]), lists[-1], *_flatten(lists[:-1]))),

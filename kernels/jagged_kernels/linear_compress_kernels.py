@@ -1,4 +1,5 @@
-"""Device code of linear compression: the candidates' product with what is added to it, a weight's gradient, sums over groups of rows.
+"""Device code of linear compression: copies of weights, the candidates' product with what is added to it, a weight's gradient, sums over
+groups of rows.
 
 Sizes of the weights and the embeddings' width are constants, as they are a model's; batch sizes are not. Strides are in units of
 ALIGN elements (see launch.py).
@@ -8,6 +9,20 @@ import triton
 import triton.language as tl
 
 from .tiles import load_block, store_block
+
+
+@triton.jit(do_not_specialize=["num_zeros"])
+def align_rows_kernel(copies, zeros_ptr, num_zeros, BLOCK: tl.constexpr):
+    """Weights copied to rows of another stride, and zeros. Grid: rows of the weights."""
+    row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
+    for level in tl.static_range(len(copies)):
+        weight_ptr, stride_row, stride_column, copy_ptr, stride_copy, num_columns = copies[level]
+        for first in range(0, num_columns, BLOCK):
+            column = first + lanes
+            x = tl.load(weight_ptr + row * stride_row + column.to(tl.int64) * stride_column, mask=column < num_columns)
+            tl.store(copy_ptr + row * stride_copy + column, x, mask=column < num_columns)
+    for first in range(tl.program_id(0) * BLOCK, num_zeros, tl.num_programs(0) * BLOCK):
+        tl.store(zeros_ptr + first + lanes, 0, mask=first + lanes < num_zeros)
 
 
 @triton.jit

@@ -36,10 +36,13 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
 
 
 def _on_the_tensors_device(launcher: Callable) -> Callable:
-    """Triton launches on the current device, which need not be the tensors'."""
+    """Triton launches on the current device, which need not be the tensors'; changing it costs more than asking which it is."""
 
     def launch(first, *args):
-        with torch.cuda.device((first[0] if isinstance(first, (list, tuple)) else first).device):
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device
+        if device.index == torch.cuda.current_device():
+            return launcher(first, *args)
+        with torch.cuda.device(device):
             return launcher(first, *args)
 
     return launch

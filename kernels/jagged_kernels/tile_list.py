@@ -8,33 +8,51 @@ import triton.language as tl
 from torch import Tensor
 
 from .operators import operator
-from .tile_schedule import masked_tiles, tile_capacity
+from .tile_schedule import masked_tiles, num_lists, tile_capacity
 
 
 @triton.jit
-def _segment_tiles(offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def _lengths(offsets_ptr, segments, real):
+    return tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
+
+
+@triton.jit
+def _segment_tiles(
+    offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
+):  # fmt: skip
     """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
     real = segments < num_segments
-    rows = tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
-    columns = tl.load(other_offsets_ptr + segments + 1, mask=real, other=0) - tl.load(other_offsets_ptr + segments, mask=real, other=0)
+    rows, others = _lengths(offsets_ptr, segments, real), segments
+    if LISTS > 1:
+        others = segments % (num_segments // LISTS)
+    columns = _lengths(other_offsets_ptr, others, real)
     blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
-    return blocks, blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
+    tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
+    for other_list in tl.static_range(1, OTHER_LISTS):
+        work += tl.cdiv(_lengths(other_offsets_ptr, others + other_list * num_segments, real).to(tl.int32), BLOCK_N)
+    return blocks, tiles, work
 
 
 @triton.jit
 def _tile_list_kernel(
     offsets_ptr, other_offsets_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
+    LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
 ):  # fmt: skip
     """Each program places the tiles of SEGMENTS segments. A segment's first position is the number of tiles of all segments that a
     stable sort by work, longest first, puts before it: counted by comparison, cheaper here than sorting."""
     segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
-    blocks, tiles, work = _segment_tiles(offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N)
+    blocks, tiles, work = _segment_tiles(
+        offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, LISTS, OTHER_LISTS
+    )  # fmt: skip
     first = tl.zeros([SEGMENTS], tl.int32)
     total = 0
     for start in range(0, num_segments, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        _, other_tiles, other_work = _segment_tiles(offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N)
+        _, other_tiles, other_work = _segment_tiles(
+            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N, LISTS, OTHER_LISTS
+        )  # fmt: skip
         longer = other_work[None, :] > work[:, None]
         earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
         first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
@@ -65,7 +83,8 @@ def tile_list(
     """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
 
     Args:
-        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over.
+        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Those
+            of queries may be several lists, as in `zigzag_schedule`.
         num_heads, block_m, block_n, mask, num_targets, key_tiles: as in `zigzag_schedule`. A mask costs a sort, of some thirty launches.
 
     Returns:
@@ -73,6 +92,9 @@ def tile_list(
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
+    sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
+    queries, keys = reversed(sides) if key_tiles else sides
+    lists = num_lists(*queries, *keys, mask)
     if mask is not None and len(tiles):
         lengths, other_lengths = offsets.diff().to(torch.int32), other_offsets.diff().to(torch.int32)
         tiles, _, count = masked_tiles(
@@ -83,5 +105,23 @@ def tile_list(
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
+        LISTS=1 if key_tiles else lists, OTHER_LISTS=lists if key_tiles else 1,
     )  # fmt: skip
     return tiles, num_tiles
+
+
+def fitting_tiles(
+    tiles: Tensor | None, num_tiles: Tensor | None, rows: int, offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int,
+    block_m: int, *rest,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A schedule's tiles if there are some, of `block_m` rows; else a list made for kernels that want those, arguments as `tile_list`'s."""
+    if tiles is not None and rows == block_m:
+        return tiles, num_tiles
+    return tile_list(offsets, other_offsets, total_rows, num_heads, block_m, *rest)
+
+
+def query_lists(q_offsets: Tensor, kv_offsets: Tensor) -> tuple[int, int | None]:
+    """How many lists of query segments read the keys, and the kernels' `num_segments`: that of the keys, None with one list."""
+    num_segments = kv_offsets.shape[0] - 1
+    lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", num_segments)
+    return lists, num_segments if lists > 1 else None

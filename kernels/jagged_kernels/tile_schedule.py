@@ -72,7 +72,8 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none.
+            tiles, with work 0: its output rows have to be written too. One without queries has none. Those of queries may be n lists,
+            one after the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are dealt to.
@@ -83,12 +84,10 @@ def zigzag_schedule(
         TileSchedule with host tensors.
 
     Raises:
-        TypeError: lengths or sizes that are not integers. ValueError: lengths of different count, negative or on a device, sizes
-        below 1.
+        TypeError: lengths or sizes that are not integers. ValueError: lengths whose counts do not fit together, negative or on a device,
+        sizes below 1, several lists under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
-    if len(q_lengths) != len(kv_lengths):
-        raise ValueError(f"q_lengths and kv_lengths must have the same number of segments, got {len(q_lengths)} and {len(kv_lengths)}")
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
         if not isinstance(value, int):
             raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -97,11 +96,14 @@ def zigzag_schedule(
 
     if mask is not None and not hasattr(mask, "spec"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
+    queries, keys = reversed(sides) if key_tiles else sides
+    lists = num_lists(*queries, *keys, mask)
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     if mask is None or not len(q_lengths):
-        tiles, work = _tiles(q_lengths, kv_lengths, num_heads, block_m, block_n)
+        tiles, work = _tiles(q_lengths, kv_lengths, *((1, lists) if key_tiles else (lists, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
         total = int(cdiv(q_lengths, block_m).sum())
@@ -118,10 +120,13 @@ def zigzag_schedule(
     )
 
 
-def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, block_n: int) -> tuple[Tensor, Tensor]:
+def _tiles(
+    q_lengths: Tensor, kv_lengths: Tensor, lists: int, other_lists: int, num_heads: int, block_m: int, block_n: int
+) -> tuple[Tensor, Tensor]:
     """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
     stable sort of the tiles."""
-    segment_work, order = torch.sort(cdiv(kv_lengths, block_n), descending=True, stable=True)
+    segment_work = cdiv(kv_lengths, block_n).view(other_lists, -1).sum(0, dtype=torch.int32).repeat(lists)
+    segment_work, order = torch.sort(segment_work, descending=True, stable=True)
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
     rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
@@ -133,6 +138,20 @@ def _tiles(q_lengths: Tensor, kv_lengths: Tensor, num_heads: int, block_m: int, 
     torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
     torch.remainder(within, blocks, out=tiles[:, 2])
     return tiles, segment_work[rank]
+
+
+def num_lists(queries: str, num_queries: int, keys: str, num_keys: int, mask=None) -> int:
+    """How many lists of query segments read the segments of keys, from the number of segments of the arguments so called.
+
+    ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
+    """
+    if num_queries == num_keys:
+        return 1
+    if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
+        raise ValueError(f"{queries} must describe as many segments as {keys}, or a multiple of them, got {num_queries} and {num_keys}")
+    if mask is not None:
+        raise ValueError(f"mask must be None with several lists of queries, got {num_queries} segments of {queries}, {num_keys} of {keys}")
+    return num_queries // num_keys
 
 
 def masked_tiles(

@@ -19,16 +19,20 @@ def zigzag_position(wave, worker, num_workers):
 
 
 @triton.jit
-def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr):
+def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments):
     """`worker`'s tile in `wave`: segment, head and block, and first row and row count of its query and key segments.
 
     First rows are int64: rows times stride may pass 2^31. A wave past the last one repeats it, so that tiles can be read ahead.
+    num_segments: how many segments of keys there are for several lists of as many segments of queries; None where there is one list.
     """
     tile_ptr = tiles_ptr + zigzag_position(tl.maximum(tl.minimum(wave, waves - 1), 0), worker, num_workers) * 3
     segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
-    q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + segment).to(tl.int64)
+    kv_segment = segment
+    if num_segments is not None:
+        kv_segment = segment % num_segments
+    q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + kv_segment).to(tl.int64)
     q_len = (tl.load(q_offsets_ptr + segment + 1) - q_start).to(tl.int32)
-    kv_len = (tl.load(kv_offsets_ptr + segment + 1) - kv_start).to(tl.int32)
+    kv_len = (tl.load(kv_offsets_ptr + kv_segment + 1) - kv_start).to(tl.int32)
     return segment, head, block, q_start, q_len, kv_start, kv_len
 
 

@@ -8,10 +8,12 @@ import runner
 import torch
 from torch.nn.attention import SDPBackend
 
+from jagged_modules.schedule import host_schedule
+
 BENCHMARK = bench_attention.__file__
 
 LADDER = "ladder: dense, jagged, each unfused and fused"
-CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN")
+CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN", "FlashAttention", "FBGEMM")
 
 
 def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
@@ -71,12 +73,28 @@ def test_useful_flops_count_real_rows_only():
     assert setup.flops == 4 * 2 * 8 * 3 * (2 * 5 + 1 * 3)
 
 
+@pytest.mark.parametrize(("device", "capability", "count"), [("cuda", (9, 0), 2), ("cuda", (8, 0), 1), ("cpu", (9, 0), 1)])
+def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, device, capability, count):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    kernels = {bench_attention.OURS: "auto", bench_attention.PORTABLE: "triton"}
+    assert bench_attention.our_kernels(device) == dict(list(kernels.items())[:count])
+
+
+def test_the_schedule_has_the_tile_of_the_kernels_that_are_measured():
+    lengths = torch.tensor([300, 200])
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "itemsize": 2}
+    portable, hopper, here = (host_schedule(lengths, lengths, **sizes, hopper=hopper).block_m for hopper in (False, True, None))
+    assert portable == here != hopper  # no GPU is in use here
+    assert bench_attention.timed_schedule(lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton")[0].block_m == portable
+
+
 def test_full_sizes_are_those_of_the_tables():
     """Figures are only comparable over time if the shapes stay."""
     cases = bench_attention.make_cases("cuda", tiny=False)
     names = [case.name for case in cases if case.table == "jagged self-attention"]
     assert names == ["B128 N1024 H4 D64", "B64 N2048 H4 D64", "B64 N2048 H4 D128", "B1024 N256 H4 D128"]
-    assert [case.name for case in cases if case.table == "target attention"] == [f"history {n}" for n in (512, 1024, 2048, 4096)]
+    assert [case.name for case in cases if case.table == "target attention"] == [f"history {2**n}" for n in range(9, 15)]
     for longest in (512, 4096):
         lengths = bench_attention.uniform_lengths(32, int(0.4 * longest), longest)
         assert lengths.max() == longest

@@ -98,6 +98,7 @@ def test_full_sizes_are_those_of_the_tables():
             "array_jagged_bmm_jagged_out B1024 N≤200 D256",
             "jagged_softmax B1024 N≤200 H256",
             "jagged2_softmax B1024 N≤200",
+            "jagged_softmax B1024 N≤200 H8",
         ],
         "skewed: 70500 rows, D=T=64, 1000 segments of 1..20 and one of 60000, or all even": [
             f"{name}, {kind}" for name in ON_ROWS for kind in ("skewed", "even")

@@ -25,6 +25,9 @@ LENGTHS = {  # query and key lengths of the segments
     "no-queries": ([0, 0], [4, 130]),
     "skewed": ([1] * 12 + [300], [2] * 12 + [500]),
     "nothing": ([0], [0]),
+    "two-lists": ([3, 0, 70, 17, 130, 9, 64, 33, 1, 0, 257, 0], [5, 100, 64, 0, 129, 1]),
+    "three-lists": ([0, 3, 0, 70, 129, 0, 0, 200, 1, 5, 66, 128], [7, 0, 140, 65]),
+    "lists-of-one-segment": ([1, 0, 65, 140], [131]),
 }
 
 
@@ -63,20 +66,21 @@ def check_activation():
 
 @pytest.fixture
 def check_tile_list(offsets):
-    """The list built on the device is the host's, for segments of both kinds of offsets, few and many."""
+    """The list built on the device is the host's, for segments of both kinds of offsets, few and many; `lists` of the tiled side and of the
+    other."""
     from jagged_kernels.tile_list import tile_list
     from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
-    def check(num_segments, longest, dtype, device, sizes, masked=False, key_tiles=False):
-        lengths = torch.randint(0, longest + 1, (2, num_segments)).tolist()
+    def check(num_segments, longest, dtype, device, sizes, masked=False, key_tiles=False, lists=(1, 1)):
+        lengths = [torch.randint(0, longest + 1, (n * num_segments,)).tolist() for n in lists]
         targets = torch.tensor(lengths[0 if key_tiles else 1], dtype=torch.int64) // 3
         mask = jm.AttentionMask(causal=True, num_targets=targets, contextual_seqlen=2, max_attn_len=40) if masked else None
         expected = zigzag_schedule(*lengths, **sizes, num_workers=1, mask=mask, key_tiles=key_tiles)
         both = (offsets(x, device).to(dtype) for x in lengths)
-        options = (mask.spec, targets.to(device), key_tiles) if masked else ()
-        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options)
+        options = (mask.spec, targets.to(device)) if masked else (None, None)
+        tiles, num_tiles = tile_list(*both, sum(lengths[0]), *sizes.values(), *options, key_tiles)
         assert tiles.dtype == num_tiles.dtype == torch.int32 and num_tiles.shape == (1,)
-        assert len(tiles) == tile_capacity(sum(lengths[0]), num_segments, sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
+        assert len(tiles) == tile_capacity(sum(lengths[0]), len(lengths[0]), sizes["num_heads"], sizes["block_m"]) >= int(num_tiles)
         assert torch.equal(tiles[: int(num_tiles)].cpu(), expected.tiles)
 
     return check
@@ -87,17 +91,17 @@ def check_one_key(poisoned_memory, offsets):
     """Segments of one key: out = v exactly, dv the sum of do, and dq = dk = 0, where plain torch cancels exactly and the kernels up
     to rounding of dP and rowsum(dO o O), each at most |do| |v|."""
 
-    def check(dtype, device):
+    def check(dtype, device, dim=24, kernels="triton"):
         q_offsets, kv_offsets = offsets([1, 3, 1], device), offsets([1, 1, 1], device)
-        q, k, v = (torch.randn(n, 2, 24, device=device).to(dtype).requires_grad_() for n in (5, 3, 3))
-        out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
+        q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype).requires_grad_() for n in (5, 3, 3))
+        out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation=kernels)
         do = torch.randn_like(out)
         dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
         user = torch.tensor([0, 1, 1, 1, 2], device=device)
         assert torch.equal(out, v[user])
         expected = torch.zeros_like(v, dtype=torch.float64).index_add(0, user, do.double()).to(dtype)
         torch.testing.assert_close(dv, expected, rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(torch.float32).eps)
-        bound = 8 * torch.finfo(torch.float32).eps * 24**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
+        bound = 8 * torch.finfo(torch.float32).eps * dim**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
         assert dq.norm() <= bound and dk.norm() <= bound
 
     return check
@@ -107,13 +111,13 @@ def check_one_key(poisoned_memory, offsets):
 def check_empty_shared_operands(poisoned_memory, offsets):
     """No shared rows, or no segment to share them: results without rows or of zeros, gradients of the operands' shapes."""
 
-    def check(device):
+    def check(device, dim=8, dtype=torch.float32, kernels="triton"):
         some = offsets([3, 2], device)
         cases = ("shared", some, 0, 5, 0), (some, "shared", 5, 0, 5), ("shared", some[:1], 4, 0, 0)
         for q_offsets, kv_offsets, q_rows, kv_rows, out_rows in cases:
-            q, k, v = (torch.randn(n, 2, 8, device=device, requires_grad=True) for n in (q_rows, kv_rows, kv_rows))
-            out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation="triton")
-            assert out.shape == (out_rows, 2, 8) and not out.any()
+            q, k, v = (torch.randn(n, 2, dim, device=device, dtype=dtype, requires_grad=True) for n in (q_rows, kv_rows, kv_rows))
+            out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, implementation=kernels)
+            assert out.shape == (out_rows, 2, dim) and not out.any()
             for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum(), (q, k, v))):
                 assert gradient.shape == x.shape and not gradient.any()
 
@@ -136,9 +140,11 @@ def poisoned_memory():
 
 @pytest.fixture
 def check_attention(poisoned_memory, offsets, assert_accurate):
-    """Hold implementation="triton", forward and every gradient, to the accuracy rule."""
+    """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
-    def check(lengths, dtype, device, heads=(4, 2), dims=(24, 40), shared=None, tensors=None, grad=None, **options):
+    def check(
+        lengths, dtype, device, heads=(4, 2), dims=(24, 40), shared=None, tensors=None, grad=None, kernels="triton", **options
+    ):  # fmt: skip
         q_lengths, kv_lengths = LENGTHS[lengths] if isinstance(lengths, str) else lengths
         q_offsets = "shared" if shared == "q" else offsets(q_lengths, device)
         kv_offsets = "shared" if shared == "kv" else offsets(kv_lengths, device)
@@ -155,13 +161,36 @@ def check_attention(poisoned_memory, offsets, assert_accurate):
             options["mask"] = jm.AttentionMask(**fields)
 
         def operator(*tensors):
-            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="triton", schedule=schedule, **options)
+            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation=kernels, schedule=schedule, **options)
 
         def reference(*tensors):
             return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="reference", **options)
 
         grad = None if grad is None else grad(operator(*tensors))
         assert_accurate(operator, reference, *tensors, grad=grad, fp32_roundings=4)
+
+    return check
+
+
+@pytest.fixture
+def check_self_target_attention(poisoned_memory, offsets, assert_accurate):
+    """One call for users' rows and their candidates, held to the accuracy rule, its truth two calls; rows read in place or copied give the
+    same bits."""
+
+    def check(lengths, candidates, dtype, device, heads=(4, 2), dim=24, kernels="triton", **options):
+        segments, of_candidates, rows = offsets(lengths, device), offsets(candidates, device), [sum(lengths), sum(candidates)]
+        q, k, v = (torch.randn(n, h, dim, device=device).to(dtype) for n, h in zip((sum(rows), rows[0], rows[0]), (*heads, heads[1])))
+
+        def operator(q, k, v, place=lambda x: x):
+            parts = map(place, q.split(rows))
+            return torch.cat(F.self_target_attention(*parts, k, v, segments, of_candidates, implementation=kernels, **options))
+
+        def reference(q, k, v):
+            parts = zip(q.split(rows), (segments, of_candidates))
+            return torch.cat([F.jagged_attention(x, k, v, s, segments, implementation="reference", **options) for x, s in parts])
+
+        assert_accurate(operator, reference, q, k, v, fp32_roundings=4)
+        assert torch.equal(operator(q, k, v), operator(q, k, v, torch.clone))
 
     return check
 
@@ -183,9 +212,9 @@ def compress_inputs():
 
 @pytest.fixture
 def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
-    """Hold implementation="fused", forward and every gradient, to the accuracy rule."""
+    """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
-    def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None):
+    def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None, kernels="fused"):
         weights, embeddings, indices = compress_inputs(batches, depths, num_compressed, width, dtype, device, grouped)
         tensors = [*weights, *embeddings]
         tensors = tensors if change is None else [change(x) for x in tensors]
@@ -193,8 +222,8 @@ def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
         def run(implementation):
             return lambda *x: F.linear_compress(x[: len(x) // 2], x[len(x) // 2 :], indices, implementation=implementation)
 
-        grad = None if grad is None else grad(run("fused")(*tensors))
-        assert_accurate(run("fused"), run("reference"), *tensors, grad=grad, fp32_roundings=4)
+        grad = None if grad is None else grad(run(kernels)(*tensors))
+        assert_accurate(run(kernels), run("reference"), *tensors, grad=grad, fp32_roundings=4)
 
     return check
 

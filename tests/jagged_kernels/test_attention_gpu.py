@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from jagged_kernels.configs import hopper_attention_fits
 from torch import library
 
 import jagged_modules as jm
@@ -13,7 +14,27 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400]
 MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets"]
-DIMS = [(8, 8), (24, 40), (64, 64), (96, 96), (128, 128), (200, 72), (256, 256)]
+DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
+
+
+@pytest.fixture(params=["triton", "hopper"])
+def kernels(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("Gluon kernels for compute capability 9.0")
+    return request.param
+
+
+@pytest.fixture
+def check_attention(check_attention, kernels):
+    """With the portable kernels and Hopper's, which take 64 where a test says nothing of head dims."""
+
+    def check(lengths, dtype, device, dims=(24, 40) if kernels == "triton" else (64, 64), tensors=None, **options):
+        head_dims = dims if tensors is None else (tensors[0].shape[2], tensors[2].shape[2])
+        if kernels == "hopper" and not hopper_attention_fits(*head_dims, dtype.itemsize, (9, 0)):
+            pytest.skip("the portable kernels take this")
+        check_attention(lengths, dtype, device, dims=dims, tensors=tensors, kernels=kernels, **options)
+
+    return check
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -29,24 +50,83 @@ def test_lengths(check_attention, lengths, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_segments_of_one_key(check_one_key, dtype):
-    check_one_key(dtype, "cuda")
+def test_segments_of_one_key(check_one_key, kernels, dtype):
+    if kernels == "hopper" and dtype == torch.float32:
+        pytest.skip("the portable kernels take fp32")
+    check_one_key(dtype, "cuda", 24 if kernels == "triton" else 64, kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", ["q", "kv"])
-@pytest.mark.parametrize("dims", [(24, 40), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
 def test_shared_operands(check_attention, shared, dims, dtype):
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
+def test_several_lists_of_queries(check_attention, lengths, dims, activation, dtype):
+    for heads in ((4, 4), (4, 2)):
+        check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+def test_many_segments_of_several_lists(check_attention, activation, lists, dim):
+    """Tiles of keys whose lists have no, one and many blocks in any order."""
+    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (lists * 200, 200))
+    queries[::3], keys[::7] = 0, 0
+    queries[1::29] = 1500
+    output_scale = 1 if activation == "softmax" else torch.rand(len(queries), device="cuda") + 0.1
+    options = dict(dims=(dim, dim), activation=activation, output_scale=output_scale)
+    check_attention((queries.tolist(), keys.tolist()), torch.bfloat16, "cuda", **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_user_rows_and_candidates_together(check_self_target_attention, kernels, dim, activation, dtype):
+    lengths, candidates = SELF, [200, 3, 0, 5, 0, 1, 129, 64, 65, 17, 300]
+    check_self_target_attention(lengths, candidates, dtype, "cuda", dim=dim, kernels=kernels, activation=activation)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+def test_runs_and_schedules_of_several_lists_agree_bit_for_bit(offsets, kernels, activation, dim):
+    queries, keys = (torch.randint(0, 400, (n,), generator=torch.Generator().manual_seed(5)) for n in (96, 32))
+    q, k, v = (torch.randn(int(n.sum()), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys))
+    schedule = host_schedule(queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, itemsize=2)
+    segments, grad, runs = [offsets(x.tolist(), "cuda") for x in (queries, keys)], torch.randn_like(q), []
+    for option in (schedule, None, None):
+        out = F.jagged_attention(q, k, v, *segments, activation=activation, schedule=option, implementation=kernels)
+        runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
+    assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_nan_in_a_list_reaches_the_keys_that_it_reads(offsets, kernels, dim, activation):
+    queries, keys = offsets([70, 100, 130, 50, 90, 65], "cuda"), offsets([40, 129, 64], "cuda")
+    q, k, v = (torch.randn(n, 2, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (505, 233, 233))
+    with torch.no_grad():
+        q[350:440] = float("nan")
+    out = F.jagged_attention(q, k, v, queries, keys, activation=activation, implementation=kernels)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
+    for x, first, end in ((out, 350, 440), (dq, 350, 440), (dk, 40, 169), (dv, 40, 169)):
+        assert x[:first].isfinite().all() and x[first:end].isnan().all() and x[end:].isfinite().all()
 
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
 def test_heads(check_attention, heads):
     check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(40, 40))
+    check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(128, 128))
 
 
-def test_empty_shared_operands(check_empty_shared_operands):
-    check_empty_shared_operands("cuda")
+def test_empty_shared_operands(check_empty_shared_operands, kernels):
+    check_empty_shared_operands("cuda", 64, torch.bfloat16, kernels)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
@@ -57,10 +137,11 @@ def test_scale(check_attention, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations(check_attention, activation, dtype):
-    check_attention("mixed", dtype, "cuda", dims=(64, 64), activation=activation, scale=0.3, output_scale=0.02)
+    for dims in ((64, 64), (96, 128)):
+        check_attention("mixed", dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
 
 
-@pytest.mark.parametrize("dims", [(24, 40), (128, 128)], ids=str)
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", ["self", "mixed"])
@@ -80,9 +161,9 @@ def test_shared_operands_with_pointwise_activations(check_attention, activation,
 
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
 @pytest.mark.parametrize("mask", [None, "hstu"])
-def test_pointwise_head_dims(check_attention, mask, dims):
-    for dtype in DTYPES:
-        check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_pointwise_head_dims(check_attention, dtype, mask, dims):
+    check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05)
 
 
 @pytest.mark.parametrize("dim", [20, 64], ids=["unaligned", "aligned"])
@@ -105,60 +186,89 @@ def test_one_row_and_one_head_of_odd_stride(check_attention):
     check_attention(([1], [3]), torch.bfloat16, "cuda", tensors=[q, k, v])
 
 
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 @pytest.mark.parametrize("dim", [16, 64, 128])
-def test_a_neighbours_nan_stays_where_it_is(offsets, dim):
+def test_a_neighbours_nan_stays_where_it_is(offsets, kernels, dim, mask, activation):
+    if kernels == "hopper" and dim == 16:
+        pytest.skip("the portable kernels take this")
     q, k, v = (torch.randn(300, 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     for x in (q, k, v):
         x[:70], x[170:] = float("nan"), float("nan")
         x.requires_grad_()
-    out = F.jagged_attention(q, k, v, offsets([70, 100, 130], "cuda"))
+    out = F.jagged_attention(q, k, v, offsets([70, 100, 130], "cuda"), activation=activation, mask=mask, implementation=kernels)
     grad = torch.randn_like(out)
     grad[:70], grad[170:] = float("nan"), float("nan")
     for x in (out, *torch.autograd.grad(out, (q, k, v), grad)):
         assert x[70:170].isfinite().all() and x[:70].isnan().all() and x[170:].isnan().all()
 
 
-def test_more_than_two_to_the_31_elements(offsets):
+def test_more_than_two_to_the_31_elements(offsets, kernels):
     rows, heads, dim = 2**31 // 512 + 1000, 4, 128
     q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
     segments = offsets([rows - 700, 700], "cuda")
     tail = q[rows - 700 :]
     lengths = offsets([0, 700], "cuda")
-    out = F.jagged_attention(tail, q, q, lengths, segments)
+    out = F.jagged_attention(tail, q, q, lengths, segments, implementation=kernels)
     expected = F.jagged_attention(tail.float(), tail.float(), tail.float(), offsets([700], "cuda"), implementation="reference")
     assert ((out.float() - expected).norm() / expected.norm()).item() < 5e-3
 
 
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh", "silu"])
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
-def test_twenty_runs_agree_bit_for_bit(offsets, activation, mask):
+def test_twenty_runs_agree_bit_for_bit(offsets, kernels, activation, mask):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
     q, k, v = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     grad = torch.randn_like(q)
     runs = []
     for _ in range(20):
-        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"), activation=activation, mask=mask)
+        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"), activation=activation, mask=mask, implementation=kernels)
         runs.append((out, *torch.autograd.grad(out, (q, k, v), grad)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
-def test_host_and_device_schedules_agree_bit_for_bit(offsets):
+def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
     q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     segments = offsets(lengths.tolist(), "cuda")
     schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, itemsize=2)
     results = []
     for option in (schedule, None):
-        out = F.jagged_attention(q, k, v, segments, schedule=option)
+        out = F.jagged_attention(q, k, v, segments, schedule=option, implementation=kernels)
         results.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
     assert all(torch.equal(a, b) for a, b in zip(*results))
 
 
-def test_a_users_own_schedule(check_attention):
+@pytest.mark.parametrize("block_m", [16, 64, 128, 192])
+def test_a_users_own_schedule(check_attention, block_m):
     lengths = [3, 200, 65], [70, 4, 129]
-    schedule = jm.zigzag_schedule(*lengths, num_heads=4, block_m=64, block_n=64, num_workers=132)
-    check_attention(lengths, torch.bfloat16, "cuda", schedule=schedule)
+    for dims in ((64, 64), (128, 128)):
+        schedule = jm.zigzag_schedule(*lengths, num_heads=4, block_m=block_m, block_n=64, num_workers=132)
+        check_attention(lengths, torch.bfloat16, "cuda", dims=dims, schedule=schedule)
+
+
+def test_what_hopper_does_not_take(offsets):
+    q = torch.randn(300, 4, 72, device="cuda", dtype=torch.bfloat16)
+    segments = offsets([70, 100, 130], "cuda")
+    for x in (q.float(), q[..., :32], q[..., :70]):
+        with pytest.raises(ValueError, match="'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0"):
+            F.jagged_attention(x, x, x, segments, implementation="hopper")
+    if torch.cuda.get_device_capability() == (9, 0):
+        unaligned = q[..., 1:65]
+        with pytest.raises(ValueError, match="'hopper' takes rows that begin at 16-byte boundaries"):
+            F.jagged_attention(unaligned, q[..., :64], q[..., :64], segments, implementation="hopper")
+        F.jagged_attention(unaligned, q[..., :64], q[..., :64], segments)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+def test_tiles_of_one_block_and_of_many(check_attention, activation, dim):
+    """A thread block's rings turn over tiles of no, one and many blocks in any order."""
+    lengths = torch.randint(0, 300, (2, 400), generator=torch.Generator().manual_seed(3))
+    lengths[1, ::3] = 0
+    lengths[1, 1::7] = torch.randint(1, 2000, (len(lengths[1, 1::7]),), generator=torch.Generator().manual_seed(4))
+    check_attention(lengths.tolist(), torch.bfloat16, "cuda", dims=(dim, dim), activation=activation)
 
 
 def test_debug_checks_look_at_device_values(offsets):
@@ -185,23 +295,24 @@ def test_no_synchronisation(assert_no_synchronisation, offsets):
 
     def step():
         F.jagged_attention(q, k, v, segments).sum().backward()
+        sum(x.sum() for x in F.self_target_attention(q, k[:0], k, v, segments, segments * 0)).backward()
         layer(targets, history, candidates).sum().backward()
 
     assert_no_synchronisation(step)
 
 
-def test_cuda_graph_with_new_lengths(offsets):
+def test_cuda_graph_with_new_lengths(offsets, kernels):
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
     segments = offsets([70, 100, 130], "cuda")
-    F.jagged_attention(q, k, v, segments)
+    F.jagged_attention(q, k, v, segments, implementation=kernels)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured = F.jagged_attention(q, k, v, segments)
+        captured = F.jagged_attention(q, k, v, segments, implementation=kernels)
     for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
         segments.copy_(offsets(lengths, "cuda"))
         graph.replay()
-        assert torch.equal(captured, F.jagged_attention(q, k, v, segments))
+        assert torch.equal(captured, F.jagged_attention(q, k, v, segments, implementation=kernels))
 
 
 def test_compiled_without_recompiling_per_batch(offsets):
@@ -298,7 +409,7 @@ def test_autocast(offsets):
 
 
 @pytest.mark.parametrize("activation, mask", [("softmax", None), ("silu", [1, -1, -1, 1, 1, 2, 50, 0])], ids=["softmax", "silu-hstu"])
-def test_operators_pass_opcheck(offsets, activation, mask):
+def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     from jagged_kernels.attention import triton_attention
     from jagged_kernels.tile_list import tile_list
 
@@ -308,18 +419,18 @@ def test_operators_pass_opcheck(offsets, activation, mask):
     library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
     tiles = *tile_list(segments, segments, 300, 4, 128, 64, mask, targets), 128
     key_tiles = *tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True), 64
-    arguments = q, k, v, segments, segments, *tiles, *key_tiles, 0.125, False, False, activation, mask, targets, None, 0.5
+    arguments = q, k, v, segments, segments, *tiles, *key_tiles, 0.125, False, False, activation, mask, targets, None, 0.5, kernels
     library.opcheck(triton_attention, arguments)
 
 
-def test_several_streams_at_once(offsets):
+def test_several_streams_at_once(offsets, kernels):
     segments = offsets([700, 0, 1300], "cuda")
     q, k, v = (torch.randn(2000, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
-    expected = F.jagged_attention(q, k, v, segments)
+    expected = F.jagged_attention(q, k, v, segments, implementation=kernels)
     torch.cuda.synchronize()
     streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
     for stream in streams:
         with torch.cuda.stream(stream):
-            outputs.append([F.jagged_attention(q, k, v, segments) for _ in range(5)])
+            outputs.append([F.jagged_attention(q, k, v, segments, implementation=kernels) for _ in range(5)])
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for outs in outputs for out in outs)

@@ -1,6 +1,9 @@
 """Every kernel compiles ahead of time, without a GPU, for the generations we support."""
 
+import pathlib
 import re
+import subprocess
+import tempfile
 
 import pytest
 
@@ -12,6 +15,8 @@ from jagged_kernels.configs import (  # noqa: E402
     attention_config,
     attention_tile,
     block_attention_config,
+    hopper_attention_config,
+    hopper_product_config,
     jagged2_softmax_config,
     jagged_matmul_config,
     jagged_softmax_config,
@@ -20,7 +25,10 @@ from jagged_kernels.configs import (  # noqa: E402
     weight_gradient_config,
 )
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
+
+from .sass import unwritten_registers  # noqa: E402
 
 KERNELS = {
     "fwd": attention_kernels.attention_fwd_kernel,
@@ -33,19 +41,21 @@ MASKS = {"none": None, "hstu": (1, -1, -1, 1, 2, 3, 100, 20), "window": (0, 64, 
 
 
 def compile_attention(
-    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False
-):
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
+    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
+    lists: int = 1,
+):  # fmt: skip
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many lists of queries."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
-    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False)
+    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False, LISTS=lists)
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages))
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
+    constants |= dict(num_segments=None) if lists == 1 else {}
     signature = {}
     for arg in kernel.arg_names:
         if arg in constants:
@@ -62,7 +72,7 @@ def compile_attention(
             rows = block_n if arg in ("k_desc", "v_desc") else block_m
             signature[arg] = f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         else:
-            signature[arg] = "fp32" if arg.endswith(("scale", "factor")) else "i32" if arg.startswith("stride_") else "constexpr"
+            signature[arg] = "fp32" if arg.endswith(("scale", "factor")) else "i32" if arg.startswith(("stride_", "num_")) else "constexpr"
     used = {arg: constants[arg] for arg in signature if signature[arg] == "constexpr"}
     aligned = {(i,): [["tt.divisibility", 16]] for i, arg in enumerate(kernel.arg_names) if arg.endswith("_ptr") and arg != "tiles_ptr"}
     source = ASTSource(kernel, signature=signature, constexprs=used, attrs=aligned)
@@ -108,6 +118,15 @@ def test_activations_and_masks_compile(name, activation, mask):
         assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
 
 
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+    for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
+        for activation in ("softmax", "gelu_tanh"):
+            compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, lists=lists)
+            assert compiled.metadata.shared <= shared_memory * 1024
+
+
 @pytest.mark.parametrize("name", KERNELS)
 def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
@@ -115,12 +134,90 @@ def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])
 
 
+def compile_hopper(source, **options):
+    """The compiled kernel, of which the assembler has lost no uniform register."""
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert not unwritten_registers(compiled.asm["cubin"])
+    return compiled
+
+
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1):
+    """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys;
+    `lists`: of queries."""
+    from jagged_kernels.hopper import attention, attention_backward
+    from jagged_kernels.hopper.attention_tiles import launch_options
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    kernel = {
+        "fwd": attention.attention_fwd_hopper_kernel,
+        "dq": attention_backward.attention_bwd_dq_hopper_kernel,
+        "dkdv": attention_backward.attention_bwd_dkdv_hopper_kernel,
+    }[name]
+    config = hopper_attention_config(name, dim, activation, mask is not None)
+    options = launch_options(config)
+    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
+    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)
+    constants |= dict(num_segments=None) if lists == 1 else {}
+    constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
+    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32") | dict.fromkeys(constants, "constexpr")
+    signature = {}
+    for arg in kernel.arg_names:
+        if arg.endswith("_desc") and arg not in constants:
+            looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
+            box = [1, config.block if arg in looped else 64, padded_dim(dim)]
+            layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
+            signature[arg] = f"tensordesc<{dtype}{box},{layout!r}>"
+        else:
+            default = "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+            signature[arg] = types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
+    places = {arg: i for i, arg in enumerate(signature)}
+    constants = {(places[arg],): value for arg, value in constants.items() if arg in places}
+    source = GluonASTSource(kernel, signature=signature, constexprs=constants)
+    return compile_hopper(source, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
+
+
+@pytest.mark.parametrize(
+    "activation, mask, group", [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1)]
+)
+@pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
+    assert compiled.metadata.shared <= 227 * 1024
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("mask, group", [("none", 1), ("window", 4)])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group):
+    for dim in (64, 128):
+        compiled = compile_hopper_attention(name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group)
+        assert compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
+    assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+    for dim, activation in ((64, "softmax"), (128, "softmax"), (128, "gelu_tanh")):
+        assert compile_hopper_attention(name, dim, "bf16", activation, lists=lists).metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("lists, other_lists", [(1, 1), (2, 1), (1, 3)])
 @pytest.mark.parametrize("capability", [80, 90, 100])
-def test_tile_list_kernel_compiles(capability):
+def test_tile_list_kernel_compiles(capability, lists, other_lists):
     kernel = tile_list._tile_list_kernel
     pointers = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     signature = pointers | dict(num_segments="i32", num_heads="i32")
-    constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256)
+    constants = dict(BLOCK_M=64, BLOCK_N=64, SEGMENTS=32, CHUNK=256, LISTS=lists, OTHER_LISTS=other_lists)
     source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
     assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
@@ -164,6 +261,79 @@ def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory)
         assert compiled.metadata.shared <= shared_memory * 1024
         if capability == 90 and dtype != "fp32":
             assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+def ptxas_remarks(compiled):
+    """What the assembler says of a kernel for Hopper: registers, spills, products that it serialises."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = pathlib.Path(folder, "kernel.ptx")
+        source.write_text(compiled.asm["ptx"])
+        command = [get_ptxas(90).path, "-arch=sm_90a", "-v", source, "-o", source.with_suffix(".cubin")]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stderr
+
+
+def compile_hopper_linear_compress(dtype, sizes, addends):
+    """The compiled kernel for candidates' weights `[M, K]`, a shared level's `[M, K']` and embeddings `[B, K, N]`, for one of them alone
+    where the other's K is 0; `addends`: levels that the candidates' product takes in."""
+    from jagged_kernels.hopper.linear_compress_kernels import linear_compress_fwd_hopper_kernel as kernel
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    m, k, shared_k, n = sizes
+    config = hopper_product_config(n)
+    element = gl.bfloat16 if dtype == "bf16" else gl.float16
+    boxes = dict(w=(64, config.depth), e=(1, config.depth, config.columns), out=(1, 64, 64))
+    boxes = {f"{name}_desc": box for name, box in boxes.items()} | {f"shared_{name}_desc": boxes[name] for name in ("w", "e")}
+    types = {
+        arg: f"tensordesc<{dtype}{list(box)},{gl.NVMMASharedLayout.get_default_for(list(box), element)!r}>" for arg, box in boxes.items()
+    }
+    types |= dict(addends_ptr=("*fp32",) * addends, indices_ptr=("*i64",) * addends)
+    types |= dict(shared_ptr="*fp32", state_ptr="*i32")
+    constants = dict(M=m, K=k, SHARED_K=shared_k, PANELS=-(-n // config.columns), BLOCK_N=config.columns, BLOCK_K=config.depth)
+    constants |= dict(STAGES=config.stages, BUFFERS=config.buffers)
+    constants |= {} if k else dict.fromkeys(("w_desc", "e_desc", "out_desc"))
+    constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
+    signature = {arg: "constexpr" if arg in constants else types.get(arg, "i32") for arg in kernel.arg_names}
+    places = {arg: i for i, arg in enumerate(signature)}
+    aligned = {(places[arg],): [["tt.divisibility", 16]] for arg in ("shared_ptr", "state_ptr") if arg not in constants}
+    aligned |= {(places[arg], i): [["tt.divisibility", 16]] for arg in ("addends_ptr", "indices_ptr") for i in range(addends)}
+    constants = {(places[arg],): x for arg, x in constants.items()}
+    return compile_hopper(GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned), num_warps=4, maxnreg=168)
+
+
+@pytest.mark.parametrize(
+    "dtype, sizes, addends",
+    [
+        ("fp16", (433, 866, 0, 256), 0),
+        ("fp16", (433, 866, 1178, 256), 1),
+        ("fp16", (433, 866, 1178, 256), 2),
+        ("bf16", (433, 500, 64, 256), 2),
+        ("bf16", (433, 33, 0, 256), 0),
+        ("bf16", (433, 0, 500, 256), 0),
+        ("bf16", (70, 250, 0, 136), 0),
+        ("bf16", (70, 250, 100, 136), 1),
+        ("bf16", (70, 250, 100, 136), 2),
+        ("bf16", (300, 600, 0, 128), 0),
+        ("bf16", (300, 600, 40, 128), 1),
+        ("bf16", (300, 600, 40, 128), 2),
+    ],
+)
+def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
+    """Three groups of warps fill a multiprocessor: accumulators take most of their registers, and nothing spills."""
+    compiled = compile_hopper_linear_compress(dtype, sizes, addends)
+    assert compiled.metadata.shared <= 227 * 1024
+    remarks = ptxas_remarks(compiled)
+    assert "serialized" not in remarks and "wgmma.mma_async" in compiled.asm["ptx"]
+    if sizes[1] == 866:
+        assert " 0 bytes spill stores" in remarks
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+def test_align_rows_kernel_compiles(capability):
+    copy = "*fp16", "i32", "constexpr", "*fp16", "i32", "i32"
+    signature = dict(copies=(copy, copy), zeros_ptr="*i32", num_zeros="i32", BLOCK="constexpr")
+    source = ASTSource(linear_compress_kernels.align_rows_kernel, signature=signature, constexprs={(0, 0, 2): 1, (0, 1, 2): 1, (3,): 1024})
+    assert triton.compile(source, target=GPUTarget("cuda", capability, 32)).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
@@ -239,8 +409,7 @@ def test_hopper_block_attention_kernels_compile(name, rotate, relative):
             signature[arg] = types.get(arg, f"tensordesc<{dtype}[1, {rows}, {width}],{layout!r}>" if arg.endswith("_desc") else default)
         places = {arg: i for i, arg in enumerate(signature)}
         source = GluonASTSource(kernel, signature=signature, constexprs={(places[arg],): x for arg, x in constants.items()})
-        options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        compiled = compile_hopper(source, num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
         assert compiled.metadata.shared <= 227 * 1024 // (2 if rows == 64 else 1)
         for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
             assert instruction in compiled.asm["ptx"]

@@ -1,5 +1,7 @@
 """The linear compression kernels on a GPU, through the public function."""
 
+import time
+
 import pytest
 import torch
 from torch import library
@@ -11,6 +13,18 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+@pytest.fixture(params=["fused", "hopper"])
+def kernels(request):
+    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a Gluon kernel for compute capability 9.0")
+    return request.param
+
+
+def skip_what_hopper_refuses(kernels, dtype, width=8):
+    if kernels == "hopper" and (dtype == torch.float32 or width % 8):
+        pytest.skip("the portable kernels take it")
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
 @pytest.mark.parametrize(
@@ -18,51 +32,106 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
     [([37], [33]), ([3, 70], [1178, 866]), ([40, 200], [99, 40]), ([2, 30, 50], [40, 331, 170]), ([1, 1], [1, 70])],
     ids=str,
 )
-def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, dtype):
-    check_linear_compress(batches, depths, 433, 256, dtype, "cuda", grouped)
+def test_forward_and_gradients(check_linear_compress, kernels, batches, depths, grouped, dtype):
+    skip_what_hopper_refuses(kernels, dtype)
+    check_linear_compress(batches, depths, 433, 256, dtype, "cuda", grouped, kernels=kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)], ids=str)
-def test_sizes(check_linear_compress, num_compressed, width, dtype):
-    check_linear_compress([2, 30], [8, 173], num_compressed, width, dtype, "cuda")
+def test_sizes(check_linear_compress, kernels, num_compressed, width, dtype):
+    skip_what_hopper_refuses(kernels, dtype, width)
+    check_linear_compress([2, 30], [8, 173], num_compressed, width, dtype, "cuda", kernels=kernels)
+
+
+@pytest.mark.parametrize("num_compressed", [8, 64, 65, 128, 192, 193, 256, 320, 449, 577, 1000])
+@pytest.mark.parametrize("depth", [1, 64, 65, 500, 2000])
+def test_heights_and_depths(check_linear_compress, kernels, num_compressed, depth):
+    check_linear_compress([3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels)
+
+
+@pytest.mark.parametrize("num_compressed", [64, 128, 192, 300, 433, 1000])
+@pytest.mark.parametrize("depth", [8, 33, 64, 65])
+def test_one_shallow_level(check_linear_compress, kernels, num_compressed, depth):
+    """Of one step: the assembler lost operands of tiles of two heights that it computed at once."""
+    check_linear_compress([150], [depth], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
+
+
+@pytest.mark.parametrize("strides", [(1, 33), (40, 1), (66, 2), (0, 0)], ids=str)
+def test_weights_of_any_stride(check_linear_compress, kernels, strides):
+    def strided(x):
+        return x if x.dim() == 3 else x.new_empty(66 * 70).normal_().as_strided(x.shape, strides)
+
+    check_linear_compress([2, 9], [33, 33], 33, 256, torch.bfloat16, "cuda", change=strided, kernels=kernels)
 
 
 @pytest.mark.parametrize("candidates", [1, 8, 16, 131, 1000])
 @pytest.mark.parametrize("num_compressed", [433, 449, 512])
-def test_every_output_is_written(check_linear_compress, candidates, num_compressed):
-    check_linear_compress([5, candidates], [72, 100], num_compressed, 256, torch.float16, "cuda")
+def test_every_output_is_written(check_linear_compress, kernels, candidates, num_compressed):
+    check_linear_compress([5, candidates], [72, 100], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
+
+
+@pytest.mark.parametrize("users", [1, 50, 400])
+def test_more_tiles_than_programs(check_linear_compress, kernels, users):
+    """Of users without candidates, too."""
+    check_linear_compress([users, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
+
+
+@pytest.mark.parametrize("processors", [1, 7, 1000])
+def test_any_number_of_programs(check_linear_compress, monkeypatch, processors):
+    """Fewer than the GPU runs at once, and more: those wait for nothing that the others do not finish."""
+    from jagged_kernels.hopper import linear_compress as hopper
+
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a Gluon kernel for compute capability 9.0")
+    monkeypatch.setattr(hopper, "device_properties", lambda device: ((9, 0), processors))
+    check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels="hopper")
 
 
 @pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
 def test_nothing_to_multiply(check_linear_compress, batches, depths):
-    check_linear_compress(batches, depths, 5, 8, torch.float16, "cuda")
+    check_linear_compress(batches, depths, 5, 8, torch.float16, "cuda", kernels="auto")
 
 
 @pytest.mark.parametrize("width", [256, 40])
-def test_inputs_and_gradients_of_any_stride(check_linear_compress, width):
-    def expanded_rows(x):
+def test_inputs_and_gradients_of_any_stride(check_linear_compress, kernels, width):
+    def transposed_rows(x):
         return x.transpose(-1, -2).contiguous().transpose(-1, -2)
 
     def wider(x):
         return torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
 
-    for change in (expanded_rows, wider, lambda x: x[:1].expand_as(x)):
-        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", change=change)
+    def repeated(x):
+        return x[:1].expand_as(x)
+
+    for change, aligned in ((transposed_rows, False), (wider, True), (repeated, False)):
+        taken_by = kernels if aligned else "auto"
+        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", change=change, kernels=taken_by)
     for grad in (
         lambda out: torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
         lambda out: torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(2, 1, 0),
         lambda out: torch.randn(*out.shape[:2], 2 * out.shape[2], dtype=out.dtype, device="cuda")[..., ::2],
     ):
-        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", grad=grad)
+        check_linear_compress([2, 9], [33, 64], 70, width, torch.bfloat16, "cuda", grad=grad, kernels=kernels)
 
 
-def test_a_neighbours_nan_stays_where_it_is(compress_inputs):
+def test_hopper_refuses_what_its_kernel_does_not_take(compress_inputs):
+    def inputs(dtype=torch.float16, width=16, batches=(2, 9)):
+        return compress_inputs(batches, [33, 64], 70, width, dtype, "cuda")
+
+    weights, (users, candidates), indices = inputs()
+    repeated = weights, [users, candidates[:1].expand_as(candidates)], indices
+    for bad in (inputs(torch.float32), inputs(width=12), inputs(batches=(2, 0)), repeated):
+        with pytest.raises(ValueError, match="implementation 'hopper' takes"):
+            F.linear_compress(*bad, implementation="hopper")
+
+
+def test_a_neighbours_nan_stays_where_it_is(compress_inputs, kernels):
     weights, (users, candidates), _ = compress_inputs([3, 9], [33, 70], 150, 256, torch.float16, "cuda")
     users[1], candidates[4] = float("nan"), float("nan")
     index = torch.tensor([0, 0, 1, 2, 2, 0, 2, 2, 0], device="cuda")
     users.requires_grad_(), candidates.requires_grad_()
-    out = F.linear_compress(weights, [users, candidates], index)
+    out = F.linear_compress(weights, [users, candidates], index, implementation=kernels)
     touched = [2, 4]
     assert out[touched].isnan().all() and out[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
     grad = torch.randn_like(out)
@@ -72,46 +141,46 @@ def test_a_neighbours_nan_stays_where_it_is(compress_inputs):
     assert d_candidates[touched].isnan().all() and d_candidates[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
 
 
-def test_more_than_two_to_the_31_elements(compress_inputs):
+def test_more_than_two_to_the_31_elements(kernels):
     candidates = torch.randn(2**31 // (64 * 256) + 100, 64, 256, device="cuda", dtype=torch.float16, requires_grad=True)
     weight = torch.randn(70, 64, device="cuda", dtype=torch.float16)
-    out = F.linear_compress(weight, candidates)
+    out = F.linear_compress(weight, candidates, implementation=kernels)
     (gradient,) = torch.autograd.grad(out, candidates, out)
     for actual, expected in ((out, weight @ candidates[-50:]), (gradient, weight.T @ out[-50:])):
         assert ((actual[-50:] - expected).float().norm() / expected.float().norm()).item() < 2e-3
 
 
-def test_twenty_runs_agree_bit_for_bit(compress_inputs):
+def test_twenty_runs_agree_bit_for_bit(compress_inputs, kernels):
     weights, embeddings, indices = compress_inputs([7, 300], [331, 170], 433, 256, torch.bfloat16, "cuda")
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grad = torch.randn(300, 433, 256, device="cuda", dtype=torch.bfloat16)
     runs = []
     for _ in range(20):
-        out = F.linear_compress(weights, embeddings, indices)
+        out = F.linear_compress(weights, embeddings, indices, implementation=kernels)
         runs.append((out, *torch.autograd.grad(out, inputs, grad)))
     for run in runs[1:]:
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
-def test_no_synchronisation(assert_no_synchronisation, compress_inputs):
+def test_no_synchronisation(assert_no_synchronisation, compress_inputs, kernels):
     weights, embeddings, (index,) = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grouped = jm.CandidateIndex.from_counts(torch.full((7,), 4).index_fill(0, torch.tensor([0]), 6).cuda())
 
     def step():
         for indices in ([index], [grouped]):
-            torch.autograd.grad(F.linear_compress(weights, embeddings, indices).sum(), inputs)
+            torch.autograd.grad(F.linear_compress(weights, embeddings, indices, implementation=kernels).sum(), inputs)
 
     assert_no_synchronisation(step)
 
 
-def test_cuda_graph_with_new_values_and_another_map(compress_inputs):
+def test_cuda_graph_with_new_values_and_another_map(compress_inputs, kernels):
     weights, embeddings, (index,) = compress_inputs([7, 30], [331, 170], 433, 256, torch.float16, "cuda")
     inputs = [x.requires_grad_() for x in (*weights, *embeddings)]
     grad = torch.randn(30, 433, 256, device="cuda", dtype=torch.float16)
 
     def step():
-        out = F.linear_compress(weights, embeddings, [index])
+        out = F.linear_compress(weights, embeddings, [index], implementation=kernels)
         return out, *torch.autograd.grad(out, inputs, grad)
 
     stream = torch.cuda.Stream()
@@ -128,12 +197,12 @@ def test_cuda_graph_with_new_values_and_another_map(compress_inputs):
         assert all(torch.equal(a, b) for a, b in zip(captured, step()))
 
 
-def test_compiled_without_recompiling_per_batch(compress_inputs):
+def test_compiled_without_recompiling_per_batch(compress_inputs, kernels):
     weights, _, _ = compress_inputs([1, 1], [33, 17], 43, 64, torch.float16, "cuda")
     weights = [x.requires_grad_() for x in weights]
 
     def step(users, candidates, index):
-        return F.linear_compress(weights, [users, candidates], [index])
+        return F.linear_compress(weights, [users, candidates], [index], implementation=kernels)
 
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for number, batches in enumerate(([3, 9], [2, 40], [8, 5])):
@@ -144,7 +213,7 @@ def test_compiled_without_recompiling_per_batch(compress_inputs):
         out.sum().backward()
 
 
-def test_peak_memory_does_not_grow_with_the_replication():
+def test_peak_memory_does_not_grow_with_the_replication(kernels):
     """A step's memory follows the rows there are; a replicated [B, Ku + Kc, N], or a [B, M, Kc] of weight gradients, would show."""
     weights = [torch.randn(64, k, device="cuda", dtype=torch.float16, requires_grad=True) for k in (1024, 64)]
     candidates = torch.randn(1024, 64, 128, device="cuda", dtype=torch.float16, requires_grad=True)
@@ -155,43 +224,72 @@ def test_peak_memory_does_not_grow_with_the_replication():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        torch.autograd.grad(F.linear_compress(weights, [users, candidates], index).square().sum(), (*weights, users, candidates))
+        out = F.linear_compress(weights, [users, candidates], index, implementation=kernels)
+        torch.autograd.grad(out.square().sum(), (*weights, users, candidates))
+        del out
         peaks.append(torch.cuda.max_memory_allocated() - before)
+        for _ in range(500):  # the thread that ran the backward may still hold gradients, which the next peak would lack
+            if torch.cuda.memory_allocated() <= before:
+                break
+            time.sleep(0.01)
     assert max(peaks[1:]) < 8 * candidates.nbytes, peaks  # the replicated users alone are 16 times the candidates
     assert peaks[3] <= peaks[2] <= peaks[1], peaks
 
 
-def test_autocast(compress_inputs):
+def test_autocast(compress_inputs, kernels):
     weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float32, "cuda")
     with torch.autocast("cuda", torch.bfloat16):
-        out = F.linear_compress(weights, embeddings, indices)
-    expected = F.linear_compress([x.bfloat16() for x in weights], [x.bfloat16() for x in embeddings], indices)
+        out = F.linear_compress(weights, embeddings, indices, implementation=kernels)
+    halves = ([x.bfloat16() for x in tensors] for tensors in (weights, embeddings))
+    expected = F.linear_compress(*halves, indices, implementation=kernels)
     assert out.dtype == torch.bfloat16 and torch.equal(out, expected)
 
 
-def test_operator_passes_opcheck(compress_inputs):
+def test_operator_passes_opcheck(compress_inputs, kernels):
     from jagged_kernels.linear_compress import triton_linear_compress
 
     weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
     weights, embeddings = ([x.requires_grad_() for x in tensors] for tensors in (weights, embeddings))
-    library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None]))
+    library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None], kernels))
 
 
-def test_error_is_that_of_cublas(compress_inputs):
+def test_error_is_that_of_cublas(compress_inputs, kernels):
     """The fused sum rounds once: its error against fp32 is no more than that of the 16-bit products, gathered and added."""
     weights, embeddings, indices = compress_inputs([15, 200], [1178, 866], 433, 256, torch.float16, "cuda")
     exact = F.linear_compress([x.double() for x in weights], [x.double() for x in embeddings], indices, implementation="decomposed")
-    ours, decomposed = (F.linear_compress(weights, embeddings, indices, implementation=name) for name in ("fused", "padded"))
+    ours, decomposed = (F.linear_compress(weights, embeddings, indices, implementation=name) for name in (kernels, "padded"))
     assert (ours - exact).norm() <= (decomposed - exact).norm()
 
 
-def test_several_streams_at_once(compress_inputs):
+def test_several_streams_at_once(compress_inputs, kernels):
     inputs = compress_inputs([7, 200], [331, 170], 433, 256, torch.float16, "cuda")
-    expected = F.linear_compress(*inputs)
+    expected = F.linear_compress(*inputs, implementation=kernels)
     torch.cuda.synchronize()
     streams, outputs = [torch.cuda.Stream() for _ in range(4)], []
     for stream in streams:
         with torch.cuda.stream(stream):
-            outputs.append([F.linear_compress(*inputs) for _ in range(5)])
+            outputs.append([F.linear_compress(*inputs, implementation=kernels) for _ in range(5)])
     torch.cuda.synchronize()
     assert all(torch.equal(out, expected) for outs in outputs for out in outs)
+
+
+def test_ten_thousand_launches_on_several_streams(compress_inputs):
+    """Thread blocks of one launch wait for one another: also where others hold their places, none waits for ever."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("a Gluon kernel for compute capability 9.0")
+    cases = []
+    for batches, depths in (([40, 100], [300, 70]), ([3, 70], [200, 40]), ([130, 30], [64, 200])):
+        inputs = compress_inputs(batches, depths, 200, 136, torch.float16, "cuda")
+        cases.append((inputs, F.linear_compress(*inputs, implementation="hopper")))
+    streams = [torch.cuda.Stream() for _ in range(4)]
+    wrong = [torch.zeros((), device="cuda", dtype=torch.bool) for _ in streams]
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        for i in range(10_000):
+            inputs, expected = cases[i % len(cases)]
+            with torch.cuda.stream(streams[i % len(streams)]):
+                out = F.linear_compress(*inputs, implementation="hopper")
+                if i % 5 == 0:
+                    wrong[i % len(streams)] |= (out != expected).any()
+    torch.cuda.synchronize()
+    assert not any(wrong)

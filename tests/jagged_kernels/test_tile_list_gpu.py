@@ -4,16 +4,22 @@ import pytest
 import torch
 
 pytestmark = pytest.mark.gpu
+SIZES = dict(num_heads=3, block_m=16, block_n=8)
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (7, 100), (1152, 512), (5000, 60)])
 def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
-    check_tile_list(num_segments, longest, dtype, "cuda", dict(num_heads=3, block_m=16, block_n=8))
+    check_tile_list(num_segments, longest, dtype, "cuda", SIZES)
+
+
+@pytest.mark.parametrize("lists", [(2, 1), (1, 2), (3, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("num_segments, longest", [(1, 0), (7, 100), (40, 20), (300, 9)])
+def test_tile_list_of_several_lists_is_the_hosts(check_tile_list, num_segments, longest, lists):
+    check_tile_list(num_segments, longest, torch.int64, "cuda", SIZES, lists=lists, key_tiles=lists[1] > 1)
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (1, 90), (40, 200)])
 def test_masked_tile_list_is_the_hosts(check_tile_list, num_segments, longest, key_tiles):
-    sizes = dict(num_heads=3, block_m=16, block_n=8)
-    check_tile_list(num_segments, longest, torch.int64, "cuda", sizes, masked=True, key_tiles=key_tiles)
+    check_tile_list(num_segments, longest, torch.int64, "cuda", SIZES, masked=True, key_tiles=key_tiles)

@@ -108,6 +108,20 @@ def test_queries_without_keys_keep_their_tiles():
     assert schedule.work.tolist() == [1, 1, 0, 0, 0, 0]
 
 
+@given(problem=problems(), lists=st.integers(2, 3))
+def test_several_lists_of_segments(problem, lists):
+    """Tiles of every list cost what its keys take; tiles of keys, what the queries of all lists take."""
+    lengths, more, sizes = problem
+    queries = [n for i in range(lists) for n in more[i:] + more[:i]]
+    schedule = zigzag_schedule(queries, lengths, **sizes, num_workers=3)
+    expected = expected_tiles(queries, lengths * lists, **sizes)
+    assert list(zip(map(tuple, schedule.tiles.tolist()), schedule.work.tolist())) == expected
+    keys = zigzag_schedule(lengths, queries, **sizes, num_workers=3, key_tiles=True)
+    blocks = [sum(-(-n // sizes["block_n"]) for n in queries[b :: len(lengths)]) for b in range(len(lengths))]
+    expected = expected_tiles(lengths, blocks, sizes["num_heads"], sizes["block_m"], 1)
+    assert list(zip(map(tuple, keys.tiles.tolist()), keys.work.tolist())) == expected
+
+
 def test_no_segments():
     schedule = zigzag_schedule([], [], **SIZES)
     assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0] and schedule.loads().tolist() == [0] * 5
@@ -154,7 +168,11 @@ def test_masked_schedules_are_balanced(targets):
 BAD = [
     (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
     (dict(mask=jm.AttentionMask(num_targets=torch.tensor([1, 2]))), ValueError, "must have one entry per segment, 1, got 2"),
-    (dict(q_lengths=[1, 2]), ValueError, "q_lengths and kv_lengths must have the same number of segments, got 2 and 1"),
+    (dict(q_lengths=[1, 2, 3], kv_lengths=[1, 2]), ValueError, "q_lengths must describe as many segments as kv_lengths, .*, got 3 and 2"),
+    (dict(kv_lengths=[1, 2]), ValueError, "q_lengths must describe as many .*, or a multiple of them, got 1 and 2"),
+    (dict(q_lengths=[1, 2], key_tiles=True), ValueError, "kv_lengths must describe as many .*, or a multiple of them, got 1 and 2"),
+    (dict(q_lengths=[]), ValueError, "q_lengths must describe as many segments .*, got 0 and 1"),
+    (dict(q_lengths=[1, 2], mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several lists of queries, got 2"),
     (dict(q_lengths=[-1]), ValueError, "q_lengths must not be negative, got -1"),
     (dict(kv_lengths=torch.tensor([-3])), ValueError, "kv_lengths must not be negative, got -3"),
     (dict(q_lengths=[1.5]), TypeError, "q_lengths must hold integers, got torch.float32"),

@@ -75,6 +75,15 @@ def test_cross_attention():
     assert_compiles_once(lambda *x: F.jagged_attention(*x, scale=0.2), batches)
 
 
+def test_self_target_attention():
+    batches = [(*qkv(rows, rows), qkv(c, 0)[0], random_offsets(users, rows), random_offsets(users, c)) for users, rows, c in SIZES]
+
+    def attend(q, k, v, q_candidates, offsets, candidate_offsets):
+        return torch.cat(F.self_target_attention(q, q_candidates, k, v, offsets, candidate_offsets))
+
+    assert_compiles_once(attend, batches)
+
+
 def random_targets(offsets: torch.Tensor) -> torch.Tensor:
     return (torch.rand(len(offsets) - 1) * (offsets.diff() + 1)).long()
 

@@ -555,6 +555,8 @@ def test_vmap_of_the_reference(offsets_of):
 GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
 SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n=16, num_workers=1)
 SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
+LISTS = dict(q_offsets=torch.tensor([0, 2, 6, 6]), kv_offsets=torch.tensor([0, 6]))
+NO_KEYS = dict(k=torch.ones(0, 2, 8), v=torch.ones(0, 2, 8), kv_offsets=torch.tensor([0]))
 SILU, TARGETS = dict(activation="silu"), jm.AttentionMask(causal=True, num_targets=torch.tensor([3, 4]))
 BAD = [
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
@@ -580,7 +582,11 @@ BAD = [
     (dict(q_offsets=torch.tensor([1, 6])), ValueError, "q_offsets must start at 0, got 1"),
     (dict(q_offsets="all"), ValueError, 'q_offsets must be a tensor or "shared", got "all"'),
     (dict(q_offsets="shared"), ValueError, 'q_offsets and kv_offsets cannot both be "shared"'),
-    (dict(kv_offsets=torch.tensor([0, 6])), ValueError, "must describe the same number of segments, got 2 and 1"),
+    (dict(kv_offsets=torch.tensor([0, 2, 4, 6])), ValueError, "q_offsets must describe as many segments as kv_offsets, .*, got 2 and 3"),
+    (LISTS | dict(kv_offsets=torch.tensor([0, 2, 6])), ValueError, "q_offsets must describe .* or a multiple of them, got 3 and 2"),
+    (LISTS | NO_KEYS, ValueError, "q_offsets must describe as many segments as kv_offsets, or a multiple of them, got 3 and 0"),
+    (LISTS | dict(mask=jm.AttentionMask()), ValueError, "mask must be None with several lists .*, got 3 segments of q_offsets, 1 of"),
+    (LISTS | SILU | dict(output_scale=torch.ones(1)), ValueError, r"output_scale must have shape \[B\] = \[3\], got \[1\]"),
     (dict(kv_offsets=torch.tensor([0, 3, 7])), ValueError, "kv_offsets must end at the number of rows, 6, got 7"),
     (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
     (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
@@ -604,7 +610,7 @@ BAD = [
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(schedule=SCHEDULE), ValueError, "schedule was built for 4 heads, q has 2"),
-    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128\), the kernels' tiles, got 8"),
+    (dict(schedule=SMALL_TILES), ValueError, r"schedule must have a block_m of \(16, 32, 64, 128, 192\), the kernels' tiles, got 8"),
 ]
 
 
@@ -618,3 +624,5 @@ def test_triton_in_float64_is_refused():
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match="q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64"):
         F.jagged_attention(*make_qkv(6, 6, dtype=torch.float64), GOOD["q_offsets"], implementation="triton")
+    with pytest.raises(ValueError, match="'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0.*; got torch.float32 on cpu"):
+        F.jagged_attention(*make_qkv(6, 6), GOOD["q_offsets"], implementation="hopper")

@@ -341,6 +341,7 @@ BAD_FORWARDS = [
     ((torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))), ValueError, "offsets must end at the number of rows, 5, got 4"),
     (((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY), ValueError, r"targets must have shape \[N, E_t\] with E_t = 8, got \[4, 7\]"),
     (((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY), ValueError, "the same number of segments, got 1 and 2"),
+    (((torch.randn(4, 8), torch.arange(5)), HISTORY), ValueError, "targets and history must have the same number of segments, got 4 and 2"),
     (("targets", HISTORY), TypeError, "expected a JaggedTensor.*got str"),
     ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
     ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),

@@ -8,8 +8,6 @@ of columns there, and keeps their cos and sin for all heads.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -19,14 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import descriptor_sizes, device_properties, has_descriptor
 from .gluon_api import load_tile, reinterpret, store_tile, thread_barrier
-
-LOG2_E = gl.constexpr(1.4426950408889634)
-
-
-@gluon.constexpr_function
-def product_layout(rows, columns):
-    """Of a product in registers: 16 rows for each warp."""
-    return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
+from .tiles import LOG2_E, box_layout, product_layout
 
 
 @gluon.constexpr_function
@@ -425,10 +416,5 @@ def _descriptors(block_size: int, *tensors: Tensor) -> list[TensorDescriptor]:
     """Of `[L, H, D]`, as `[H, L, D]`, in boxes of a tile's rows of a head."""
     head_dim = tensors[0].shape[2]
     box = [1, max(block_size, 64), 64 if head_dim <= 64 else 128]
-    layout = _box_layout(tensors[0].dtype, *box)
+    layout = box_layout(tensors[0].dtype, *box)
     return [TensorDescriptor(x, *descriptor_sizes(x), box, layout) for x in tensors]
-
-
-@functools.cache
-def _box_layout(dtype: torch.dtype, *box: int):
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

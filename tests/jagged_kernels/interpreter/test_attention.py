@@ -37,6 +37,23 @@ def test_shared_operands(check_attention, shared, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
+def test_several_lists_of_queries(check_attention, lengths, dtype):
+    check_attention(lengths, dtype, "cpu")
+    check_attention(lengths, dtype, "cpu", heads=(2, 2), dims=(16, 16), activation="gelu_tanh", output_scale=0.02)
+
+
+def test_several_lists_of_queries_with_a_scale_per_segment(check_attention):
+    lengths, schedule = ([3, 70, 0, 20, 5, 0], [65, 20, 4]), dict(num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
+    schedule = host_schedule(*map(torch.tensor, lengths), **schedule)
+    check_attention(lengths, torch.float32, "cpu", activation="sigmoid", output_scale=torch.rand(6) + 0.1, schedule=schedule)
+
+
+def test_user_rows_and_candidates_together(check_self_target_attention):
+    check_self_target_attention([3, 0, 70], [20, 4, 0], torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations(check_attention, activation, dtype):
     check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), dtype, "cpu", activation=activation, scale=0.3, output_scale=0.02)

@@ -72,6 +72,12 @@ def test_fp64_is_refused(compress_inputs):
         F.linear_compress(*inputs, implementation="fused")
 
 
+def test_hopper_is_refused_where_its_kernel_does_not_run(compress_inputs):
+    inputs = compress_inputs([2, 3], [8, 9], 5, 8, torch.float16, "cpu")
+    with pytest.raises(ValueError, match="'hopper' takes .* capability 9.0.* got torch.float16 on cpu"):
+        F.linear_compress(*inputs, implementation="hopper")
+
+
 class Compress(torch.nn.Module):
     def __init__(self):
         super().__init__()

@@ -1,0 +1,33 @@
+"""Two tensors of rows as one, without a copy where they are parts of one buffer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def joined_rows(x: Tensor, y: Tensor) -> Tensor:
+    """The rows of x `[N, ...]`, then those of y `[M, ...]`; a view where those of y follow those of x in memory."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not _adjoin(x, y):
+        return torch.cat([x, y])
+    return _JoinedRows.apply(x, y)
+
+
+def _adjoin(x: Tensor, y: Tensor) -> bool:
+    same = x.dtype == y.dtype and x.device == y.device and x.shape[1:] == y.shape[1:] and x.stride() == y.stride()
+    if not same or x.untyped_storage().data_ptr() != y.untyped_storage().data_ptr():
+        return False
+    return x.stride(0) > 0 and y.storage_offset() == x.storage_offset() + x.shape[0] * x.stride(0)
+
+
+class _JoinedRows(torch.autograd.Function):
+    """Of a view beyond x, torch's as_strided would give x its part of the gradient alone, and y none."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+        ctx.rows = x.shape[0], y.shape[0]
+        return x.detach().as_strided((sum(ctx.rows), *x.shape[1:]), x.stride())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad.split(ctx.rows)

@@ -1,0 +1,126 @@
+"""A table of the record: published figures as literals, and beside them values of measured rows.
+
+What is measured nowhere reads "missing", so that a table has the same rows whatever a run left out.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from report import number, shorten
+
+MISSING = "missing"
+Key = tuple[str, str, str, str]  # op, table, case, implementation
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Args:
+        value: key of a measured row, "forward_ms", or several with "/" between them; none where all cells are literals.
+        implementation: whose; the row's where empty.
+        over: another implementation, whose value over this one's is shown.
+    """
+
+    heading: str
+    value: str = ""
+    implementation: str = ""
+    over: str = ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table.
+
+    Args:
+        case, implementation, table: of the benchmark; the headline's table where empty.
+        cells: literals of the first columns, "" where the column has its value or nothing.
+        instead: stands in the first measured column where there is no case.
+    """
+
+    what: str
+    case: str = ""
+    implementation: str = ""
+    table: str = ""
+    cells: Sequence[str] = ()
+    instead: str = ""
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A table of the record. ``op``: the benchmark it comes from; ``published``: what is published, and its unit; ``caveat``: on that."""
+
+    key: str
+    title: str
+    source: str
+    published: str
+    caveat: str
+    op: str
+    table: str
+    columns: Sequence[Column]
+    rows: Sequence[Row]
+
+
+# -- values of measured rows -------------------------------------------------------------------------------------------
+
+
+def microseconds(key: str) -> Callable[[Mapping], float | None]:
+    return lambda row: None if row.get(key) is None else 1e3 * row[key]
+
+
+def megaflop(row: Mapping) -> float | None:
+    """FLOPs of the forward as the benchmark notes them: of a padded one, those it spends on padding too."""
+    noted = re.search(r"(\d+) MFLOP", row.get("note", ""))
+    return float(noted[1]) if noted else None
+
+
+DERIVED = {
+    "forward_us": microseconds("forward_ms"),
+    "forward_backward_us": microseconds("forward_backward_ms"),
+    "mflop": megaflop,
+}
+
+
+def value_of(row: Mapping | None, key: str) -> float | None:
+    if row is None:
+        return None
+    return DERIVED[key](row) if key in DERIVED else row.get(key)
+
+
+def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Mapping]) -> str:
+    """The text of a measured column: numbers, "missing", or why the implementation has none."""
+    if not row.case:
+        return ""
+
+    def find(implementation: str) -> Mapping | None:
+        return measured.get((headline.op, row.table or headline.table, row.case, implementation))
+
+    found = find(column.implementation or row.implementation)
+    if found is not None and found["status"] != "ok" and value_of(found, column.value.split("/")[0]) is None:
+        return shorten(found["status"], 40).replace("|", "\\|")
+    values = [value_of(found, key) for key in column.value.split("/")]
+    if column.over:
+        others = [value_of(find(column.over), key) for key in column.value.split("/")]
+        values = [other / value if value and other else None for value, other in zip(values, others)]
+    if all(value is None for value in values):
+        return MISSING
+    return " / ".join("–" if value is None else number(value) for value in values)
+
+
+def cells(headline: Headline, row: Row, measured: Mapping[Key, Mapping]) -> list[str]:
+    """A row of the table, without what it is about."""
+    literals = [*row.cells, *[""] * (len(headline.columns) - len(row.cells))]
+    pairs = zip(literals, headline.columns)
+    texts = [literal or (cell(headline, row, column, measured) if column.value else "") for literal, column in pairs]
+    if row.instead:
+        texts[next(i for i, column in enumerate(headline.columns) if column.value)] = row.instead
+    return texts
+
+
+def markdown(headline: Headline, measured: Mapping[Key, Mapping]) -> list[str]:
+    lines = ["", f"## {headline.title}", "", f"Source: {headline.source}. {headline.published}", ""]
+    lines += [f"Caveat: {headline.caveat}", ""]
+    headings = ["", *(column.heading for column in headline.columns)]
+    lines += [f"| {' | '.join(headings)} |", f"|{'---|' * len(headings)}"]
+    return lines + [f"| {row.what} | {' | '.join(cells(headline, row, measured))} |" for row in headline.rows]

@@ -1,0 +1,89 @@
+"""Peers that are measured where they are installed or found on PYTHONPATH, and reported as unavailable where they are not.
+
+Every function imports its peer when it is called, so that the benchmark's row says what is missing. All take what this project takes.
+"""
+
+import importlib
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+SLL = "FBGEMM sll"
+IKBO = "FBGEMM ikbo (Triton)"
+META_GDPA = "Meta gdpa (Triton)"
+FLASH_ATTENTION = {"FlashAttention-3": "flash_attn_interface", "FlashAttention-4": "flash_attn.cute"}  # name -> module
+
+
+def flash_attention(module: str) -> Callable[..., Tensor]:
+    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)``, as varlen_attention of bench_attention."""
+    attend = importlib.import_module(module).flash_attn_varlen_func
+
+    def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv):
+        out = attend(q, k, v, cu_seqlens_q=q_offsets, cu_seqlens_k=kv_offsets, max_seqlen_q=max_q, max_seqlen_k=max_kv)
+        return out[0] if isinstance(out, tuple) else out
+
+    return attention
+
+
+def sll(name: str) -> Callable[..., Tensor]:
+    """One of FBGEMM's operators for sequences of variable length."""
+    importlib.import_module("fbgemm_gpu.sll")
+    return getattr(torch.ops.fbgemm, f"sll_{name}")
+
+
+def sll_operators(lengths: Tensor, offsets: Tensor, p_offsets: Tensor, longest: int) -> dict[str, Callable[..., Tensor]]:
+    """This project's names of operators -> FBGEMM's, on lengths and offsets of rows and offsets of scores."""
+    rows, scores = (lengths, offsets), (lengths * lengths, p_offsets)
+    return {
+        "jagged_dense_bmm": lambda x, y: sll("jagged_dense_bmm")(x, y, offsets, longest, True),
+        "jagged_jagged_bmm": lambda x, y: sll("jagged_jagged_bmm")(x, y, offsets, longest, True),
+        "jagged_jagged_bmm_jagged_out": lambda x, y: sll("jagged_jagged_bmm_jagged_out")(x, y, *rows, *rows, *scores, longest, True),
+        "array_jagged_bmm_jagged_out": lambda p, y: sll("array_jagged_bmm_jagged_out")(p, y, *scores, *rows, *rows, longest, True),
+        "jagged_softmax": lambda x: sll("jagged_softmax")(x, offsets, longest),
+        "jagged2_softmax": lambda p: sll("jagged2_softmax")(p, offsets, p_offsets, longest, False),
+    }
+
+
+def ikbo_attention() -> Callable[..., Tensor]:
+    """``attention(q [C, n, H, D], k, v [U·N, H, D], candidate_to_user, N)``, forward only.
+
+    The kernel tries 320 configurations, for minutes; here those with as many rows as a candidate has, and what is usual beside them.
+    """
+    module = importlib.import_module("ikbo.ops.triton_ikbo_fa")
+    tuner = module._attn_fwd_tma
+    usual = {"BLOCK_M": (64,), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
+    tuner.configs = [x for x in tuner.configs if all({**x.kwargs, **vars(x)}[name] in values for name, values in usual.items())]
+
+    def attention(q, k, v, candidate_to_user, history):
+        out = module.triton_flash_attn_ikbo_tma(q.flatten(0, 1), k, v, candidate_to_user.int(), q.shape[1], history)
+        return out.view(q.shape)
+
+    return attention
+
+
+def ikbo_linear_compress() -> Callable[..., Tensor]:
+    """``compress(w_user, w_cand, e_user, e_cand, candidate_to_user)``, forward only."""
+    compress = importlib.import_module("ikbo.ops.triton_ikbo_lce").triton_ikbo_lce
+    return lambda w_user, w_cand, e_user, e_cand, index: compress(w_cand, w_user, e_cand, e_user, index)
+
+
+def meta_gdpa() -> Callable[..., Tensor]:
+    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)`` with tanh-GELU and no scale."""
+    module = importlib.import_module("ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention")
+
+    def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv):
+        return module.generalized_dot_product_attention(
+            query=q,
+            key=k,
+            value=v,
+            query_offset=q_offsets,
+            key_offset=kv_offsets,
+            output_offset=q_offsets,
+            max_seq_len_q=max_q,
+            max_seq_len_kv=max_kv,
+            activation="fast_gelu",
+            qk_scale=1.0,
+        )
+
+    return attention

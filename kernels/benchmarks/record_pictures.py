@@ -1,0 +1,127 @@
+"""The pictures of the record: speed-up ladders, TFLOP/s against length, % of floor, latency against candidates per user.
+
+What was not measured is left out of a picture; the record's tables say that it is missing.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import report
+from published import BASELINE, DENSE, DENSE_FLASH, OURS, PORTABLE, UNFUSED
+
+NAMES = {OURS: "this project", PORTABLE: "this project, portable", f"{OURS}, fused": "this project, portable"}
+PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, f"{OURS}, fused": 1.944 / 0.580, OURS: 1.944 / 0.482}
+FLOORS = {  # op -> tables whose % of floor is drawn, by their beginning
+    "linear_compress": ("batch size",),
+    "attention": ("jagged self-attention", "target attention"),
+    "gdpa": ("GDPA",),
+    "block_attention": ("block attention", "with rotary"),
+    "jagged_ops": ("operators",),
+}
+
+
+def series(rows: Iterable[Mapping], op: str, table: str, pattern: str, value: str) -> dict[str, list[tuple[int, float]]]:
+    """Implementation -> its points: what ``pattern`` finds in the case, in order, and the value there. Table by its beginning."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        found = re.fullmatch(pattern, row["case"])
+        if row["op"] == op and row["table"].startswith(table) and found and row.get(value) is not None:
+            points.setdefault(row["implementation"], []).append((int(found[1]), row[value]))
+    return {implementation: sorted(xy) for implementation, xy in points.items()}
+
+
+def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, xlabel: str, ylabel: str) -> None:
+    for name, xy in points.items():
+        wide = 2.5 if name == OURS else 1.2
+        axes.plot(*zip(*xy), marker="o", markersize=4, linewidth=wide, label=NAMES.get(name, name))
+    axes.set_xscale("log", base=2)
+    ticks = sorted({x for xy in points.values() for x, _ in xy})
+    axes.set_xticks(ticks, ticks, fontsize=8)
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=10)
+    axes.set_xlabel(xlabel)
+    axes.set_ylabel(ylabel)
+    if points:
+        axes.legend(fontsize=7)
+
+
+def ladders(figure, rows: list[dict]) -> None:
+    left, right = figure.subplots(1, 2)
+    of = {row["implementation"]: row.get("forward_ms") for row in rows if row["op"] == "linear_compress" and row["case"] == "B=1024"}
+    baseline = of.get(BASELINE)
+    here = {name: baseline / of[name] for name in PUBLISHED_STAGES if baseline and of.get(name)}
+    stages = list(PUBLISHED_STAGES)
+    for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, "here", here, "C0")):
+        left.bar([stages.index(name) + shift for name in heights], list(heights.values()), 0.4, label=label, color=colour)
+    left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"], fontsize=8)
+    left.set_title("linear compression, forward: the published stages", fontsize=10)
+    left.set_ylabel("speed-up over one product")
+    left.legend(fontsize=8)
+    ladder = series(rows, "attention", "ladder", r"B\d+ N(\d+) .*", "forward_ms")
+    dense = dict(ladder.get(DENSE, ()))
+    over = {name: [(x, dense[x] / y) for x, y in ladder.get(name, ()) if x in dense] for name in (UNFUSED, DENSE_FLASH, OURS)}
+    over = {name: xy for name, xy in over.items() if xy}
+    draw_lines(right, over, "jagged flash attention, forward", "longest of uniform lengths", "speed-up over dense attention")
+
+
+def lengths(figure, rows: list[dict]) -> None:
+    for axes, (table, op, pattern, value, title) in zip(
+        figure.subplots(1, 3),
+        (
+            ("target attention", "attention", r"history (\d+)", "forward_tflops", "target attention, forward"),
+            ("GDPA", "gdpa", r"q and kv full L=(\d+)", "forward_tflops", "GDPA, full segments, forward"),
+            ("GDPA", "gdpa", r"q and kv jagged L=(\d+)", "backward_tflops", "GDPA, jagged segments, backward"),
+        ),
+    ):
+        draw_lines(axes, series(rows, op, table, pattern, value), title, "length", "TFLOP/s")
+
+
+def floors(figure, rows: list[dict]) -> None:
+    axes = figure.subplots()
+    drawn = [
+        row
+        for op, tables in FLOORS.items()
+        for row in rows
+        if row["op"] == op and row["table"].startswith(tables) and row["implementation"] == OURS and row.get("forward_floor_percent")
+    ]
+    backward = [row.get("backward_floor_percent") or row.get("forward_backward_floor_percent") or 0.0 for row in drawn]
+    forward = [row["forward_floor_percent"] for row in drawn]
+    for shift, label, widths in ((-0.2, "forward", forward), (0.2, "backward alone, or forward + backward", backward)):
+        axes.barh([place + shift for place in range(len(drawn))], widths, 0.4, label=label)
+    axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=6)
+    axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
+    axes.axvline(100, color="black", linewidth=0.8)
+    axes.set_xlabel("% of floor: the time that bytes and arithmetic need, over the time taken")
+    axes.legend(fontsize=8, loc="lower right")
+
+
+def candidates(figure, rows: list[dict]) -> None:
+    points = series(rows, "linear_compress", "candidates per user", r"(\d+) per user", "forward_ms")
+    points.pop("padded, torch.matmul", None)  # so slow that the others would be flat
+    draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "ms")
+
+
+PICTURES = {  # file -> what draws it, inches
+    "ladders.png": (ladders, (11, 4)),
+    "lengths.png": (lengths, (15, 4)),
+    "floors.png": (floors, (9, 9)),
+    "candidates.png": (candidates, (7, 4.5)),
+}
+
+
+def save(rows: list[dict], folder: Path, title: str) -> list[str]:
+    """Writes the pictures; returns their names."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    for name, (draw, size) in PICTURES.items():
+        figure = plt.figure(figsize=size, layout="constrained")
+        figure.suptitle(title, fontsize=10)
+        draw(figure, rows)
+        report.write_atomically(folder / name, lambda path, figure=figure: figure.savefig(path, dpi=90))
+        plt.close(figure)
+    return list(PICTURES)

@@ -1,0 +1,96 @@
+"""Uniform registers that a kernel reads before it has written them: a mistake of the assembler, which only machine code shows.
+
+Where several branches or loops multiply by an operand at the same place in shared memory, ptxas 12.8 may compute its descriptor in the
+first of them alone. If that one has not run, the others take a descriptor from registers that hold anything: an illegal address, or wrong
+results. Kernels avoid it by computing such places anew for each branch or loop (`unknown` in hopper/tiles.py).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+import subprocess
+import tempfile
+
+from triton import knobs
+
+LABEL = re.compile(r"(\.L\w+):")
+INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?P<text>(?P<predicate>@!?U?P\w+\s+)?(?P<name>[\w.]+)\s*(?P<operands>.*?))\s*(?:;|\(\*)")
+TARGET = re.compile(r"\.L\w+")
+REGISTER = re.compile(r"\bUR(\d+)")
+
+
+@dataclasses.dataclass
+class Instruction:
+    text: str
+    reads: set[int]
+    writes: set[int]
+    successors: list[int]
+
+
+def unwritten_registers(cubin: bytes) -> list[str]:
+    """`find_unwritten` in a compiled kernel."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = pathlib.Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        command = [knobs.nvidia.nvdisasm.path, "--print-code", file]
+        return find_unwritten(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def find_unwritten(listing: str) -> list[str]:
+    """Registers that a path from a kernel's first instruction, in a listing of nvdisasm, leads to unwritten, each with its reader.
+
+    A write under a predicate counts: whatever reads what it wrote is under the same, or in a branch that is.
+    """
+    instructions = parse(listing)
+    written: list[set[int] | None] = [None] * len(instructions)  # on every path to an instruction; None: no path is known yet
+    written[0] = set()
+    pending = [0]
+    while pending:
+        i = pending.pop()
+        after = written[i] | instructions[i].writes
+        for j in instructions[i].successors:
+            before = after if written[j] is None else written[j] & after
+            if before != written[j]:
+                written[j] = before
+                pending.append(j)
+    reached = [(x, before) for x, before in zip(instructions, written) if before is not None]
+    return [f"UR{register}: {x.text}" for x, before in reached for register in sorted(x.reads - before)]
+
+
+def parse(listing: str) -> list[Instruction]:
+    labels, rows = {}, []
+    for line in map(str.strip, listing.splitlines()):
+        if label := LABEL.fullmatch(line):
+            labels[label[1]] = len(rows)
+        elif row := INSTRUCTION.match(line):
+            rows.append((row, line))
+    instructions = []
+    for i, (row, line) in enumerate(rows):
+        name, *suffixes = row["name"].split(".")
+        operands = re.split(r",\s*(?![^\[]*\])", row["operands"])
+        jumps = name in ("BRA", "BRX")  # the listing names all targets of an indexed one
+        successors = [labels[x] for x in TARGET.findall(line)] if jumps else []
+        assert successors or not jumps, f"no target: {line}"
+        ends = jumps or name in ("EXIT", "RET")
+        if i + 1 < len(rows) and (not ends or row["predicate"] or name == "BRA" and len(operands) > 1):
+            successors.append(i + 1)
+        instructions.append(Instruction(row["text"], *registers(suffixes, operands), successors))
+    return instructions
+
+
+def registers(suffixes: list[str], operands: list[str]) -> tuple[set[int], set[int]]:
+    """Uniform registers that an instruction reads and writes. It writes its first operand, or, if that is a predicate, the second too."""
+    result = 1 if len(operands) > 1 and re.match(r"U?P[T\d]", operands[0]) else 0
+    pair = "64" in suffixes or "WIDE" in suffixes
+    reads, writes = set(), set()
+    for i, operand in enumerate(operands):
+        for first in map(int, REGISTER.findall(operand)):
+            if i == result and operand.startswith("UR"):
+                writes |= {first, first + 1} if pair else {first}
+            elif "gdesc" in operand:  # two registers for each operand; the first ones go unread where it is in registers of its own
+                reads |= set(range(first + (2 if operands[1].startswith("R") else 0), first + 4))
+            else:  # of a pair, the first: that is enough
+                reads.add(first)
+    return reads, writes
