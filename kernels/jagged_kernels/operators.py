@@ -11,8 +11,6 @@ from collections.abc import Callable
 import torch
 from torch import library
 
-_library = library.Library("jagged_kernels", "DEF")
-
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on the host for Triton's interpreter.
@@ -26,10 +24,11 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """
 
     def register(launcher: Callable) -> Callable:
-        _library.define(name + library.infer_schema(launcher, mutates_args=()))
-        _library.impl(name, launcher, "CPU")
-        _library.impl(name, _on_the_tensors_device(launcher), "CUDA")
-        library.register_fake(f"jagged_kernels::{name}", fake, lib=_library)
+        full_name = f"jagged_kernels::{name}"
+        library.define(full_name, library.infer_schema(launcher, mutates_args=()))
+        library.impl(full_name, "CPU", launcher)
+        library.impl(full_name, "CUDA", _on_the_tensors_device(launcher))
+        library.register_fake(full_name, fake)
         return getattr(torch.ops.jagged_kernels, name).default
 
     return register
@@ -58,7 +57,7 @@ def differentiate(op: Callable, apply: Callable) -> None:
         with below_autograd():
             return op(*args)
 
-    _library.impl(op, call, "Autograd")
+    library.impl(op.name(), "Autograd", call)
 
 
 def refuse_derivative(op: Callable, message: str) -> None:

@@ -144,7 +144,7 @@ def compile_hopper(source, **options):
 def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1):
     """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys;
     `lists`: of queries."""
-    from jagged_kernels.hopper import attention, attention_backward
+    from jagged_kernels.hopper import attention, attention_backward, attention_dkdv
     from jagged_kernels.hopper.attention_tiles import launch_options
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -152,7 +152,7 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
         "dq": attention_backward.attention_bwd_dq_hopper_kernel,
-        "dkdv": attention_backward.attention_bwd_dkdv_hopper_kernel,
+        "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
     }[name]
     config = hopper_attention_config(name, dim, activation, mask is not None)
     options = launch_options(config)

@@ -1,4 +1,5 @@
-"""Backward of jagged attention for Hopper: warp-specialised kernels for dq and for dk, dv, built as the forward is.
+"""Backward of jagged attention for Hopper: the warp-specialised kernel for dq, built as the forward is, and the launcher of both; that for
+dk, dv is attention_dkdv.py's.
 
 Both recompute the scores, so that each output tile has one owner. A warpgroup holds 64 rows of a tile: of queries for dq, of keys for
 dk, dv, where scores and their gradients are transposed: either way they are the first factors of what they are multiplied with, in the
@@ -10,13 +11,13 @@ from __future__ import annotations
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
 from ..launch import has_descriptor
-from ..masks import is_visible, num_partial_blocks, visible_columns
+from ..masks import num_partial_blocks
 from ..tile_list import fitting_tiles, query_lists
-from ..tiles import load_segment
+from .attention_dkdv import attention_bwd_dkdv_hopper_kernel
 from .attention_tiles import (
     as_factor,
     descriptor,
@@ -28,7 +29,6 @@ from .attention_tiles import (
     multiply_rows,
     num_waves,
     pass_tile,
-    query_blocks,
     result_descriptor,
     score_scale,
     segment_factor,
@@ -37,7 +37,6 @@ from .attention_tiles import (
     visible_keys,
     visited_block,
 )
-from .gluon_api import thread_barrier
 from .tiles import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
@@ -240,279 +239,6 @@ def attention_bwd_dq_hopper_kernel(
             (_dq_compute, (2, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
             (_dq_load, (q_desc, do_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
-
-
-# -- dk, dv -------------------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _head_and_block(number, blocks, GROUP: gl.constexpr):
-    """Of the blocks that all query heads of a group visit, the number-th: its head in the group, and the block. Those that are not seen
-    whole come first, of all heads."""
-    if GROUP == 1:
-        return 0, visited_block(number, blocks)
-    else:
-        partial = num_partial_blocks(blocks)
-        whole = number >= GROUP * partial
-        number = gl.where(whole, number - GROUP * partial, number)
-        count = gl.maximum(gl.where(whole, blocks[8], partial), 1)
-        return number // count, visited_block(gl.where(whole, partial, 0) + number % count, blocks)
-
-
-@gluon.jit
-def _tile_of_list(schedule, tile, query_list):
-    """The tile of keys with the segment of queries that reads them in a list."""
-    _, _, q_offsets_ptr, _, num_segments, _ = schedule
-    segment, kv_head, block, _, _, kv_start, kv_len, first_target = tile
-    q_start, q_len = load_segment(q_offsets_ptr, segment + query_list * num_segments)
-    return segment, kv_head, block, q_start, q_len, kv_start, kv_len, first_target
-
-
-@gluon.jit
-def _blocks_of_lists(schedule, tile, GROUP: gl.constexpr, LISTS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """Of the blocks of query rows that visit a tile of ROWS keys: the first list's, as masks.py has them; how many of all lists and heads
-    are not seen whole; and how many there are."""
-    blocks, visited = query_blocks(tile, MASK, ROWS, BLOCK)
-    visited *= GROUP
-    partial = GROUP * num_partial_blocks(blocks)
-    for query_list in gl.static_range(1, LISTS):
-        others, count = query_blocks(_tile_of_list(schedule, tile, query_list), MASK, ROWS, BLOCK)
-        visited += GROUP * count
-        partial += GROUP * num_partial_blocks(others)
-    return blocks, partial, visited
-
-
-@gluon.jit
-def _visited_rows(
-    schedule, tile, number, blocks, partial, GROUP: gl.constexpr, LISTS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK: gl.constexpr,
-):  # fmt: skip
-    """The number-th of these blocks, of which those not seen whole come first, of all lists: first row and number of rows of its segment,
-    its head in the group, and the block."""
-    q_start, q_len = tile[3], tile[4]
-    if LISTS > 1:
-        whole = number >= partial
-        number = gl.where(whole, number - partial, number)
-        for query_list in gl.static_range(1, LISTS):
-            other = _tile_of_list(schedule, tile, query_list)
-            others, _ = query_blocks(other, MASK, ROWS, BLOCK)
-            count = GROUP * gl.where(whole, blocks[8], num_partial_blocks(blocks))
-            if number >= count:
-                number -= count
-                q_start, q_len, blocks = other[3], other[4], others
-        number += gl.where(whole, GROUP * num_partial_blocks(blocks), 0)
-    group_head, block = _head_and_block(number, blocks, GROUP)
-    return q_start, q_len, group_head, block
-
-
-@gluon.jit
-def _dkdv_load(
-    q_desc, do_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
-    KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    """The first query blocks are asked for before the keys, whose buffers are in use until the tile before ends."""
-    schedule, rings, stats = shared[0], shared[1], shared[2]
-    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, _cleared = rings
-    lse_ptr, delta_ptr, stride_lse = stats
-    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    BLOCK: gl.constexpr = q_desc.block_type.shape[1]
-    lanes = gl.arange(0, BLOCK, layout=gl.BlockedLayout([BLOCK // 32], [32], [1], [0]))
-    waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
-    turn = 0  # of the rings of queries and dO
-    for wave in range(waves):
-        tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
-        pass_tile(shared[-1], wave, tile)
-        _, kv_head, key_block, _, _, kv_start, _, _ = tile
-        blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
-        key_row = kv_start + key_block * ROWS
-        if KV_SHARED:
-            key_row -= kv_start
-        for number in range(visited + 1):
-            if number == gl.minimum(visited, STAGES):
-                for consumer in gl.static_range(CONSUMERS):
-                    fetch(k_rings[consumer], k_desc, wave, kv_head, key_row + consumer * WARPGROUP_ROWS, ROW_STAGES)
-                    fetch(v_rings[consumer], v_desc, wave, kv_head, key_row + consumer * WARPGROUP_ROWS, ROW_STAGES)
-            if number < visited:
-                q_start, q_len, group_head, block = _visited_rows(
-                    schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK
-                )  # fmt: skip
-                head = kv_head * GROUP + group_head
-                first = block * BLOCK
-                if ACTIVATION is None:  # rows past the segment: exp2(score - inf) = 0, so they add nothing
-                    places = head.to(gl.int64) * stride_lse + q_start + first + lanes
-                    lse = gl.load(lse_ptr + places, mask=lanes < q_len - first, other=float("inf"))
-                    delta = gl.load(delta_ptr + places, mask=lanes < q_len - first, other=0.0)
-                    slot = (turn + number) % STAGES
-                    mbarrier.wait(q_ring[2].index(slot), (turn + number) // STAGES & 1 ^ 1)
-                    lse_slots.index(slot).store(lse)
-                    delta_slots.index(slot).store(delta)
-                    thread_barrier()
-                row = q_start + first
-                q_row = row
-                if Q_SHARED:
-                    q_row = row - q_start
-                fetch(q_ring, q_desc, turn + number, head, q_row, STAGES)
-                fetch(do_ring, do_desc, turn + number, head, row, STAGES)
-        turn += visited
-
-
-@gluon.jit
-def _visible_rows(key, row, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which of a block's query rows, from `row` on, see the warpgroup's keys: transposed as the scores are."""
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
-    keys = key + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-    rows = row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    return is_visible(keys, rows, visible_columns(rows, first_target, MASK), MASK)
-
-
-@gluon.jit
-def _clear_block(
-    q_ring, do_ring, turn, num_rows, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Queries and dO past their segment become 0, by all warpgroups together."""
-    clear_rows(await_full(q_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
-    clear_rows(await_full(do_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
-    await_cleared(cleared, clears)
-
-
-@gluon.jit
-def _dkdv_block(
-    k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale, cleared, clears,
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q. Rows past the segment, being 0, add nothing to either. Also returns how
-    often such were cleared."""
-    q = await_full(q_ring, turn, STAGES)
-    if PARTIAL:
-        cut = num_rows < q.shape[0]
-        if cut:
-            _clear_block(q_ring, do_ring, turn, num_rows, cleared, clears, consumer, CONSUMERS, STAGES)
-        clears += cut.to(gl.int32)
-    BLOCK: gl.constexpr = q.shape[0]
-    WIDTH: gl.constexpr = q.shape[1]
-    STATS: gl.constexpr = gl.SliceLayout(0, product_layout(WARPGROUP_ROWS, BLOCK))
-    scores = multiply_rows(k, q)
-    do = await_full(do_ring, turn, STAGES)
-    dp = multiply_rows(v, do)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
-    if ACTIVATION is None:
-        p = gl.exp2(scores * scale - lse_slots.index(turn % STAGES).load(STATS)[None, :])
-        slope = p
-    else:
-        p, slope = ACTIVATION(scores, scale)
-    if PARTIAL and MASK is not None:
-        visible = _visible_rows(key, row, first_target, MASK, BLOCK)
-        p, slope = gl.where(visible, p, 0.0), gl.where(visible, slope, 0.0)
-    p = as_factor(p, do.dtype, WIDTH)
-    dv = warpgroup_mma(p, do, dv, is_async=True)
-    dp = warpgroup_mma_wait(1, deps=(dp,))
-    if ACTIVATION is None:
-        dp = dp - delta_slots.index(turn % STAGES).load(STATS)[None, :]
-    ds = as_factor(slope * dp, q.dtype, WIDTH)
-    dk = warpgroup_mma(ds, q, dk, is_async=True)
-    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-    release(q_ring, turn, STAGES)
-    release(do_ring, turn, STAGES)
-    return dk, dv, clears
-
-
-@gluon.jit
-def _dkdv_compute(
-    consumer: gl.constexpr, shared, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    schedule, rings, results, scales = shared[0], shared[1], shared[3], shared[4]
-    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, cleared = rings
-    k_ring, v_ring = k_rings[consumer], v_rings[consumer]
-    dk_desc, dv_desc, dk_ptr, dv_ptr, stages = results
-    scale, value_factor, slope_factor, output_scale, segment_scale_ptr = scales
-    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    BLOCK: gl.constexpr = q_ring[0].shape[2]
-    WIDTH: gl.constexpr = q_ring[0].shape[3]
-    waves = num_waves(schedule)
-    turn, clears = 0, 0
-    for wave in range(waves):
-        tile = take_tile(shared[-1], wave)
-        segment, kv_head, key_block, _, _, kv_start, kv_len, first_target = tile
-        blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
-        first = (key_block * CONSUMERS + consumer) * WARPGROUP_ROWS
-        num_keys = kv_len - first
-        if num_keys > 0:
-            await_full(k_ring, wave, ROW_STAGES)
-            await_full(v_ring, wave, ROW_STAGES)
-            dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
-            dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
-            k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
-            for number in range(partial):
-                _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
-                row = block * BLOCK
-                dk, dv, clears = _dkdv_block(
-                    k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
-                    first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
-                )  # fmt: skip
-            k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
-            for number in range(partial, visited):
-                dk, dv, clears = _dkdv_block(
-                    k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, 0, BLOCK,
-                    first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
-                )  # fmt: skip
-            release(k_ring, wave, ROW_STAGES)
-            release(v_ring, wave, ROW_STAGES)
-            factor = segment_factor(1.0, output_scale, segment_scale_ptr, segment)
-            row = kv_start + first
-            dv *= value_factor * factor
-            put_rows(dv, stages.index(consumer), 1, dv_desc, dv_ptr, row, kv_head, num_keys, HEADS // GROUP, V_DIM)
-            dk *= scale * slope_factor * factor
-            put_rows(dk, stages.index(CONSUMERS + consumer), 1, dk_desc, dk_ptr, row, kv_head, num_keys, HEADS // GROUP, HEAD_DIM)
-        else:
-            for number in range(visited):
-                if number < partial:
-                    _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
-                    if q_len - block * BLOCK < BLOCK:
-                        _clear_block(q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, clears, consumer, CONSUMERS, STAGES)
-                        clears += 1
-                pass_over(q_ring, turn + number, STAGES)
-                pass_over(do_ring, turn + number, STAGES)
-            pass_over(k_ring, wave, ROW_STAGES)
-            pass_over(v_ring, wave, ROW_STAGES)
-        turn += visited
-        end_tile(shared[-1], wave)
-    tma.store_wait(0)
-
-
-@gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
-def attention_bwd_dkdv_hopper_kernel(
-    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale, stride_lse,
-    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
-    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """dk, dv of a tile of key rows; loops over the blocks of LISTS lists of queries, of all heads of its group."""
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
-    rings = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
-    key_rings = make_rings(k_desc, ROW_STAGES, CONSUMERS), make_rings(v_desc, ROW_STAGES, CONSUMERS)
-    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
-    delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
-    # Each warpgroup arrives twice a block: for its queries, and for their dO.
-    rings = rings[0], rings[1], key_rings[0], key_rings[1], lse_slots, delta_slots, make_barriers(1, 2 * CONSUMERS)
-    stats = lse_ptr, delta_ptr, stride_lse
-    results = dk_desc, dv_desc, dk_ptr, dv_ptr, make_stages(k_desc, 2 * CONSUMERS)
-    scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, stats, results, scales, make_tile_ring(CONSUMERS)
-    gl.warp_specialize([
-        (_dkdv_compute, (0, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
-        (_dkdv_compute, (1, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
-        (_dkdv_load, (
-            q_desc, do_desc, k_desc, v_desc, shared, GROUP, ACTIVATION, MASK, Q_SHARED, KV_SHARED, LISTS, CONSUMERS, STAGES, ROW_STAGES,
-        )),
-    ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 # -- launcher -----------------------------------------------------------------------------------------------------------------------
