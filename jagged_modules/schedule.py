@@ -7,7 +7,7 @@ import itertools
 import os
 
 import torch
-from jagged_kernels.configs import HOPPER_ATTENTION_BY_DEFAULT, attention_tile
+from jagged_kernels.configs import attention_tile
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -24,7 +24,7 @@ def new_token() -> tuple[int, int]:
 
 def chooses_hopper(device: torch.device | int) -> bool:
     """Whether attention on a GPU takes the kernels for compute capability 9.0 without being asked to."""
-    return HOPPER_ATTENTION_BY_DEFAULT and torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def host_schedule(

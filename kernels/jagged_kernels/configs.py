@@ -122,10 +122,6 @@ class HopperConfig:
         return 64 * self.consumers
 
 
-# Attention's kernels for compute capability 9.0 are taken where they are asked for: their last changes have not run on such a GPU yet.
-HOPPER_ATTENTION_BY_DEFAULT = False
-
-
 def hopper_attention_fits(head_dim: int, v_dim: int, itemsize: int, capability: tuple[int, int]) -> bool:
     """Whether the attention kernels for compute capability 9.0 take such head dims, where rows begin at 16-byte boundaries."""
     dim = padded_dim(head_dim)

@@ -38,6 +38,18 @@ def check_attention(check_attention, kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [24, 64])
+def test_auto_takes_hoppers_kernels_where_they_apply(offsets, dim, dtype):
+    applies = hopper_attention_fits(dim, dim, dtype.itemsize, torch.cuda.get_device_capability())
+    q, k, v = (torch.randn(200, 2, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        F.jagged_attention(q, k, v, offsets([150, 50], "cuda")).sum().backward()
+        torch.cuda.synchronize()
+    names = [event.key for event in profile.key_averages() if event.key.startswith("attention_")]
+    assert len(names) == 3 and all(("hopper" in name) == applies for name in names)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(check_attention, dims, dtype):
     check_attention("mixed", dtype, "cuda", dims=dims)

@@ -53,6 +53,8 @@ from .tiles import (
     rows_of,
 )
 
+SUMS = gl.constexpr(8)  # of a row, until the tile ends: as many columns as four threads hold
+
 # -- the forward's parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -98,23 +100,53 @@ def _hide(x, value, keys, MASK: gl.constexpr):
 
 
 @gluon.jit
+def _halves(x):
+    """The left and the right half of a product's columns: they are registers, nothing moves."""
+    L: gl.constexpr = product_layout(WARPGROUP_ROWS, x.shape[1] // 2)
+    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
+
+
+@gluon.jit
+def _sum_to(x, COLUMNS: gl.constexpr):
+    """Sums of the columns that are so far apart. Of columns that a thread holds, and many at a time, where a row's sum is one long chain."""
+    if x.shape[1] == COLUMNS:
+        return x
+    else:
+        left, right = _halves(x)
+        return _sum_to(left, COLUMNS) + _sum_to(right, COLUMNS)
+
+
+@gluon.jit
+def _max_to(x, COLUMNS: gl.constexpr):
+    """Maxima of the columns that are so far apart."""
+    if x.shape[1] == COLUMNS:
+        return x
+    else:
+        left, right = _halves(x)
+        return gl.maximum(_max_to(left, COLUMNS), _max_to(right, COLUMNS))
+
+
+@gluon.jit
 def _weights(scores, keys, row_max, row_sum, scale, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr):
     """Weights of a block's scores, and the running maximum and sum of softmax's; what both were before is to be multiplied by `rescale`."""
     if ACTIVATION is None:
         if PARTIAL:
             scores = _hide(scores, float("-inf"), keys, MASK)
-        new_max = gl.maximum(row_max, gl.max(scores, 1) * scale)
+        block_max = gl.convert_layout(gl.max(_max_to(scores, SUMS), 1), row_max.type.layout)
+        new_max = gl.maximum(row_max, block_max * scale)
         shift = new_max
         if PARTIAL:  # a row that has seen nothing yet: any finite maximum gives it weights 0
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(scores * scale - shift[:, None])
         rescale = gl.exp2(row_max - shift)
-        return p, new_max, row_sum * rescale + gl.sum(p, 1), rescale
+        partial = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _sum_to(p, SUMS)
+        return p, new_max, partial, rescale
     else:
         p, _ = ACTIVATION(scores, scale)
         if PARTIAL:
             p = _hide(p, 0.0, keys, MASK)
-        return p, row_max, row_sum, row_sum
+        return p, row_max, row_sum, row_max
 
 
 @gluon.jit
@@ -140,7 +172,7 @@ def _first_weights(
         clear_rows(await_full(v_ring, turn, STAGES).slice(0, COLUMNS), num_keys, cleared, consumer, CONSUMERS)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     release(k_ring, turn, STAGES)
-    row_max, row_sum = gl.convert_layout(row_max, gl.SliceLayout(1, L)), gl.convert_layout(row_sum, gl.SliceLayout(1, L))
+    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, L))
     keys = row, column, num_keys, first_target
     p, row_max, row_sum, _ = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, True)
     if cut:
@@ -200,7 +232,7 @@ def _fwd_rows(
     STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
     OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
     row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS)
-    row_sum = gl.full([WARPGROUP_ROWS], 0.0, gl.float32, STATS)
+    row_sum = gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, product_layout(WARPGROUP_ROWS, SUMS))
     acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
@@ -212,7 +244,7 @@ def _fwd_rows(
             q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
-        row_max, row_sum = gl.convert_layout(row_max, STATS), gl.convert_layout(row_sum, STATS)
+        row_max = gl.convert_layout(row_max, STATS)
         if count > 1:
             if ACTIVATION is not None:
                 hold_until_full(k_ring, turn + 1, True, STAGES)
@@ -282,6 +314,7 @@ def _fwd_compute(
             )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
             if ACTIVATION is None:
+                row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
                 # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
                 row_factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
                 acc = acc * gl.convert_layout(row_factor, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, acc.shape[1])))[:, None]

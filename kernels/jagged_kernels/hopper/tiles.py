@@ -105,8 +105,10 @@ def hold_until_full(ring, turn, wanted, STAGES: gl.constexpr):
 
 @gluon.jit
 def pass_over(ring, turn, STAGES: gl.constexpr):
-    """Release the buffer of that turn unread."""
+    """Release the buffer of that turn unread. No product keeps the warpgroup's warps together here, and one of them releases it for all:
+    another that came later would look for its own turn on a barrier that has turned twice."""
     await_full(ring, turn, STAGES)
+    thread_barrier()
     release(ring, turn, STAGES)
 
 
