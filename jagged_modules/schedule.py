@@ -7,7 +7,7 @@ import itertools
 import os
 
 import torch
-from jagged_kernels.configs import attention_tile
+from jagged_kernels.configs import attention_tile, hopper_attention_pays
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -48,9 +48,10 @@ def host_schedule(
     """
     initialized = torch.cuda.is_initialized()
     workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
+    query_rows, key_rows = (int(lengths.sum()) / max(1, len(lengths)) for lengths in (q_lengths, kv_lengths))
     if hopper is None:
-        hopper = initialized and chooses_hopper(0)
-    tile = attention_tile(head_dim, itemsize, int(q_lengths.sum()) / max(1, len(q_lengths)), hopper)
+        hopper = initialized and chooses_hopper(0) and hopper_attention_pays(query_rows, key_rows)
+    tile = attention_tile(head_dim, itemsize, query_rows, hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)
     backward = zigzag_schedule(

@@ -3,8 +3,9 @@
     python kernels/benchmarks/record.py                             # of the GPU that is here, its latest day
     python kernels/benchmarks/record.py FOLDER --date 2026-11-21    # of results that were brought here
 
-Reads ``<date>-*.json`` in the folder, and ``<date>-profile.csv`` where profile_kernels.py left one. Of a case that several runs
-measured, the record has the rows of one: that of the most implementations, the latest of those. Ratios are of one run then.
+Reads ``<date>-*.json`` in the folder, of a benchmark that has none its latest day's before, and ``<date>-profile.csv`` where
+profile_kernels.py left one. Of a case that several runs measured, the record has the rows of one: that of the most implementations, the
+latest of those. Ratios are of one run then.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from published import HEADLINES
 PREAMBLE = """\
 What this project and its peers measure here, beside what the sources publish of theirs, on other devices: compare ratios. "missing": no
 run of this record has it. "unavailable": the peer is not installed, or does not run here."""
+DATED = re.compile(r"(\d{4}-\d\d-\d\d)-")
 RUN_FACTS = ("op", "file", "environment", "protocol", "complete", "seconds")
 
 
@@ -32,8 +34,14 @@ RUN_FACTS = ("op", "file", "environment", "protocol", "complete", "seconds")
 
 
 def load_runs(folder: Path, date: str) -> list[dict]:
-    """The day's runs, the earliest first, each with the name of its ``file``; rows of tables of another form among the others."""
-    runs = [{"seconds": None, **json.loads(path.read_text()), "file": path.name} for path in folder.glob(f"{date}-*.json")]
+    """The day's runs, and of a benchmark that had none its latest day's, the earliest first, each with the name of its ``file``; rows of
+    tables of another form among the others."""
+    paths = [path for path in folder.glob("*.json") if (found := DATED.match(path.name)) and found[1] <= date]
+    if not any(path.name.startswith(date) for path in paths):
+        raise FileNotFoundError(f"no {date}-*.json in {folder}")
+    runs = [{"seconds": None, **json.loads(path.read_text()), "file": path.name} for path in paths]
+    latest = {run["op"]: max(other["file"][:10] for other in runs if other["op"] == run["op"]) for run in runs}
+    runs = [run for run in runs if run["file"].startswith(latest[run["op"]])]
     for run in runs:
         others = run.pop("other_tables", {})
         rows = [*run["rows"], *(other_row(table, row) for table, rows in others.items() for row in rows)]
@@ -61,8 +69,6 @@ def merge(runs: Iterable[dict]) -> list[dict]:
 
 def make_record(folder: Path, date: str) -> dict:
     runs = load_runs(folder, date)
-    if not runs:
-        raise FileNotFoundError(f"no {date}-*.json in {folder}")
     profile = folder / f"{date}-profile.csv"
     return {
         "device": runs[-1]["environment"]["device"],
@@ -109,7 +115,7 @@ def save(record: dict, folder: Path) -> None:
 
 
 def latest_date(folder: Path) -> str:
-    dates = [found[0] for path in folder.glob("*.json") if (found := re.match(r"\d{4}-\d\d-\d\d(?=-)", path.name))]
+    dates = [found[1] for path in folder.glob("*.json") if (found := DATED.match(path.name))]
     if not dates:
         raise FileNotFoundError(f"no results in {folder}")
     return max(dates)

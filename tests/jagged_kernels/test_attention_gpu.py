@@ -38,12 +38,12 @@ def check_attention(check_attention, kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim", [24, 64])
-def test_auto_takes_hoppers_kernels_where_they_apply(offsets, dim, dtype):
-    applies = hopper_attention_fits(dim, dim, dtype.itemsize, torch.cuda.get_device_capability())
+@pytest.mark.parametrize("dim, lengths", [(24, [150, 50]), (64, [150, 50]), (64, [10] * 20)], ids=str)
+def test_auto_takes_hoppers_kernels_where_they_are_faster(offsets, dim, lengths, dtype):
+    applies = hopper_attention_fits(dim, dim, dtype.itemsize, torch.cuda.get_device_capability()) and len(lengths) == 2
     q, k, v = (torch.randn(200, 2, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        F.jagged_attention(q, k, v, offsets([150, 50], "cuda")).sum().backward()
+        F.jagged_attention(q, k, v, offsets(lengths, "cuda")).sum().backward()
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages() if event.key.startswith("attention_")]
     assert len(names) == 3 and all(("hopper" in name) == applies for name in names)

@@ -109,7 +109,7 @@ def _halves(x):
 
 @gluon.jit
 def _sum_to(x, COLUMNS: gl.constexpr):
-    """Sums of the columns that are so far apart. Of columns that a thread holds, and many at a time, where a row's sum is one long chain."""
+    """Sums of the columns that are so far apart: of what a thread holds, many at a time, where a row's sum is one long chain."""
     if x.shape[1] == COLUMNS:
         return x
     else:
