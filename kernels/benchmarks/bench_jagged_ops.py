@@ -111,9 +111,9 @@ class Problem:
         self.inputs = leaves(**dict(zip(self.operator.inputs, inputs)))
         self.samples = sorted(sample_segments(lengths), key=lambda b: -self.lengths[b])
 
-    def setup(self, peers: bool = True) -> Setup:
+    def setup(self, with_peers: bool = True) -> Setup:
         implementations = {OURS: self.ours}
-        if peers:
+        if with_peers:
             implementations[PADDED] = self.padded
             if "P" not in self.operator.dimensions:  # torch has no conversion of scores
                 implementations[CONVERTED] = self.converted

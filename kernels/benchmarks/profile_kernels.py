@@ -41,24 +41,22 @@ NANOSECONDS = {"nsecond": 1.0, "ns": 1.0, "usecond": 1e3, "us": 1e3, "msecond": 
 
 
 def kernels(device: str = "cuda", tiny: bool = False) -> dict[str, Callable[[], object]]:
-    """One shape of each, of the benchmarks: a call for every name."""
+    """One shape of each, of the benchmarks: a call for every name. Where a GPU has kernels of its own, the portable ones too."""
     import bench_block_attention as blocks
     import bench_linear_compress as compress
     import torch
-    from bench_attention import OURS, self_attention, uniform_lengths
+    from bench_attention import our_kernels, self_attention, uniform_lengths
 
     count, longest, batch, total = (4, 20, 10, 100) if tiny else (64, 2048, 1024, 704_106)
-    attention = self_attention(device, torch.bfloat16, uniform_lengths(count, 1, longest), 4, 128).implementations[OURS]()
-    product = compress.Problem(device, torch.float16, compress.TINY if tiny else compress.FULL, batch, 70).ours("auto")
-    block = blocks.Problem(device, torch.bfloat16, blocks.lengths_of_total(18 * count, total), 4, 128, 64)
-    block = block.implementation(block.ours)
-    return {
-        "attention": attention.measured_call("forward"),
-        "attention backward": attention.measured_call("backward"),
-        "linear compression": product.measured_call("forward"),
-        "block attention": block.measured_call("forward"),
-        "block attention backward": block.measured_call("backward"),
-    }
+    attention = self_attention(device, torch.bfloat16, uniform_lengths(count, 1, longest), 4, 128).implementations
+    product = compress.Problem(device, torch.float16, compress.TINY if tiny else compress.FULL, batch, 70)
+    block = blocks.Problem(device, torch.bfloat16, blocks.lengths_of_total(18 * count, total), 4, 128, 64).our_implementations()
+    calls = {}
+    for ours, chosen in our_kernels(device).items():
+        calls |= {f"attention {key}, {ours}": attention[ours]().measured_call(key) for key in ("forward", "backward")}
+        calls[f"linear compression, {ours}"] = product.ours(chosen).measured_call("forward")
+        calls |= {f"block attention {key}, {ours}": block[ours]().measured_call(key) for key in ("forward", "backward")}
+    return calls
 
 
 def launch() -> None:

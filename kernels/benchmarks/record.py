@@ -3,9 +3,9 @@
     python kernels/benchmarks/record.py                             # of the GPU that is here, its latest day
     python kernels/benchmarks/record.py FOLDER --date 2026-11-21    # of results that were brought here
 
-Reads ``<date>-*.json`` in the folder, of a benchmark that has none its latest day's before, and ``<date>-profile.csv`` where
-profile_kernels.py left one. Of a case that several runs measured, the record has the rows of one: that of the most implementations, the
-latest of those. Ratios are of one run then.
+Reads ``<date>-*.json`` in the folder, for cases that the day left out those of days before, and ``<date>-profile.csv`` where
+profile_kernels.py left one. Of a case that several runs measured, the record has the rows of one: of the latest day that of the most
+implementations, the latest of those. Ratios are of one run then.
 """
 
 import argparse
@@ -34,14 +34,12 @@ RUN_FACTS = ("op", "file", "environment", "protocol", "complete", "seconds")
 
 
 def load_runs(folder: Path, date: str) -> list[dict]:
-    """The day's runs, and of a benchmark that had none its latest day's, the earliest first, each with the name of its ``file``; rows of
-    tables of another form among the others."""
+    """The day's runs and those before, the earliest first, each with the name of its ``file``; rows of tables of another form among the
+    others."""
     paths = [path for path in folder.glob("*.json") if (found := DATED.match(path.name)) and found[1] <= date]
     if not any(path.name.startswith(date) for path in paths):
         raise FileNotFoundError(f"no {date}-*.json in {folder}")
     runs = [{"seconds": None, **json.loads(path.read_text()), "file": path.name} for path in paths]
-    latest = {run["op"]: max(other["file"][:10] for other in runs if other["op"] == run["op"]) for run in runs}
-    runs = [run for run in runs if run["file"].startswith(latest[run["op"]])]
     for run in runs:
         others = run.pop("other_tables", {})
         rows = [*run["rows"], *(other_row(table, row) for table, rows in others.items() for row in rows)]
@@ -57,24 +55,30 @@ def other_row(table: str, row: Mapping) -> dict:
 
 
 def merge(runs: Iterable[dict]) -> list[dict]:
-    """All cases, each with the rows of the run that has most of them, the latest of those."""
+    """All cases, each with the rows of the latest day's run that has most of them, the latest of those."""
     cases: dict[tuple[str, str, str], list[dict]] = {}
     for run in runs:
         of_run: dict[tuple[str, str, str], list[dict]] = {}
         for row in run["rows"]:
             of_run.setdefault((row["op"], row["table"], row["case"]), []).append({**row, "file": run["file"]})
-        cases |= {case: rows for case, rows in of_run.items() if len(rows) >= len(cases.get(case, ()))}
+        for case, rows in of_run.items():
+            before = cases.get(case, ())
+            if not before or before[0]["file"][:10] < run["file"][:10] or len(rows) >= len(before):
+                cases[case] = rows
     return [row for rows in cases.values() for row in rows]
 
 
 def make_record(folder: Path, date: str) -> dict:
     runs = load_runs(folder, date)
     profile = folder / f"{date}-profile.csv"
+    rows = merge(runs)
+    used = {row["file"] for row in rows}
+    runs = [run for run in runs if run["file"].startswith(date) or run["file"] in used]
     return {
         "device": runs[-1]["environment"]["device"],
         "date": date,
         "runs": [{fact: run[fact] for fact in RUN_FACTS} for run in runs],
-        "rows": merge(runs),
+        "rows": rows,
         "profile": profile_kernels.parse(profile.read_text()) if profile.exists() else [],
     }
 

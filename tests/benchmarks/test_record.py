@@ -35,9 +35,9 @@ def result(implementation: str = OURS, status: str = "ok", case: str = "a", **va
     return {"table": "t", "case": case, "implementation": implementation, "status": status, "picture": "", **values}
 
 
-def run_of(folder: Path, name: str, rows: list[dict], date: str = f"{DATE}T00:00:00+00:00", op: str = "op", **extra) -> None:
+def run_of(folder: Path, name: str, rows: list[dict], date: str = f"{DATE}T00:00:00+00:00", **extra) -> None:
     environment = {"device": "a device", "date": date, "command": "python bench_op.py --out /somewhere --pause 0", "torch": "2"}
-    run = {"op": op, "environment": environment, "protocol": {"text": "As ever."}, "complete": True, "rows": rows, **extra}
+    run = {"op": "op", "environment": environment, "protocol": {"text": "As ever."}, "complete": True, "rows": rows, **extra}
     (folder / f"{date[:10]}-{name}.json").write_text(json.dumps(run))
 
 
@@ -99,12 +99,14 @@ def test_a_case_has_the_rows_of_one_run_the_fullest_and_then_the_latest(tmp_path
     ]
 
 
-def test_a_benchmark_that_the_day_left_out_has_its_latest_day_before(tmp_path):
-    for day in ("2026-11-19", "2026-11-20", "2026-11-23"):
-        run_of(tmp_path, "other", [result(forward_ms=float(day[-2:]))], date=f"{day}T00:00:00+00:00", op="other")
+def test_cases_that_the_day_left_out_are_those_of_the_latest_day_before(tmp_path):
+    for day in ("2026-11-18", "2026-11-19", "2026-11-20", "2026-11-23"):
+        rows = [result(case=case, forward_ms=float(day[-2:])) for case in "ab"]
+        run_of(tmp_path, "op", [*rows, result("peer", forward_ms=9.0)], date=f"{day}T00:00:00+00:00")
     run_of(tmp_path, "op", [result(forward_ms=1.0)])
-    rows = record.make_record(tmp_path, DATE)["rows"]
-    assert [(row["op"], row["forward_ms"]) for row in rows] == [("other", 20.0), ("op", 1.0)]
+    made = record.make_record(tmp_path, DATE)
+    assert [(row["case"], row["implementation"], row["forward_ms"]) for row in made["rows"]] == [("a", OURS, 1.0), ("b", OURS, 20.0)]
+    assert [run["file"] for run in made["runs"]] == ["2026-11-20-op.json", f"{DATE}-op.json"]
 
 
 def test_tables_of_another_form_are_rows_and_no_path_or_traceback_is_kept(tmp_path):
