@@ -100,17 +100,21 @@ class Problem:
             "de_cand": (some_candidates, slice(sizes.k_cand)),
         }
 
+    def our_stages(self) -> dict[str, str]:
+        """As ``our_kernels``, whose portable kernel is a stage here."""
+        return {OURS: "auto"} if len(our_kernels(self.device)) == 1 else {OURS: "auto", f"{OURS}, fused": "fused"}
+
     def setup(self, note: str) -> Setup:
+        ours, *portable = self.our_stages().items()
         implementations = {
-            OURS: partial(self.ours, "auto", note),
+            ours[0]: partial(self.ours, ours[1], note),
             REPLICATED: self.replicated,
             INPUT_REPLICATED: self.input_replicated,
             "decomposed": partial(self.plain, product, self.inputs),
             "padded": partial(self.plain, product),
             "padded, torch.matmul": partial(self.plain, torch.matmul),
         }
-        if len(our_kernels(self.device)) > 1:
-            implementations[f"{OURS}, fused"] = partial(self.ours, "fused")
+        implementations |= {name: partial(self.ours, stage) for name, stage in portable}
         if self.device == "cuda":
             implementations |= {CUBLAS: self.candidate_product, peers.IKBO: self.ikbo}
         else:  # the stages of ours that run everywhere

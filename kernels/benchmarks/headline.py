@@ -89,7 +89,7 @@ def value_of(row: Mapping | None, key: str) -> float | None:
 
 
 def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Mapping]) -> str:
-    """The text of a measured column: numbers, "missing", or why the implementation has none."""
+    """The text of a measured column: numbers, "missing", "not installed", or why else the implementation has none."""
     if not row.case:
         return ""
 
@@ -98,7 +98,8 @@ def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Ma
 
     found = find(column.implementation or row.implementation)
     if found is not None and found["status"] != "ok" and value_of(found, column.value.split("/")[0]) is None:
-        return shorten(found["status"], 40).replace("|", "\\|")
+        missing = found["status"].startswith("unavailable: ModuleNotFoundError")
+        return "not installed" if missing else shorten(found["status"], 40).replace("|", "\\|")
     values = [value_of(found, key) for key in column.value.split("/")]
     if column.over:
         others = [value_of(find(column.over), key) for key in column.value.split("/")]

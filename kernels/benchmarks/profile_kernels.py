@@ -52,10 +52,10 @@ def kernels(device: str = "cuda", tiny: bool = False) -> dict[str, Callable[[], 
     product = compress.Problem(device, torch.float16, compress.TINY if tiny else compress.FULL, batch, 70)
     block = blocks.Problem(device, torch.bfloat16, blocks.lengths_of_total(18 * count, total), 4, 128, 64).our_implementations()
     calls = {}
-    for ours, chosen in our_kernels(device).items():
+    for ours in our_kernels(device):
         calls |= {f"attention {key}, {ours}": attention[ours]().measured_call(key) for key in ("forward", "backward")}
-        calls[f"linear compression, {ours}"] = product.ours(chosen).measured_call("forward")
         calls |= {f"block attention {key}, {ours}": block[ours]().measured_call(key) for key in ("forward", "backward")}
+    calls |= {f"linear compression, {ours}": product.ours(stage).measured_call("forward") for ours, stage in product.our_stages().items()}
     return calls
 
 

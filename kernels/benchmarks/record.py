@@ -25,7 +25,7 @@ from published import HEADLINES
 
 PREAMBLE = """\
 What this project and its peers measure here, beside what the sources publish of theirs, on other devices: compare ratios. "missing": no
-run of this record has it. "unavailable": the peer is not installed, or does not run here."""
+run of this record has it. "not installed": the peer. "unavailable": it does not run here."""
 DATED = re.compile(r"(\d{4}-\d\d-\d\d)-")
 RUN_FACTS = ("op", "file", "environment", "protocol", "complete", "seconds")
 

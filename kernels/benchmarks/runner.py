@@ -276,10 +276,12 @@ def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, f
 
 
 def failure(error: Exception, during: str = "") -> dict:
-    """Status columns of an implementation that could not be checked or measured; ``during`` says in which pass."""
+    """Status columns of an implementation that could not be checked or measured; ``during`` says in which pass. Paths of the project are
+    relative to it."""
     kind, text = ("wrong", "") if isinstance(error, WrongResult) else ("unavailable", f"{type(error).__name__}: ")
     status = ": ".join(filter(None, [kind, during, text + " ".join(str(error).split())]))
-    return {"status": status, "traceback": "".join(traceback.format_exception(error))}
+    project = f"{Path(__file__).resolve().parents[2]}/"
+    return {"status": status, "traceback": "".join(traceback.format_exception(error)).replace(project, "")}
 
 
 def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Implementation]:

@@ -64,7 +64,7 @@ def triton_attention(
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared, activation)
-    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared):
+    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation):
         from .hopper import attention as hopper
 
         hopper.forward(
@@ -119,7 +119,7 @@ def triton_attention_backward(
         (q_offsets, kv_offsets, tiles, num_tiles, block_m), (*key_offsets, key_tiles, num_key_tiles, key_block),
         scale, q_shared, kv_shared, activation, mask, num_targets, segment_scale, output_scale,
     )  # fmt: skip
-    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared):
+    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation):
         from .hopper import attention_backward as hopper
 
         hopper.backward(*arguments)
@@ -188,15 +188,17 @@ def attention_on_hopper(implementation: str, head_dim: int, v_dim: int, dtype: t
     return supported and implementation in ("auto", "hopper")
 
 
-def _on_hopper(implementation: str, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool) -> bool:
+def _on_hopper(
+    implementation: str, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str
+) -> bool:  # fmt: skip
     if not attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device) or not (q.shape[0] and k.shape[0]):
         return False
     aligned = all(has_descriptor(x) for x in (q, k, v))
     if implementation == "hopper" and not aligned:
         strides = ", ".join(f"{name} {list(x.shape)} with strides {x.stride()}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {strides}")
-    query_rows = q.shape[0] / (1 if q_shared else q_offsets.shape[0] - 1)
-    return aligned and (implementation == "hopper" or hopper_attention_pays(query_rows, k.shape[0] / (kv_offsets.shape[0] - 1)))
+    query_rows, key_rows = q.shape[0] / (1 if q_shared else q_offsets.shape[0] - 1), k.shape[0] / (kv_offsets.shape[0] - 1)
+    return aligned and (implementation == "hopper" or hopper_attention_pays(query_rows, key_rows, activation))
 
 
 def _launch(

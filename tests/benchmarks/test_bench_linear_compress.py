@@ -7,6 +7,8 @@ import pytest
 import runner
 import torch
 
+from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
+
 BENCHMARK = bench.__file__
 
 PLAIN = {"replicated", bench.INPUT_REPLICATED, "decomposed", "padded", "padded, torch.matmul"}
@@ -109,3 +111,11 @@ def test_full_sizes_are_those_of_the_tables():
     ]
     shapes = {(batch, full.ratio) for batch in full.batches} | {(full.ratio_batch, ratio) for ratio in full.ratios}
     assert bench.PEERS.keys() <= shapes
+
+
+def test_the_portable_kernel_beside_hoppers_is_a_stage_that_there_is(monkeypatch):
+    monkeypatch.setattr(bench, "our_kernels", lambda device: {"one": "auto", "other": "triton"})
+    problem = bench.Problem("cpu", torch.float32, bench.TINY, 10, 7)
+    stages = problem.our_stages()
+    assert len(stages) == 2 and set(stages.values()) <= set(COMPRESS_IMPLEMENTATIONS)
+    assert set(stages) <= set(problem.setup("").implementations)

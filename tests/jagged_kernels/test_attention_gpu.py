@@ -38,12 +38,15 @@ def check_attention(check_attention, kernels):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("dim, lengths", [(24, [150, 50]), (64, [150, 50]), (64, [10] * 20)], ids=str)
-def test_auto_takes_hoppers_kernels_where_they_are_faster(offsets, dim, lengths, dtype):
-    applies = hopper_attention_fits(dim, dim, dtype.itemsize, torch.cuda.get_device_capability()) and len(lengths) == 2
+@pytest.mark.parametrize(
+    "dim, activation, segments", [(24, "softmax", 2), (64, "softmax", 2), (64, "silu", 2), (64, "gelu", 2), (64, "softmax", 20)]
+)
+def test_auto_takes_hoppers_kernels_where_they_are_faster(offsets, dim, activation, segments, dtype):
+    fits = hopper_attention_fits(dim, dim, dtype.itemsize, torch.cuda.get_device_capability())
+    applies = fits and activation != "gelu" and segments == 2
     q, k, v = (torch.randn(200, 2, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        F.jagged_attention(q, k, v, offsets(lengths, "cuda")).sum().backward()
+        F.jagged_attention(q, k, v, offsets([200 // segments] * segments, "cuda"), activation=activation).sum().backward()
         torch.cuda.synchronize()
     names = [event.key for event in profile.key_averages() if event.key.startswith("attention_")]
     assert len(names) == 3 and all(("hopper" in name) == applies for name in names)

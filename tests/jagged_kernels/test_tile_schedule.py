@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jagged_kernels.configs import hopper_attention_pays
 from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
 import jagged_modules as jm
@@ -193,3 +194,8 @@ BAD = [
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=message):
         zigzag_schedule(**(dict(q_lengths=[1], kv_lengths=[1]) | SIZES | change))
+
+
+def test_hoppers_attention_is_left_out_where_portable_kernels_are_faster():
+    assert hopper_attention_pays(10, 200) and hopper_attention_pays(50, 50, "gelu_tanh")
+    assert not hopper_attention_pays(1, 200) and not hopper_attention_pays(25, 25) and not hopper_attention_pays(500, 500, "gelu")
