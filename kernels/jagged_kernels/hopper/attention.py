@@ -53,7 +53,7 @@ from .tiles import (
     rows_of,
 )
 
-SUMS = gl.constexpr(8)  # of a row, until the tile ends: as many columns as four threads hold
+SUMS = gl.constexpr(8)  # of a row, until the tile ends: two for each of the four threads that hold it
 
 # -- the forward's parts -------------------------------------------------------------------------------------------------------------
 
@@ -108,23 +108,17 @@ def _halves(x):
 
 
 @gluon.jit
-def _sum_to(x, COLUMNS: gl.constexpr):
-    """Sums of the columns that are so far apart: of what a thread holds, many at a time, where a row's sum is one long chain."""
-    if x.shape[1] == COLUMNS:
+def _fold(x, MAXIMUM: gl.constexpr):
+    """Maxima or sums of the columns that are SUMS apart: of what a thread holds, many at a time, where a row's are one long chain."""
+    if x.shape[1] == SUMS:
         return x
     else:
         left, right = _halves(x)
-        return _sum_to(left, COLUMNS) + _sum_to(right, COLUMNS)
-
-
-@gluon.jit
-def _max_to(x, COLUMNS: gl.constexpr):
-    """Maxima of the columns that are so far apart."""
-    if x.shape[1] == COLUMNS:
-        return x
-    else:
-        left, right = _halves(x)
-        return gl.maximum(_max_to(left, COLUMNS), _max_to(right, COLUMNS))
+        left, right = _fold(left, MAXIMUM), _fold(right, MAXIMUM)
+        if MAXIMUM:
+            return gl.maximum(left, right)
+        else:
+            return left + right
 
 
 @gluon.jit
@@ -133,14 +127,14 @@ def _weights(scores, keys, row_max, row_sum, scale, ACTIVATION: gl.constexpr, MA
     if ACTIVATION is None:
         if PARTIAL:
             scores = _hide(scores, float("-inf"), keys, MASK)
-        block_max = gl.convert_layout(gl.max(_max_to(scores, SUMS), 1), row_max.type.layout)
+        block_max = gl.convert_layout(gl.max(_fold(scores, True), 1), row_max.type.layout)
         new_max = gl.maximum(row_max, block_max * scale)
         shift = new_max
         if PARTIAL:  # a row that has seen nothing yet: any finite maximum gives it weights 0
             shift = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(scores * scale - shift[:, None])
         rescale = gl.exp2(row_max - shift)
-        partial = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _sum_to(p, SUMS)
+        partial = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _fold(p, False)
         return p, new_max, partial, rescale
     else:
         p, _ = ACTIVATION(scores, scale)
