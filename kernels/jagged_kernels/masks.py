@@ -172,6 +172,17 @@ def _blocks(start, end, shift, lowest, highest, not_before, BLOCK: tl.constexpr)
 
 
 @triton.jit
+def is_visited(block, blocks):
+    """Whether a block is among those of column_blocks or row_blocks."""
+    first, count, second, second_count, third, third_count, _, _, _ = blocks
+    return (
+        ((block >= first) & (block < first + count))
+        | ((block >= second) & (block < second + second_count))
+        | ((block >= third) & (block < third + third_count))
+    )
+
+
+@triton.jit
 def num_partial_blocks(blocks):
     """How many of the visited blocks are not among those that every row sees whole."""
     return blocks[1] + blocks[3] + blocks[5] - blocks[8]

@@ -28,6 +28,7 @@ from .attention_tiles import (
     pass_tile,
     result_descriptor,
     score_scale,
+    sees_keys,
     segment_factor,
     take_tile,
     tile_of_wave,
@@ -216,11 +217,11 @@ def _fwd_block(
 
 @gluon.jit
 def _fwd_rows(
-    q, k_ring, v_ring, turn, blocks, visited, row, kv_len, num_keys, first_target, scale, cleared, clears,
+    q, k_ring, v_ring, turn, blocks, skipped, visited, row, kv_len, first_target, scale, cleared, clears,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
     Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """acc = p v over all blocks that the tile visits, and the maximum and sum of softmax's rows."""
+    """acc = p v over the blocks that the tile visits, but the first `skipped`, and the maximum and sums of softmax's rows."""
     BLOCK: gl.constexpr = k_ring[0].shape[2]
     WIDTH: gl.constexpr = v_ring[0].shape[3]
     STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
@@ -230,33 +231,36 @@ def _fwd_rows(
     acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
-    column = visited_block(0, blocks) * BLOCK
-    begun = gl.to_tensor(1)
+    column = visited_block(skipped, blocks) * BLOCK
+    num_keys = kv_len - column
+    if visited == 0:
+        num_keys = 0
+    begun = skipped + 1
     p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
         half, row_max, row_sum = _first_weights(
-            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
         row_max = gl.convert_layout(row_max, STATS)
-        if count > 1:
+        if count > begun:
             if ACTIVATION is not None:
-                hold_until_full(k_ring, turn + 1, True, STAGES)
-            column = visited_block(1, blocks) * BLOCK
+                hold_until_full(k_ring, turn + begun, True, STAGES)
+            column = visited_block(begun, blocks) * BLOCK
             p, acc, row_max, row_sum = _fwd_block(
-                q, k_ring, v_ring, turn + 1, count > 2, half, acc, row_max, row_sum, row, column, kv_len - column,
+                q, k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
             )  # fmt: skip
         else:
-            acc = _add_values(half, v_ring, turn, acc, STAGES)
+            acc = _add_values(half, v_ring, turn + skipped, acc, STAGES)
         begun += 1
     else:
         p, row_max, row_sum = _first_weights(
-            q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
         if ACTIVATION is not None:
-            hold_until_full(k_ring, turn + 1, count > 1, STAGES)
+            hold_until_full(k_ring, turn + begun, count > begun, STAGES)
     if MASK is not None:
         for number in range(begun, partial):
             column = visited_block(number, blocks) * BLOCK
@@ -272,6 +276,17 @@ def _fwd_rows(
     if begun <= count:
         acc = _add_values(p, v_ring, turn + count - 1, acc, STAGES)
     return acc, row_max, row_sum
+
+
+@gluon.jit
+def _unseen_blocks(tile, blocks, visited, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
+    """How many of the tile's first blocks a warpgroup's rows see nothing of; not all: its rows shall have results."""
+    count = gl.to_tensor(0)
+    if MASK is not None:
+        last = gl.minimum(num_partial_blocks(blocks), visited - 1)
+        while (count < last) & (sees_keys(tile, visited_block(count, blocks), consumer, CONSUMERS, MASK, BLOCK) == 0):
+            count += 1
+    return count
 
 
 @gluon.jit
@@ -297,13 +312,22 @@ def _fwd_compute(
         cut = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
+        skipped = _unseen_blocks(tile, blocks, visited, consumer, CONSUMERS, MASK, BLOCK)
+        if num_rows <= 0:
+            skipped = gl.maximum(visited, 1)
+        if cut & (skipped > 0):
+            clear_rows(await_full(v_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
+            await_cleared(cleared, clears)
+        for number in range(skipped):  # in the order in which they come
+            pass_over(k_ring, turn + number, STAGES)
+            pass_over(v_ring, turn + number, STAGES)
         if num_rows > 0:
             factor = segment_factor(value_factor, output_scale, segment_scale_ptr, segment)
             q = await_full(q_ring, wave, ROW_STAGES)
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
             acc, row_max, row_sum = _fwd_rows(
-                q, k_ring, v_ring, turn, blocks, visited, first + kv_len - q_len, kv_len, num_keys, first_target, scale, cleared, clears,
+                q, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, first_target, scale, cleared, clears,
                 consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS,
             )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
@@ -321,12 +345,6 @@ def _fwd_compute(
                 gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
-            if cut:
-                clear_rows(await_full(v_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
-                await_cleared(cleared, clears)
-            for number in range(gl.maximum(visited, 1)):  # in the order in which they come
-                pass_over(k_ring, turn + number, STAGES)
-                pass_over(v_ring, turn + number, STAGES)
         turn += gl.maximum(visited, 1)
         clears += cut.to(gl.int32)
         end_tile(shared[-1], wave)

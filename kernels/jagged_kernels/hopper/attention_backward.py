@@ -31,6 +31,7 @@ from .attention_tiles import (
     pass_tile,
     result_descriptor,
     score_scale,
+    sees_keys,
     segment_factor,
     take_tile,
     tile_of_wave,
@@ -143,6 +144,18 @@ def _dq_block(
 
 
 @gluon.jit
+def _pass_over_keys(
+    k_ring, v_ring, turn, num_keys, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """A block that this warpgroup's rows do not see; what follows its keys is made 0 by all together."""
+    if num_keys < k_ring[0].shape[2]:
+        clear_rows(await_full(k_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
+        await_cleared(cleared, clears)
+    pass_over(k_ring, turn, STAGES)
+    pass_over(v_ring, turn, STAGES)
+
+
+@gluon.jit
 def _dq_compute(
     consumer: gl.constexpr, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr,
     MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
@@ -180,11 +193,17 @@ def _dq_compute(
             row = first + kv_len - q_len
             q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
             for number in range(partial):
-                column = visited_block(number, blocks) * BLOCK
-                acc = _dq_block(
-                    q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column, first_target,
-                    score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
-                )  # fmt: skip
+                key_block = visited_block(number, blocks)
+                column = key_block * BLOCK
+                if sees_keys(tile, key_block, consumer, CONSUMERS, MASK, BLOCK):
+                    acc = _dq_block(
+                        q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column,
+                        first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
+                    )  # fmt: skip
+                else:
+                    _pass_over_keys(
+                        k_ring, v_ring, turn + number, kv_len - column, cleared, clears, consumer, CONSUMERS, STAGES
+                    )  # fmt: skip
             q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
                 acc = _dq_block(
@@ -198,12 +217,9 @@ def _dq_compute(
         else:
             pass_over(q_ring, wave, ROW_STAGES)
             pass_over(do_ring, wave, ROW_STAGES)
-            if num_keys < BLOCK:
-                clear_rows(await_full(k_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
-                await_cleared(cleared, clears)
             for number in range(visited):
-                pass_over(k_ring, turn + number, STAGES)
-                pass_over(v_ring, turn + number, STAGES)
+                left = gl.where(number == 0, num_keys, BLOCK)
+                _pass_over_keys(k_ring, v_ring, turn + number, left, cleared, clears, consumer, CONSUMERS, STAGES)
         turn += visited
         clears += (num_keys < BLOCK).to(gl.int32)
         end_tile(shared[-1], wave)

@@ -15,6 +15,7 @@ from ..tiles import load_segment
 from .attention_tiles import (
     as_factor,
     end_tile,
+    is_seen,
     make_tile_ring,
     multiply_rows,
     num_waves,
@@ -179,6 +180,19 @@ def _clear_block(
 
 
 @gluon.jit
+def _pass_over_rows(
+    q_ring, do_ring, turn, num_rows, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """A block that does not see this warpgroup's keys; returns as _dkdv_block how often rows were cleared."""
+    cut = num_rows < q_ring[0].shape[2]
+    if cut:
+        _clear_block(q_ring, do_ring, turn, num_rows, cleared, clears, consumer, CONSUMERS, STAGES)
+    pass_over(q_ring, turn, STAGES)
+    pass_over(do_ring, turn, STAGES)
+    return clears + cut.to(gl.int32)
+
+
+@gluon.jit
 def _dkdv_block(
     k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale, cleared, clears,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
@@ -251,10 +265,15 @@ def _dkdv_compute(
             for number in range(partial):
                 _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
                 row = block * BLOCK
-                dk, dv, clears = _dkdv_block(
-                    k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
-                    first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
-                )  # fmt: skip
+                if is_seen(tile, block, consumer, CONSUMERS, MASK, BLOCK):
+                    dk, dv, clears = _dkdv_block(
+                        k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
+                        first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
+                    )  # fmt: skip
+                else:
+                    clears = _pass_over_rows(
+                        q_ring, do_ring, turn + number, q_len - row, cleared, clears, consumer, CONSUMERS, STAGES
+                    )  # fmt: skip
             k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
                 dk, dv, clears = _dkdv_block(
@@ -271,13 +290,10 @@ def _dkdv_compute(
             put_rows(dk, stages.index(CONSUMERS + consumer), 1, dk_desc, dk_ptr, row, kv_head, num_keys, HEADS // GROUP, HEAD_DIM)
         else:
             for number in range(visited):
-                if number < partial:
-                    _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
-                    if q_len - block * BLOCK < BLOCK:
-                        _clear_block(q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, clears, consumer, CONSUMERS, STAGES)
-                        clears += 1
-                pass_over(q_ring, turn + number, STAGES)
-                pass_over(do_ring, turn + number, STAGES)
+                _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
+                clears = _pass_over_rows(
+                    q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, clears, consumer, CONSUMERS, STAGES
+                )  # fmt: skip
             pass_over(k_ring, wave, ROW_STAGES)
             pass_over(v_ring, wave, ROW_STAGES)
         turn += visited

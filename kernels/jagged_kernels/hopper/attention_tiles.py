@@ -14,7 +14,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..activations import activation_function
 from ..configs import HopperConfig, hopper_attention_config, padded_dim
 from ..launch import descriptor_sizes, device_properties
-from ..masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
+from ..masks import column_blocks, first_target_column, is_visible, is_visited, num_partial_blocks, partial_block, row_blocks, visible_columns
 from ..tiles import load_tile as read_tile
 from ..tiles import zigzag_waves
 from .gluon_api import thread_barrier
@@ -111,6 +111,33 @@ def visited_block(number, blocks):
     """The number-th block: those that the mask or the segment's end cuts come first, last one first, which is where the segment ends."""
     partial = num_partial_blocks(blocks)
     return gl.where(number < partial, partial_block(partial - 1 - number, blocks), blocks[7] + number - partial)
+
+
+@gluon.jit
+def _own_tile(tile, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A warpgroup's 64 rows of a tile, as a tile."""
+    segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
+    return segment, head, block * CONSUMERS + consumer, q_start, q_len, kv_start, kv_len, first_target
+
+
+@gluon.jit
+def sees_keys(tile, block, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
+    """Whether a warpgroup's rows of a tile of query rows see something of a block of keys that the tile visits."""
+    if MASK is None:
+        return True
+    else:
+        blocks, _ = key_blocks(_own_tile(tile, consumer, CONSUMERS), MASK, WARPGROUP_ROWS, BLOCK)
+        return is_visited(block, blocks)
+
+
+@gluon.jit
+def is_seen(tile, block, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
+    """Whether a block of query rows that visits a tile of keys sees something of a warpgroup's rows of the tile."""
+    if MASK is None:
+        return True
+    else:
+        blocks, _ = query_blocks(_own_tile(tile, consumer, CONSUMERS), MASK, WARPGROUP_ROWS, BLOCK)
+        return is_visited(block, blocks)
 
 
 @gluon.jit
