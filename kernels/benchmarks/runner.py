@@ -276,8 +276,7 @@ def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, f
 
 
 def failure(error: Exception, during: str = "") -> dict:
-    """Status columns of an implementation that could not be checked or measured; ``during`` says in which pass. Paths of the project are
-    relative to it."""
+    """Status columns of an implementation that could not be checked or measured, with relative paths; ``during`` says in which pass."""
     kind, text = ("wrong", "") if isinstance(error, WrongResult) else ("unavailable", f"{type(error).__name__}: ")
     status = ": ".join(filter(None, [kind, during, text + " ".join(str(error).split())]))
     project = f"{Path(__file__).resolve().parents[2]}/"
