@@ -111,13 +111,14 @@ def _fast_silu(score, scale):
 
 @triton.jit
 def _fast_gelu(score, scale):
-    """The normal distribution's tail by Abramowitz and Stegun's formula 7.1.26, within 1e-7; it shares its exponential with the density."""
+    """max(x, 0) - |x| Φ(-|x|): the normal distribution's tail is 2 to a polynomial, fitted to it within 4.5e-5 of itself up to 6, where the
+    product is below 1e-8. No reciprocal, whose arithmetic takes as long as all of this."""
     x = score * scale
-    density = tl.exp2(score * score * (-0.7213475204444817 * scale * scale))
-    r = 1.0 / (1.0 + 0.23164190249450687 * tl.abs(x))
-    tail = density * r * (0.127414796 + r * (-0.142248368 + r * (0.7107068705 + r * (-0.7265760135 + r * 0.5307027145))))
-    below = tl.where(x < 0, tail, 1.0 - tail)
-    return x * below, below + x * (0.3989422804014327 * density)
+    a = tl.minimum(tl.abs(x), 6.0)
+    exponent = -0.05118535319150605 + a * (0.007195568274196267 + a * (-0.0006111001453764451 + a * 2.2990054285818254e-05))
+    tail = tl.exp2(-1.00006477996141 + a * (-1.150174294405763 + a * (-0.46127188436857436 + a * exponent)))
+    density = 0.3989422804014327 * tl.exp2(x * x * -0.7213475204444817)
+    return tl.maximum(x, 0.0, propagate_nan=NAN) - a * tail, tl.where(x < 0, tail, 1.0 - tail) + x * density
 
 
 @triton.jit

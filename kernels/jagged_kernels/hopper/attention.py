@@ -47,6 +47,7 @@ from .tiles import (
     make_ring,
     make_rings,
     make_stages,
+    own_rows,
     pass_over,
     product_layout,
     put_rows,
@@ -153,6 +154,15 @@ def _score(q, k, Q_REGISTERS: gl.constexpr):
 
 
 @gluon.jit
+def _own_q(q, q_ring, wave, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr):
+    """The tile's query rows, for one of several branches and loops."""
+    if Q_REGISTERS:
+        return q
+    else:
+        return own_rows(q_ring, wave, ROW_STAGES)
+
+
+@gluon.jit
 def _first_weights(
     q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
@@ -161,7 +171,8 @@ def _first_weights(
     """Of a block's first keys, no product being under way; what follows their values becomes 0."""
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = v_ring[0].shape[3]
-    scores = _score(q, await_full(k_ring, turn, STAGES).slice(0, COLUMNS), Q_REGISTERS)
+    await_full(k_ring, turn, STAGES)
+    scores = _score(q, own_rows(k_ring, turn, STAGES).slice(0, COLUMNS), Q_REGISTERS)
     cut = num_keys < COLUMNS
     if cut:
         clear_rows(await_full(v_ring, turn, STAGES).slice(0, COLUMNS), num_keys, cleared, consumer, CONSUMERS)
@@ -217,9 +228,9 @@ def _fwd_block(
 
 @gluon.jit
 def _fwd_rows(
-    q, k_ring, v_ring, turn, blocks, skipped, visited, row, kv_len, first_target, scale, cleared, clears,
+    q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, row, kv_len, first_target, scale, cleared, clears,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
-    Q_REGISTERS: gl.constexpr,
+    ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """acc = p v over the blocks that the tile visits, but the first `skipped`, and the maximum and sums of softmax's rows."""
     BLOCK: gl.constexpr = k_ring[0].shape[2]
@@ -239,7 +250,7 @@ def _fwd_rows(
     p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
         half, row_max, row_sum = _first_weights(
-            q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS), k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
         row_max = gl.convert_layout(row_max, STATS)
@@ -248,7 +259,7 @@ def _fwd_rows(
                 hold_until_full(k_ring, turn + begun, True, STAGES)
             column = visited_block(begun, blocks) * BLOCK
             p, acc, row_max, row_sum = _fwd_block(
-                q, k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
+                _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS), k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
             )  # fmt: skip
         else:
@@ -256,21 +267,23 @@ def _fwd_rows(
         begun += 1
     else:
         p, row_max, row_sum = _first_weights(
-            q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS), k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
         if ACTIVATION is not None:
             hold_until_full(k_ring, turn + begun, count > begun, STAGES)
     if MASK is not None:
+        own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
         for number in range(begun, partial):
             column = visited_block(number, blocks) * BLOCK
             p, acc, row_max, row_sum = _fwd_block(
-                q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
+                own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
             )  # fmt: skip
+    own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
     for number in range(gl.maximum(begun, partial), count):
         p, acc, row_max, row_sum = _fwd_block(
-            q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
+            own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
             first_target, scale, ACTIVATION, MASK, False, STAGES, Q_REGISTERS,
         )  # fmt: skip
     if begun <= count:
@@ -327,8 +340,8 @@ def _fwd_compute(
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
             acc, row_max, row_sum = _fwd_rows(
-                q, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, first_target, scale, cleared, clears,
-                consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS,
+                q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, first_target, scale, cleared, clears,
+                consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
             )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
             if ACTIVATION is None:
