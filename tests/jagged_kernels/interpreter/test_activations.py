@@ -5,6 +5,6 @@ import pytest
 from jagged_modules.activations import POINTWISE
 
 
-@pytest.mark.parametrize("name", POINTWISE)
-def test_value_and_derivative(check_activation, name):
-    check_activation(name, False, "cpu")
+@pytest.mark.parametrize("name, bfloat16", [*((name, False) for name in POINTWISE), ("gelu", True)])
+def test_value_and_derivative(check_activation, name, bfloat16):
+    check_activation(name, bfloat16, "cpu")
