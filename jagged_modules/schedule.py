@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import functools
 import itertools
 import os
 
@@ -27,6 +29,22 @@ def chooses_hopper(device: torch.device | int) -> bool:
     return torch.cuda.get_device_capability(device) == (9, 0)
 
 
+@functools.cache
+def _first_gpu_is_hopper() -> bool:
+    """The same of the machine's first GPU, as the driver's management library has it: a data loader's worker must not initialise CUDA."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver, no GPU
+        return False
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        library.nvmlInit_v2()
+        or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+        or library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return not failed and (major.value, minor.value) == (9, 0)
+
+
 def host_schedule(
     q_lengths: Tensor,
     kv_lengths: Tensor,
@@ -44,13 +62,15 @@ def host_schedule(
         q_lengths, kv_lengths: rows of each segment, host integers; of queries also several lists, as in `zigzag_schedule`.
         head_dim: the larger of the query and the value head dim. itemsize: bytes of an element.
         mask: blocks that it hides cost nothing.
-        hopper: for the kernels of compute capability 9.0; None: where attention chooses them.
+        hopper: for the kernels of compute capability 9.0; None: where attention chooses them on the machine's first GPU. Kernels that want
+            another tile make their own list.
     """
     initialized = torch.cuda.is_initialized()
     workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
     query_rows, key_rows = (int(lengths.sum()) / max(1, len(lengths)) for lengths in (q_lengths, kv_lengths))
     if hopper is None:
-        hopper = initialized and chooses_hopper(0) and hopper_attention_pays(query_rows, key_rows)
+        hopper = chooses_hopper(0) if initialized else _first_gpu_is_hopper()
+        hopper = hopper and hopper_attention_pays(query_rows, key_rows)
     tile = attention_tile(head_dim, itemsize, query_rows, hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)

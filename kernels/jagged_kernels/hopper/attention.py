@@ -249,8 +249,9 @@ def _fwd_rows(
     begun = skipped + 1
     p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
+        own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
         half, row_max, row_sum = _first_weights(
-            _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS), k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
         )  # fmt: skip
         row_max = gl.convert_layout(row_max, STATS)
@@ -258,16 +259,18 @@ def _fwd_rows(
             if ACTIVATION is not None:
                 hold_until_full(k_ring, turn + begun, True, STAGES)
             column = visited_block(begun, blocks) * BLOCK
+            own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
             p, acc, row_max, row_sum = _fwd_block(
-                _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS), k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
+                own_q, k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
             )  # fmt: skip
         else:
             acc = _add_values(half, v_ring, turn + skipped, acc, STAGES)
         begun += 1
     else:
+        own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
         p, row_max, row_sum = _first_weights(
-            _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS), k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
+            own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
         )  # fmt: skip
         if ACTIVATION is not None:
@@ -340,8 +343,8 @@ def _fwd_compute(
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
             acc, row_max, row_sum = _fwd_rows(
-                q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, first_target, scale, cleared, clears,
-                consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
+                q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, first_target, scale,
+                cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
             )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
             if ACTIVATION is None:

@@ -14,7 +14,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..activations import activation_function
 from ..configs import HopperConfig, hopper_attention_config, padded_dim
 from ..launch import descriptor_sizes, device_properties
-from ..masks import column_blocks, first_target_column, is_visible, is_visited, num_partial_blocks, partial_block, row_blocks, visible_columns
+from ..masks import (
+    column_blocks,
+    first_target_column,
+    is_visible,
+    is_visited,
+    num_partial_blocks,
+    partial_block,
+    row_blocks,
+    visible_columns,
+)
 from ..tiles import load_tile as read_tile
 from ..tiles import zigzag_waves
 from .gluon_api import thread_barrier
