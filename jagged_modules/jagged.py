@@ -212,7 +212,8 @@ class Jagged:
             elif total is not None:
                 offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
                 on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
-                on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device)
+                rows = total / max(1, len(offsets) - 1), self.values.shape[0] / max(1, len(kv_offsets) - 1)
+                on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
                 schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
             else:
                 return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are

@@ -24,9 +24,9 @@ def new_token() -> tuple[int, int]:
     return os.getpid(), next(_tokens)
 
 
-def chooses_hopper(device: torch.device | int) -> bool:
-    """Whether attention on a GPU takes the kernels for compute capability 9.0 without being asked to."""
-    return torch.cuda.get_device_capability(device) == (9, 0)
+def chooses_hopper(device: torch.device | int, query_rows: float, key_rows: float) -> bool:
+    """Whether attention on a GPU takes the kernels for compute capability 9.0 unasked, for segments of so many rows on average."""
+    return torch.cuda.get_device_capability(device) == (9, 0) and hopper_attention_pays(query_rows, key_rows)
 
 
 @functools.cache
@@ -69,8 +69,10 @@ def host_schedule(
     workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
     query_rows, key_rows = (int(lengths.sum()) / max(1, len(lengths)) for lengths in (q_lengths, kv_lengths))
     if hopper is None:
-        hopper = chooses_hopper(0) if initialized else _first_gpu_is_hopper()
-        hopper = hopper and hopper_attention_pays(query_rows, key_rows)
+        if initialized:
+            hopper = chooses_hopper(0, query_rows, key_rows)
+        else:
+            hopper = _first_gpu_is_hopper() and hopper_attention_pays(query_rows, key_rows)
     tile = attention_tile(head_dim, itemsize, query_rows, hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)

@@ -102,19 +102,19 @@ class Problem:
 
     def our_stages(self) -> dict[str, str]:
         """As ``our_kernels``, whose portable kernel is a stage here."""
-        return {OURS: "auto"} if len(our_kernels(self.device)) == 1 else {OURS: "auto", f"{OURS}, fused": "fused"}
+        return {OURS: "auto"} | ({f"{OURS}, fused": "fused"} if len(our_kernels(self.device)) > 1 else {})
 
     def setup(self, note: str) -> Setup:
-        ours, *portable = self.our_stages().items()
+        stages = self.our_stages()
         implementations = {
-            ours[0]: partial(self.ours, ours[1], note),
+            OURS: partial(self.ours, stages.pop(OURS), note),
             REPLICATED: self.replicated,
             INPUT_REPLICATED: self.input_replicated,
             "decomposed": partial(self.plain, product, self.inputs),
             "padded": partial(self.plain, product),
             "padded, torch.matmul": partial(self.plain, torch.matmul),
         }
-        implementations |= {name: partial(self.ours, stage) for name, stage in portable}
+        implementations |= {name: partial(self.ours, stage) for name, stage in stages.items()}
         if self.device == "cuda":
             implementations |= {CUBLAS: self.candidate_product, peers.IKBO: self.ikbo}
         else:  # the stages of ours that run everywhere

@@ -54,6 +54,10 @@ def other_row(table: str, row: Mapping) -> dict:
     return {"table": table, "case": ", ".join(texts), "implementation": "(table)", "status": "ok", **row}
 
 
+def day_and_size(rows: list[dict]) -> tuple[str, int]:
+    return rows[0]["file"][:10], len(rows)
+
+
 def merge(runs: Iterable[dict]) -> list[dict]:
     """All cases, each with the rows of the latest day's run that has most of them, the latest of those."""
     cases: dict[tuple[str, str, str], list[dict]] = {}
@@ -61,10 +65,7 @@ def merge(runs: Iterable[dict]) -> list[dict]:
         of_run: dict[tuple[str, str, str], list[dict]] = {}
         for row in run["rows"]:
             of_run.setdefault((row["op"], row["table"], row["case"]), []).append({**row, "file": run["file"]})
-        for case, rows in of_run.items():
-            before = cases.get(case, ())
-            if not before or before[0]["file"][:10] < run["file"][:10] or len(rows) >= len(before):
-                cases[case] = rows
+        cases |= {case: rows for case, rows in of_run.items() if case not in cases or day_and_size(rows) >= day_and_size(cases[case])}
     return [row for rows in cases.values() for row in rows]
 
 
