@@ -154,9 +154,9 @@ def _score(q, k, Q_REGISTERS: gl.constexpr):
 
 
 @gluon.jit
-def _own_q(q, q_ring, wave, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr):
-    """The tile's query rows, for one of several branches and loops."""
-    if Q_REGISTERS:
+def _own_q(q, q_ring, wave, MASK: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr):
+    """The tile's query rows for one of several branches and loops, of which a mask makes more."""
+    if Q_REGISTERS or MASK is None:
         return q
     else:
         return own_rows(q_ring, wave, ROW_STAGES)
@@ -171,8 +171,10 @@ def _first_weights(
     """Of a block's first keys, no product being under way; what follows their values becomes 0."""
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = v_ring[0].shape[3]
-    await_full(k_ring, turn, STAGES)
-    scores = _score(q, own_rows(k_ring, turn, STAGES).slice(0, COLUMNS), Q_REGISTERS)
+    k = await_full(k_ring, turn, STAGES)
+    if MASK is not None:
+        k = own_rows(k_ring, turn, STAGES)
+    scores = _score(q, k.slice(0, COLUMNS), Q_REGISTERS)
     cut = num_keys < COLUMNS
     if cut:
         clear_rows(await_full(v_ring, turn, STAGES).slice(0, COLUMNS), num_keys, cleared, consumer, CONSUMERS)
@@ -228,7 +230,7 @@ def _fwd_block(
 
 @gluon.jit
 def _fwd_rows(
-    q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, row, kv_len, first_target, scale, cleared, clears,
+    q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, row, kv_len, num_keys, first_target, scale, cleared, clears,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -243,13 +245,12 @@ def _fwd_rows(
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
     column = visited_block(skipped, blocks) * BLOCK
-    num_keys = kv_len - column
-    if visited == 0:
-        num_keys = 0
+    if MASK is not None:
+        num_keys = gl.where(skipped > 0, kv_len - column, num_keys)
     begun = skipped + 1
     p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
-        own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
+        own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
         half, row_max, row_sum = _first_weights(
             own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
@@ -259,7 +260,7 @@ def _fwd_rows(
             if ACTIVATION is not None:
                 hold_until_full(k_ring, turn + begun, True, STAGES)
             column = visited_block(begun, blocks) * BLOCK
-            own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
+            own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
             p, acc, row_max, row_sum = _fwd_block(
                 own_q, k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
@@ -268,7 +269,7 @@ def _fwd_rows(
             acc = _add_values(half, v_ring, turn + skipped, acc, STAGES)
         begun += 1
     else:
-        own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
+        own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
         p, row_max, row_sum = _first_weights(
             own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
@@ -276,14 +277,14 @@ def _fwd_rows(
         if ACTIVATION is not None:
             hold_until_full(k_ring, turn + begun, count > begun, STAGES)
     if MASK is not None:
-        own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
+        own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
         for number in range(begun, partial):
             column = visited_block(number, blocks) * BLOCK
             p, acc, row_max, row_sum = _fwd_block(
                 own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
             )  # fmt: skip
-    own_q = _own_q(q, q_ring, wave, ROW_STAGES, Q_REGISTERS)
+    own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
     for number in range(gl.maximum(begun, partial), count):
         p, acc, row_max, row_sum = _fwd_block(
             own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
@@ -295,13 +296,25 @@ def _fwd_rows(
 
 
 @gluon.jit
+def _pass_over_blocks(
+    k_ring, v_ring, turn, count, num_keys, cut, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """A tile's first blocks, of which the warpgroup has no use, in the order in which they come."""
+    if cut & (count > 0):
+        clear_rows(await_full(v_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
+        await_cleared(cleared, clears)
+    for number in range(count):
+        pass_over(k_ring, turn + number, STAGES)
+        pass_over(v_ring, turn + number, STAGES)
+
+
+@gluon.jit
 def _unseen_blocks(tile, blocks, visited, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
     """How many of the tile's first blocks a warpgroup's rows see nothing of; not all: its rows shall have results."""
+    last = gl.minimum(num_partial_blocks(blocks), visited - 1)
     count = gl.to_tensor(0)
-    if MASK is not None:
-        last = gl.minimum(num_partial_blocks(blocks), visited - 1)
-        while (count < last) & (sees_keys(tile, visited_block(count, blocks), consumer, CONSUMERS, MASK, BLOCK) == 0):
-            count += 1
+    while (count < last) & (sees_keys(tile, visited_block(count, blocks), consumer, CONSUMERS, MASK, BLOCK) == 0):
+        count += 1
     return count
 
 
@@ -328,23 +341,18 @@ def _fwd_compute(
         cut = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
-        skipped = _unseen_blocks(tile, blocks, visited, consumer, CONSUMERS, MASK, BLOCK)
-        if num_rows <= 0:
-            skipped = gl.maximum(visited, 1)
-        if cut & (skipped > 0):
-            clear_rows(await_full(v_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
-            await_cleared(cleared, clears)
-        for number in range(skipped):  # in the order in which they come
-            pass_over(k_ring, turn + number, STAGES)
-            pass_over(v_ring, turn + number, STAGES)
         if num_rows > 0:
             factor = segment_factor(value_factor, output_scale, segment_scale_ptr, segment)
             q = await_full(q_ring, wave, ROW_STAGES)
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
+            skipped = 0
+            if MASK is not None:
+                skipped = _unseen_blocks(tile, blocks, visited, consumer, CONSUMERS, MASK, BLOCK)
+                _pass_over_blocks(k_ring, v_ring, turn, skipped, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
             acc, row_max, row_sum = _fwd_rows(
-                q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, first_target, scale,
-                cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
+                q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, num_keys, first_target,
+                scale, cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
             )  # fmt: skip
             release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
             if ACTIVATION is None:
@@ -361,6 +369,8 @@ def _fwd_compute(
                 gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
+            count = gl.maximum(visited, 1)
+            _pass_over_blocks(k_ring, v_ring, turn, count, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
         turn += gl.maximum(visited, 1)
         clears += cut.to(gl.int32)
         end_tile(shared[-1], wave)
