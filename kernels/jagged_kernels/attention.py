@@ -198,7 +198,7 @@ def _on_hopper(
         strides = ", ".join(f"{name} {list(x.shape)} with strides {x.stride()}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {strides}")
     query_rows, key_rows = q.shape[0] / (1 if q_shared else q_offsets.shape[0] - 1), k.shape[0] / (kv_offsets.shape[0] - 1)
-    return aligned and (implementation == "hopper" or hopper_attention_pays(query_rows, key_rows, activation))
+    return aligned and (implementation == "hopper" or hopper_attention_pays(query_rows, key_rows, q.shape[2], activation))
 
 
 def _launch(
