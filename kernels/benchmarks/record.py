@@ -105,7 +105,8 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
     lines += ["", "## Runs", "", "| run | begun | command | seconds | |", "|---|---|---|---|---|"]
     for run in record["runs"]:
         name, environment = run["file"].removesuffix(".json"), run["environment"]
-        cells = [f"[{name}]({name}.md)", environment["date"], f"`{environment['command']}`", report.number(run["seconds"])]
+        command = environment["command"].replace("|", r"\|")  # which would end the cell
+        cells = [f"[{name}]({name}.md)", environment["date"], f"`{command}`", report.number(run["seconds"])]
         lines.append(f"| {' | '.join([*cells, '' if run['complete'] else 'did not finish'])} |")
     return "\n".join([*lines, "", record["runs"][-1]["protocol"]["text"]]) + "\n"
 

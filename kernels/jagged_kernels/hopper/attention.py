@@ -153,10 +153,16 @@ def _score(q, k, Q_REGISTERS: gl.constexpr):
     return multiply_rows(q, k)
 
 
+@gluon.constexpr_function
+def _passes_blocks_over(mask, consumers, block):
+    """Whether a warpgroup looks for blocks of which only others see something: seldom are there any where a block is as long as a tile."""
+    return mask is not None and consumers * WARPGROUP_ROWS > block
+
+
 @gluon.jit
-def _own_q(q, q_ring, wave, MASK: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr):
-    """The tile's query rows for one of several branches and loops, of which a mask makes more."""
-    if Q_REGISTERS or MASK is None:
+def _own_q(q, q_ring, wave, OWN: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr):
+    """The tile's query rows for one of several branches and loops."""
+    if Q_REGISTERS or not OWN:
         return q
     else:
         return own_rows(q_ring, wave, ROW_STAGES)
@@ -172,7 +178,7 @@ def _first_weights(
     L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = v_ring[0].shape[3]
     k = await_full(k_ring, turn, STAGES)
-    if MASK is not None:
+    if _passes_blocks_over(MASK, CONSUMERS, k_ring[0].shape[2]):
         k = own_rows(k_ring, turn, STAGES)
     scores = _score(q, k.slice(0, COLUMNS), Q_REGISTERS)
     cut = num_keys < COLUMNS
@@ -239,18 +245,19 @@ def _fwd_rows(
     WIDTH: gl.constexpr = v_ring[0].shape[3]
     STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
     OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
+    PASSES: gl.constexpr = _passes_blocks_over(MASK, CONSUMERS, BLOCK)
     row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS)
     row_sum = gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, product_layout(WARPGROUP_ROWS, SUMS))
     acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
     column = visited_block(skipped, blocks) * BLOCK
-    if MASK is not None:
+    if PASSES:
         num_keys = gl.where(skipped > 0, kv_len - column, num_keys)
     begun = skipped + 1
     p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
     if num_keys <= BLOCK // 2:
-        own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
+        own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
         half, row_max, row_sum = _first_weights(
             own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
@@ -260,7 +267,7 @@ def _fwd_rows(
             if ACTIVATION is not None:
                 hold_until_full(k_ring, turn + begun, True, STAGES)
             column = visited_block(begun, blocks) * BLOCK
-            own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
+            own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
             p, acc, row_max, row_sum = _fwd_block(
                 own_q, k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
@@ -269,7 +276,7 @@ def _fwd_rows(
             acc = _add_values(half, v_ring, turn + skipped, acc, STAGES)
         begun += 1
     else:
-        own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
+        own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
         p, row_max, row_sum = _first_weights(
             own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
             consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
@@ -277,14 +284,14 @@ def _fwd_rows(
         if ACTIVATION is not None:
             hold_until_full(k_ring, turn + begun, count > begun, STAGES)
     if MASK is not None:
-        own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
+        own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
         for number in range(begun, partial):
             column = visited_block(number, blocks) * BLOCK
             p, acc, row_max, row_sum = _fwd_block(
                 own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
                 first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
             )  # fmt: skip
-    own_q = _own_q(q, q_ring, wave, MASK, ROW_STAGES, Q_REGISTERS)
+    own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
     for number in range(gl.maximum(begun, partial), count):
         p, acc, row_max, row_sum = _fwd_block(
             own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
@@ -347,7 +354,7 @@ def _fwd_compute(
             if Q_REGISTERS:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
             skipped = 0
-            if MASK is not None:
+            if _passes_blocks_over(MASK, CONSUMERS, BLOCK):
                 skipped = _unseen_blocks(tile, blocks, visited, consumer, CONSUMERS, MASK, BLOCK)
                 _pass_over_blocks(k_ring, v_ring, turn, skipped, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
             acc, row_max, row_sum = _fwd_rows(
