@@ -197,5 +197,5 @@ def test_bad_input(change, error, message):
 
 
 def test_hoppers_attention_is_left_out_where_portable_kernels_are_faster():
-    assert hopper_attention_pays(10, 200) and hopper_attention_pays(50, 50, 64, "gelu_tanh") and hopper_attention_pays(500, 500, 128, "gelu")
+    assert hopper_attention_pays(10, 200) and hopper_attention_pays(50, 50, 64, "gelu_tanh") and hopper_attention_pays(50, 50, 128, "gelu")
     assert not hopper_attention_pays(1, 200) and not hopper_attention_pays(25, 25) and not hopper_attention_pays(500, 500, 64, "gelu")
