@@ -316,6 +316,60 @@ def target_attention(
     )
 
 
+def self_and_target_attention(
+    device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
+) -> Setup:
+    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history: in one launch of
+    each kernel, and each alone, whose times add up to those of two launches, but for the sums of two dk and two dv."""
+    lengths = {"own rows": histories, "candidates": counts * num_queries}
+    offsets = {kind: offsets_of(rows) for kind, rows in lengths.items()}
+    total = int(histories.sum())
+    part_of = {"own rows": slice(0, total), "candidates": slice(total, None)}  # of q
+    q_shape, kv_shape = (total + int(counts.sum()) * num_queries, num_heads, head_dim), (total, num_heads, head_dim)
+    q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
+    users = sample_segments(histories)
+
+    def segment(kind: str, user: int) -> slice:
+        return slice(*offsets[kind][user : user + 2].tolist())
+
+    def queries(x: Tensor, user: int) -> Tensor:
+        return torch.cat([x[part][segment(kind, user)] for kind, part in part_of.items()])
+
+    def implementation(kernels: str, kinds: tuple[str, ...]) -> Implementation:
+        part = part_of[kinds[0]] if len(kinds) == 1 else slice(None)
+        inputs = leaves(q=q[part], k=k, v=v)
+        schedule, build_ms = timed_schedule(torch.cat([lengths[kind] for kind in kinds]), histories, q, implementation=kernels)
+        q_offsets = offsets_of(torch.cat([lengths[kind] for kind in kinds])).to(device)
+        own = offsets["own rows"].to(device)
+
+        def forward():
+            return F.jagged_attention(*inputs.values(), q_offsets, own, schedule=schedule, implementation=kernels)
+
+        def pick(name, x):
+            if len(kinds) == 2:
+                return {u: x[segment("own rows", u)] if name in ("dk", "dv") else queries(x, u) for u in users}
+            return {f"{kinds[0]} of {u}": x[segment("own rows" if name in ("dk", "dv") else kinds[0], u)] for u in users}
+
+        return Implementation(forward, inputs, pick, grad[part], host_ms=build_ms, whole=len(kinds) == 2)
+
+    implementations = {name: partial(implementation, kernels, tuple(lengths)) for name, kernels in our_kernels(device).items()}
+    implementations |= {f"{OURS}, {kind} alone": partial(implementation, "auto", (kind,)) for kind in lengths}
+    samples = {u: (queries(q, u), k[segment("own rows", u)], v[segment("own rows", u)], queries(grad, u)) for u in users}
+    for kind, part in part_of.items():
+        for u in users:
+            of_user = (segment(kind, u), segment("own rows", u))
+            samples[f"{kind} of {u}"] = q[part][of_user[0]], k[of_user[1]], v[of_user[1]], grad[part][of_user[0]]
+    flops = 4.0 * num_heads * head_dim * float((sum(lengths.values()) * histories).sum())
+    return Setup(
+        implementations,
+        partial(reference, samples),
+        dtype,
+        flops=flops,
+        backward_flops=BACKWARD_FLOPS * flops,
+        attainable=ATTAINABLE.get(device_name(device)),
+    )
+
+
 # -- cases ---------------------------------------------------------------------------------------------------------
 
 
@@ -412,6 +466,11 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
         lengths = uniform_lengths(sizes.num_users, int(0.4 * history), history)  # mean/max 0.7
         setup = target(odd_counts(sizes.num_candidates, sizes.num_users), lengths)
         cases.append(Case("target attention, jagged histories, odd groups", f"history {int(0.4 * history)}..{history}", setup))
+    for history in sizes.histories[:3]:
+        lengths, candidates = uniform_lengths(sizes.num_users, 1, history), sizes.num_candidates // 4
+        shape = odd_counts(candidates, sizes.num_users), lengths, sizes.num_queries, sizes.num_heads, sizes.head_dim
+        setup = partial(self_and_target_attention, device, dtype, *shape)
+        cases.append(Case("self and target attention in one launch", f"history 1..{history}, {candidates} candidates", setup))
     for candidates in sizes.sweep:
         setup = target(equal_groups(candidates), torch.full((sizes.num_users,), sizes.sweep_history))
         setup = partial(keep_implementations, setup, (OURS, "replicate + SDPA"), without=(PORTABLE,))
