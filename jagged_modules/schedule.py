@@ -25,13 +25,15 @@ def new_token() -> tuple[int, int]:
 
 
 def chooses_hopper(device: torch.device | int, query_rows: float, key_rows: float) -> bool:
-    """Whether attention on a GPU takes the kernels for compute capability 9.0 unasked, for segments of so many rows on average."""
-    return torch.cuda.get_device_capability(device) == (9, 0) and hopper_attention_pays(query_rows, key_rows)
+    """Whether attention on a GPU takes the kernels for compute capability 9.0 unasked, for segments of so many rows on average. Where CUDA
+    is not initialised, as in a data loader's worker, which must not do so: on the machine's first GPU."""
+    is_hopper = torch.cuda.get_device_capability(device) == (9, 0) if torch.cuda.is_initialized() else _first_gpu_is_hopper()
+    return is_hopper and hopper_attention_pays(query_rows, key_rows)
 
 
 @functools.cache
 def _first_gpu_is_hopper() -> bool:
-    """The same of the machine's first GPU, as the driver's management library has it: a data loader's worker must not initialise CUDA."""
+    """Whether the machine's first GPU is of compute capability 9.0, as the driver's management library has it."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver, no GPU
@@ -69,10 +71,7 @@ def host_schedule(
     workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
     query_rows, key_rows = (int(lengths.sum()) / max(1, len(lengths)) for lengths in (q_lengths, kv_lengths))
     if hopper is None:
-        if initialized:
-            hopper = chooses_hopper(0, query_rows, key_rows)
-        else:
-            hopper = _first_gpu_is_hopper() and hopper_attention_pays(query_rows, key_rows)
+        hopper = chooses_hopper(0, query_rows, key_rows)
     tile = attention_tile(head_dim, itemsize, query_rows, hopper)
     common = dict(num_workers=workers, mask=None if mask is None or mask.hides_nothing() else mask)
     forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **common)

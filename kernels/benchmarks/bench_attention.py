@@ -98,6 +98,14 @@ def reference(samples: dict, dtype: torch.dtype) -> dict[str, Tensor]:
     return results
 
 
+def setup_of(
+    implementations: dict[str, Callable[[], Implementation]], samples: dict, dtype: torch.dtype, device: str, flops: float
+) -> Setup:
+    attainable = ATTAINABLE.get(device_name(device))
+    backward_flops = BACKWARD_FLOPS * flops
+    return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=backward_flops, attainable=attainable)
+
+
 def pad(values: Tensor, valid: Tensor) -> Tensor:
     """``[L, H, D]`` -> ``[B, N, H, D]`` with zeros where ``valid`` ``[B, N]`` is False."""
     padded = values.new_zeros(*valid.shape, *values.shape[1:])
@@ -204,14 +212,9 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         }
         others |= {UNFUSED: unfused} if num_heads == 1 else {}
     flops = 4.0 * num_heads * head_dim * float(lengths.double().square().sum())
-    return Setup(
-        {name: partial(ours, kernels) for name, kernels in our_kernels(device).items()} | others,
-        partial(reference, {b: (q[rows], k[rows], v[rows], grad[rows]) for b, rows in parts.items()}),
-        dtype,
-        flops=flops,
-        backward_flops=BACKWARD_FLOPS * flops,
-        attainable=ATTAINABLE.get(device_name(device)),
-    )
+    implementations = {name: partial(ours, kernels) for name, kernels in our_kernels(device).items()} | others
+    samples = {b: (q[rows], k[rows], v[rows], grad[rows]) for b, rows in parts.items()}
+    return setup_of(implementations, samples, dtype, device, flops)
 
 
 # -- target attention ----------------------------------------------------------------------------------------------
@@ -306,14 +309,7 @@ def target_attention(
     samples = {
         u: (q[candidates_of[u]].flatten(0, 1), k[history_of[u]], v[history_of[u]], grad[candidates_of[u]].flatten(0, 1)) for u in users
     }
-    return Setup(
-        implementations,
-        partial(reference, samples),
-        dtype,
-        flops=flops,
-        backward_flops=BACKWARD_FLOPS * flops,
-        attainable=ATTAINABLE.get(device_name(device)),
-    )
+    return setup_of(implementations, samples, dtype, device, flops)
 
 
 def self_and_target_attention(
@@ -322,52 +318,43 @@ def self_and_target_attention(
     """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history: in one launch of
     each kernel, and each alone, whose times add up to those of two launches, but for the sums of two dk and two dv."""
     lengths = {"own rows": histories, "candidates": counts * num_queries}
-    offsets = {kind: offsets_of(rows) for kind, rows in lengths.items()}
-    total = int(histories.sum())
-    part_of = {"own rows": slice(0, total), "candidates": slice(total, None)}  # of q
-    q_shape, kv_shape = (total + int(counts.sum()) * num_queries, num_heads, head_dim), (total, num_heads, head_dim)
-    q, k, v, grad = random_tensors(device, dtype, q_shape, kv_shape, kv_shape, q_shape)
-    users = sample_segments(histories)
+    shapes = {kind: (int(rows.sum()), num_heads, head_dim) for kind, rows in lengths.items()}
+    k, v, *queries = random_tensors(device, dtype, *[shapes["own rows"]] * 2, *shapes.values(), *shapes.values())
+    q_of, grad_of = dict(zip(lengths, queries[:2])), dict(zip(lengths, queries[2:]))
+    users, host_kv_offsets = sample_segments(histories), offsets_of(histories)
+    kv_offsets = host_kv_offsets.to(device)
 
-    def segment(kind: str, user: int) -> slice:
-        return slice(*offsets[kind][user : user + 2].tolist())
+    def joined(parts: dict[str, Tensor], kinds: tuple[str, ...]) -> Tensor:
+        return torch.cat([parts[kind] for kind in kinds])
 
-    def queries(x: Tensor, user: int) -> Tensor:
-        return torch.cat([x[part][segment(kind, user)] for kind, part in part_of.items()])
+    def rows_of(user: int, offsets: Tensor) -> Tensor:
+        """A user's rows of all kinds, whose segments follow those of the kind before."""
+        starts = range(user, len(offsets) - 1, len(histories))
+        return torch.cat([torch.arange(*offsets[i : i + 2].tolist()) for i in starts]).to(device)
+
+    def sample(kinds: tuple[str, ...]) -> dict:
+        q, grad, offsets = joined(q_of, kinds), joined(grad_of, kinds), offsets_of(joined(lengths, kinds))
+        rows = {u: (rows_of(u, offsets), rows_of(u, host_kv_offsets)) for u in users}
+        return {f"{' and '.join(kinds)} of {u}": (q[own], k[history], v[history], grad[own]) for u, (own, history) in rows.items()}
 
     def implementation(kernels: str, kinds: tuple[str, ...]) -> Implementation:
-        part = part_of[kinds[0]] if len(kinds) == 1 else slice(None)
-        inputs = leaves(q=q[part], k=k, v=v)
-        schedule, build_ms = timed_schedule(torch.cat([lengths[kind] for kind in kinds]), histories, q, implementation=kernels)
-        q_offsets = offsets_of(torch.cat([lengths[kind] for kind in kinds])).to(device)
-        own = offsets["own rows"].to(device)
-
-        def forward():
-            return F.jagged_attention(*inputs.values(), q_offsets, own, schedule=schedule, implementation=kernels)
+        inputs, rows = leaves(q=joined(q_of, kinds), k=k, v=v), joined(lengths, kinds)
+        offsets = offsets_of(rows)
+        schedule, build_ms = timed_schedule(rows, histories, inputs["q"], implementation=kernels)
+        options = {"schedule": schedule, "implementation": kernels}
+        forward = partial(F.jagged_attention, *inputs.values(), offsets.to(device), kv_offsets, **options)
 
         def pick(name, x):
-            if len(kinds) == 2:
-                return {u: x[segment("own rows", u)] if name in ("dk", "dv") else queries(x, u) for u in users}
-            return {f"{kinds[0]} of {u}": x[segment("own rows" if name in ("dk", "dv") else kinds[0], u)] for u in users}
+            return {f"{' and '.join(kinds)} of {u}": x[rows_of(u, host_kv_offsets if name in ("dk", "dv") else offsets)] for u in users}
 
-        return Implementation(forward, inputs, pick, grad[part], host_ms=build_ms, whole=len(kinds) == 2)
+        return Implementation(forward, inputs, pick, joined(grad_of, kinds), host_ms=build_ms, whole=len(kinds) == len(lengths))
 
-    implementations = {name: partial(implementation, kernels, tuple(lengths)) for name, kernels in our_kernels(device).items()}
-    implementations |= {f"{OURS}, {kind} alone": partial(implementation, "auto", (kind,)) for kind in lengths}
-    samples = {u: (queries(q, u), k[segment("own rows", u)], v[segment("own rows", u)], queries(grad, u)) for u in users}
-    for kind, part in part_of.items():
-        for u in users:
-            of_user = (segment(kind, u), segment("own rows", u))
-            samples[f"{kind} of {u}"] = q[part][of_user[0]], k[of_user[1]], v[of_user[1]], grad[part][of_user[0]]
+    both = tuple(lengths)
+    implementations = {name: partial(implementation, kernels, both) for name, kernels in our_kernels(device).items()}
+    implementations |= {f"{OURS}, {kind} alone": partial(implementation, "auto", (kind,)) for kind in both}
+    samples = sample(both) | {part: x for kind in both for part, x in sample((kind,)).items()}
     flops = 4.0 * num_heads * head_dim * float((sum(lengths.values()) * histories).sum())
-    return Setup(
-        implementations,
-        partial(reference, samples),
-        dtype,
-        flops=flops,
-        backward_flops=BACKWARD_FLOPS * flops,
-        attainable=ATTAINABLE.get(device_name(device)),
-    )
+    return setup_of(implementations, samples, dtype, device, flops)
 
 
 # -- cases ---------------------------------------------------------------------------------------------------------

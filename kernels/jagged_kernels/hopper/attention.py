@@ -25,10 +25,10 @@ from .attention_tiles import (
     make_tile_ring,
     multiply_rows,
     num_waves,
+    own_rows_visit,
     pass_tile,
     result_descriptor,
     score_scale,
-    sees_keys,
     segment_factor,
     take_tile,
     tile_of_wave,
@@ -320,7 +320,7 @@ def _unseen_blocks(tile, blocks, visited, consumer: gl.constexpr, CONSUMERS: gl.
     """How many of the tile's first blocks a warpgroup's rows see nothing of; not all: its rows shall have results."""
     last = gl.minimum(num_partial_blocks(blocks), visited - 1)
     count = gl.to_tensor(0)
-    while (count < last) & (sees_keys(tile, visited_block(count, blocks), consumer, CONSUMERS, MASK, BLOCK) == 0):
+    while (count < last) & (own_rows_visit(tile, visited_block(count, blocks), key_blocks, consumer, CONSUMERS, MASK, BLOCK) == 0):
         count += 1
     return count
 

@@ -28,10 +28,10 @@ from .attention_tiles import (
     make_tile_ring,
     multiply_rows,
     num_waves,
+    own_rows_visit,
     pass_tile,
     result_descriptor,
     score_scale,
-    sees_keys,
     segment_factor,
     take_tile,
     tile_of_wave,
@@ -195,7 +195,7 @@ def _dq_compute(
             for number in range(partial):
                 key_block = visited_block(number, blocks)
                 column = key_block * BLOCK
-                if sees_keys(tile, key_block, consumer, CONSUMERS, MASK, BLOCK):
+                if own_rows_visit(tile, key_block, key_blocks, consumer, CONSUMERS, MASK, BLOCK):
                     acc = _dq_block(
                         q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column,
                         first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,

@@ -15,10 +15,10 @@ from ..tiles import load_segment
 from .attention_tiles import (
     as_factor,
     end_tile,
-    is_seen,
     make_tile_ring,
     multiply_rows,
     num_waves,
+    own_rows_visit,
     pass_tile,
     query_blocks,
     score_scale,
@@ -265,7 +265,7 @@ def _dkdv_compute(
             for number in range(partial):
                 _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
                 row = block * BLOCK
-                if is_seen(tile, block, consumer, CONSUMERS, MASK, BLOCK):
+                if own_rows_visit(tile, block, query_blocks, consumer, CONSUMERS, MASK, BLOCK):
                     dk, dv, clears = _dkdv_block(
                         k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
                         first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,

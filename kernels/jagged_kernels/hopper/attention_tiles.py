@@ -123,29 +123,16 @@ def visited_block(number, blocks):
 
 
 @gluon.jit
-def _own_tile(tile, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A warpgroup's 64 rows of a tile, as a tile."""
-    segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
-    return segment, head, block * CONSUMERS + consumer, q_start, q_len, kv_start, kv_len, first_target
-
-
-@gluon.jit
-def sees_keys(tile, block, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
-    """Whether a warpgroup's rows of a tile of query rows see something of a block of keys that the tile visits."""
+def own_rows_visit(
+    tile, block, BLOCKS_OF: gl.constexpr, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr
+):  # fmt: skip
+    """Whether a warpgroup's 64 rows of a tile would visit a block, which the tile visits; BLOCKS_OF: key_blocks or query_blocks."""
     if MASK is None:
         return True
     else:
-        blocks, _ = key_blocks(_own_tile(tile, consumer, CONSUMERS), MASK, WARPGROUP_ROWS, BLOCK)
-        return is_visited(block, blocks)
-
-
-@gluon.jit
-def is_seen(tile, block, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
-    """Whether a block of query rows that visits a tile of keys sees something of a warpgroup's rows of the tile."""
-    if MASK is None:
-        return True
-    else:
-        blocks, _ = query_blocks(_own_tile(tile, consumer, CONSUMERS), MASK, WARPGROUP_ROWS, BLOCK)
+        segment, head, number, q_start, q_len, kv_start, kv_len, first_target = tile
+        own_tile = segment, head, number * CONSUMERS + consumer, q_start, q_len, kv_start, kv_len, first_target
+        blocks, _ = BLOCKS_OF(own_tile, MASK, WARPGROUP_ROWS, BLOCK)
         return is_visited(block, blocks)
 
 
