@@ -128,7 +128,7 @@ def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared
 
 
 def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, **flags) -> Tensor:
-    from jagged_kernels.attention import attention_on_hopper, triton_attention
+    from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
 
     if q.dtype == torch.float64:
         raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
@@ -144,6 +144,8 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, 
     head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+        if implementation == "auto" and not torch.compiler.is_compiling():  # where choosing by sizes would compile anew
+            hopper = hopper and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, flags["activation"])
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
         schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)

@@ -197,8 +197,13 @@ def _on_hopper(
     if implementation == "hopper" and not aligned:
         strides = ", ".join(f"{name} {list(x.shape)} with strides {x.stride()}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {strides}")
-    query_rows, key_rows = q.shape[0] / (1 if q_shared else q_offsets.shape[0] - 1), k.shape[0] / (kv_offsets.shape[0] - 1)
-    return aligned and (implementation == "hopper" or hopper_attention_pays(query_rows, key_rows, q.shape[2], activation))
+    return aligned and (implementation == "hopper" or hopper_pays(q, k, q_offsets, kv_offsets, q_shared, activation))
+
+
+def hopper_pays(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str) -> bool:
+    """Whether "auto" takes the kernels for compute capability 9.0, where they can, for segments as long as these are on average."""
+    query_rows, key_rows = (x.shape[0] / max(1, offsets.shape[0] - 1) for x, offsets in ((q, q_offsets), (k, kv_offsets)))
+    return hopper_attention_pays(q.shape[0] if q_shared else query_rows, key_rows, q.shape[2], activation)
 
 
 def _launch(

@@ -1,10 +1,11 @@
-"""Which GPU a schedule is made for where CUDA is not initialised, as in a data loader's worker."""
+"""Which kernels a schedule is made for: those of the GPU, also where CUDA is not initialised, as in a data loader's worker."""
 
 import pytest
 import torch
 from jagged_kernels.configs import attention_tile
 
 from jagged_modules import schedule
+from jagged_modules.functional import attention as functional
 
 
 class Driver:
@@ -38,3 +39,40 @@ def test_tiles_are_those_of_the_machines_gpu(monkeypatch, capability, hopper):
         made = schedule.host_schedule(torch.tensor([rows, rows]), torch.tensor([rows, rows]), **sizes)
         expected = attention_tile(64, 2, rows, hopper and rows == 100)
         assert (made.block_m, made.backward.block_m) == (expected.query, expected.key)
+
+
+class Made(Exception):
+    """A schedule would have been made."""
+
+
+@pytest.mark.parametrize(
+    "rows, activation, head_dim, implementation, q_shared, hopper",
+    [
+        (200, "softmax", 128, "auto", False, True),
+        (5, "softmax", 128, "auto", False, False),
+        (5, "softmax", 128, "hopper", False, True),
+        (200, "gelu", 128, "auto", False, True),
+        (200, "gelu", 64, "auto", False, False),
+        (20, "softmax", 64, "auto", True, True),
+    ],
+)
+def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
+    monkeypatch, rows, activation, head_dim, implementation, q_shared, hopper
+):
+    kernels = pytest.importorskip("jagged_kernels.attention")
+
+    def made(*args, hopper, **sizes):
+        raise Made(hopper)
+
+    monkeypatch.setattr(kernels, "attention_on_hopper", lambda *args: True)
+    monkeypatch.setattr(functional, "device_schedule", made)
+    segments = 4
+    offsets = torch.arange(segments + 1) * rows
+    q = torch.zeros((60 if q_shared else segments * rows, 2, head_dim), dtype=torch.bfloat16)
+    k = torch.zeros((segments * rows, 2, head_dim), dtype=torch.bfloat16)
+    flags = dict(activation=activation, mask=None, num_targets=None, segment_scale=None, output_scale=1.0)
+    with pytest.raises(Made) as schedule_of:
+        functional._triton_attention(
+            q, k, k, offsets, offsets, None, implementation, scale=1.0, q_shared=q_shared, kv_shared=False, **flags
+        )
+    assert schedule_of.value.args == (hopper,)
