@@ -202,8 +202,8 @@ def _on_hopper(
 
 def hopper_pays(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str) -> bool:
     """Whether "auto" takes the kernels for compute capability 9.0, where they can, for segments as long as these are on average."""
-    query_rows, key_rows = (x.shape[0] / max(1, offsets.shape[0] - 1) for x, offsets in ((q, q_offsets), (k, kv_offsets)))
-    return hopper_attention_pays(q.shape[0] if q_shared else query_rows, key_rows, q.shape[2], activation)
+    segments, key_segments = (max(1, offsets.shape[0] - 1) for offsets in (q_offsets, kv_offsets))
+    return hopper_attention_pays(q.shape[0] / (1 if q_shared else segments), k.shape[0] / key_segments, q.shape[2], activation)
 
 
 def _launch(
