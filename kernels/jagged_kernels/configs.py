@@ -138,11 +138,21 @@ def hopper_attention_pays(query_rows: float, key_rows: float, head_dim: int = 12
     return query_rows * key_rows >= 1024 and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
 
 
-def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool) -> HopperConfig:
+def hopper_keys_are_long(key_rows: float, head_dim: int, masked: bool) -> bool:
+    """Whether segments have so many keys on average that the forward loops over blocks of 128, not of 64.
+
+    A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Of the same time
+    without a mask at head dim 128 about 320 keys, at 64 about 600; under one four times as many.
+    """
+    return key_rows * padded_dim(head_dim) >= (4 * 49152 if masked else 49152)
+
+
+def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool, long: bool = False) -> HopperConfig:
     """Launch configuration of a warp-specialised attention kernel, by either head dim: they are padded to the same.
 
     Args:
-        kernel: "fwd", "dq" or "dkdv". Tiles do not depend on the activation or a mask, of which a schedule knows nothing.
+        kernel: "fwd", "dq" or "dkdv". Tiles do not depend on the other arguments, of which a schedule knows nothing.
+        long: whether `hopper_keys_are_long`, for "fwd".
     """
     softmax = activation == "softmax"
     two = functools.partial(HopperConfig, consumers=2, launch_registers=168, registers=240)
@@ -153,11 +163,13 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
         # What a mask or an activation computes for a block of 128 rows takes more registers than there are.
         return two(block=128, stages=2, row_stages=2) if softmax and not masked else two(block=64, stages=4, row_stages=2)
     if padded_dim(head_dim) == 64:
-        block = 64 if kernel == "dq" or activation == "gelu" else 128  # its arithmetic takes many registers
-        return three(block=block, stages=3, row_stages=2)
+        if kernel == "dq":
+            return three(block=64, stages=3, row_stages=2)
+        long = long and activation != "gelu"  # its arithmetic takes many registers
+        return three(block=128, stages=3, row_stages=2) if long else three(block=64, stages=5, row_stages=2)
     if kernel == "dq":
         return two(block=64, stages=2, row_stages=2)
-    return two(block=128, stages=2, row_stages=2, rows_in_registers=softmax)
+    return two(block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax)
 
 
 @dataclasses.dataclass(frozen=True)

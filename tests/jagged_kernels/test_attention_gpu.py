@@ -17,11 +17,15 @@ MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hst
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
 
 
-@pytest.fixture(params=["triton", "hopper"])
-def kernels(request):
-    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+@pytest.fixture(params=["triton", "hopper", "hopper-long"])
+def kernels(request, monkeypatch):
+    """Implementations, Hopper's also with the blocks that it takes for long segments."""
+    implementation, *long = request.param.split("-")
+    if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Gluon kernels for compute capability 9.0")
-    return request.param
+    if long:
+        monkeypatch.setattr("jagged_kernels.hopper.attention.hopper_keys_are_long", lambda *_: True)
+    return implementation
 
 
 @pytest.fixture

@@ -141,9 +141,9 @@ def compile_hopper(source, **options):
     return compiled
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1):
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1, long=False):
     """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys;
-    `lists`: of queries."""
+    `lists`: of queries; `long`: segments of keys."""
     from jagged_kernels.hopper import attention, attention_backward, attention_dkdv
     from jagged_kernels.hopper.attention_tiles import launch_options
     from triton.experimental.gluon import language as gl
@@ -154,7 +154,7 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
         "dq": attention_backward.attention_bwd_dq_hopper_kernel,
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
     }[name]
-    config = hopper_attention_config(name, dim, activation, mask is not None)
+    config = hopper_attention_config(name, dim, activation, mask is not None, long)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)
@@ -189,6 +189,13 @@ def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, gr
     assert compiled.metadata.shared <= 227 * 1024
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask):
+    long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], long=x) for x in (True, False))
+    assert long.asm["ptx"] != short.asm["ptx"] and long.metadata.shared <= 227 * 1024
 
 
 @pytest.mark.parametrize("mask, group", [("none", 1), ("window", 4)])

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
+from ..configs import hopper_keys_are_long
 from ..masks import num_partial_blocks
 from ..tile_list import fitting_tiles, query_lists
 from .attention_tiles import (
@@ -40,6 +41,7 @@ from .tiles import (
     WARPGROUP_ROWS,
     await_cleared,
     await_full,
+    await_stored,
     clear_rows,
     fetch,
     hold_until_full,
@@ -195,12 +197,29 @@ def _first_weights(
 
 
 @gluon.jit
-def _add_values(p, v_ring, turn, acc, STAGES: gl.constexpr):
-    """acc + p v of a block's first keys, no other product being under way."""
+def _log2(x):
+    """As the special-function unit has it: off by 2⁻²² at most, or by that part of the result."""
+    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _last_values(
+    p, v_ring, turn, acc, row_max, row_sum, q_ring, wave, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr
+):  # fmt: skip
+    """acc + p v of a tile's last keys, and, made while that product is under way, what a row of it is to be multiplied by and the row's
+    log-sum-exp in base 2; both softmax's alone. The staging buffer has been awaited too."""
     acc = warpgroup_mma(p, await_full(v_ring, turn, STAGES).slice(0, p.shape[1]), acc, is_async=True)
+    release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
+    await_stored()
+    factor, lse = row_max, row_max
+    if ACTIVATION is None:
+        row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
+        # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
+        factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+        lse = row_max + _log2(row_sum)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     release(v_ring, turn, STAGES)
-    return acc
+    return acc, factor, lse
 
 
 @gluon.jit
@@ -236,11 +255,12 @@ def _fwd_block(
 
 @gluon.jit
 def _fwd_rows(
-    q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, row, kv_len, num_keys, first_target, scale, cleared, clears,
+    q, q_ring, wave, tile, k_ring, v_ring, turn, blocks, skipped, visited, row, num_keys, scale, cleared, clears,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """acc = p v over the blocks that the tile visits, but the first `skipped`, and the maximum and sums of softmax's rows."""
+    """acc = p v over the blocks that the tile visits, but the first `skipped`; what its rows are to be multiplied by, and their
+    log-sum-exp, as _last_values has them."""
     BLOCK: gl.constexpr = k_ring[0].shape[2]
     WIDTH: gl.constexpr = v_ring[0].shape[3]
     STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
@@ -249,6 +269,8 @@ def _fwd_rows(
     row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS)
     row_sum = gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, product_layout(WARPGROUP_ROWS, SUMS))
     acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
+    factor, lse = row_max, row_max
+    _, _, _, _, _, _, kv_len, first_target = tile
     count = gl.maximum(visited, 1)
     partial = num_partial_blocks(blocks)
     column = visited_block(skipped, blocks) * BLOCK
@@ -273,7 +295,9 @@ def _fwd_rows(
                 first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
             )  # fmt: skip
         else:
-            acc = _add_values(half, v_ring, turn + skipped, acc, STAGES)
+            acc, factor, lse = _last_values(
+                half, v_ring, turn + skipped, acc, row_max, row_sum, q_ring, wave, ACTIVATION, STAGES, ROW_STAGES
+            )  # fmt: skip
         begun += 1
     else:
         own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
@@ -298,8 +322,10 @@ def _fwd_rows(
             first_target, scale, ACTIVATION, MASK, False, STAGES, Q_REGISTERS,
         )  # fmt: skip
     if begun <= count:
-        acc = _add_values(p, v_ring, turn + count - 1, acc, STAGES)
-    return acc, row_max, row_sum
+        acc, factor, lse = _last_values(
+            p, v_ring, turn + count - 1, acc, row_max, row_sum, q_ring, wave, ACTIVATION, STAGES, ROW_STAGES
+        )  # fmt: skip
+    return acc, factor, lse
 
 
 @gluon.jit
@@ -340,8 +366,10 @@ def _fwd_compute(
     scale = score_scale(scale, ACTIVATION)
     waves = num_waves(schedule)
     turn, clears = 0, 0
+    EARLY: gl.constexpr = ACTIVATION is None  # takes the next tile before it stores this one; pointwise activations are 2 % slower so
+    next_tile = take_tile(shared[-1], 0, waves > 0 if EARLY else False)
     for wave in range(waves):
-        tile = take_tile(shared[-1], wave)
+        tile = next_tile if EARLY else take_tile(shared[-1], wave)
         segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
         blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         num_keys = gl.where(visited > 0, kv_len - visited_block(0, blocks) * BLOCK, 0)  # in the first block, the only one cut
@@ -357,27 +385,26 @@ def _fwd_compute(
             if _passes_blocks_over(MASK, CONSUMERS, BLOCK):
                 skipped = _unseen_blocks(tile, blocks, visited, consumer, CONSUMERS, MASK, BLOCK)
                 _pass_over_blocks(k_ring, v_ring, turn, skipped, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
-            acc, row_max, row_sum = _fwd_rows(
-                q, q_ring, wave, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, kv_len, num_keys, first_target,
-                scale, cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
+            acc, row_factor, lse = _fwd_rows(
+                q, q_ring, wave, tile, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, num_keys, scale,
+                cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
             )  # fmt: skip
-            release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
+            if EARLY:
+                next_tile = take_tile(shared[-1], wave + 1, wave + 1 < waves)
             if ACTIVATION is None:
-                row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-                # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
-                row_factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
                 acc = acc * gl.convert_layout(row_factor, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, acc.shape[1])))[:, None]
             else:
                 acc = acc * factor
-            put_rows(acc, stages.index(consumer), 0, out_desc, out_ptr, q_start + first, head, num_rows, HEADS, DIM)
+            put_rows(acc, stages.index(consumer), None, out_desc, out_ptr, q_start + first, head, num_rows, HEADS, DIM)
             if ACTIVATION is None:  # after the box has left, whose fence would wait for it
                 lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
-                lse_ptrs = lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes
-                gl.store(lse_ptrs, row_max + gl.log2(row_sum), mask=lanes < num_rows)
+                gl.store(lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes, lse, mask=lanes < num_rows)
         else:
             pass_over(q_ring, wave, ROW_STAGES)
             count = gl.maximum(visited, 1)
             _pass_over_blocks(k_ring, v_ring, turn, count, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
+            if EARLY:
+                next_tile = take_tile(shared[-1], wave + 1, wave + 1 < waves)
         turn += gl.maximum(visited, 1)
         clears += cut.to(gl.int32)
         end_tile(shared[-1], wave)
@@ -422,7 +449,8 @@ def forward(
 ) -> None:  # fmt: skip
     """Launch the forward kernel; arguments as those of the portable one."""
     dims = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
-    config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared)
+    long = hopper_keys_are_long(k.shape[0] / max(1, kv_offsets.shape[0] - 1), q.shape[2], mask is not None)
+    config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared, long)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
     _, num_segments = query_lists(q_offsets, kv_offsets)

@@ -78,10 +78,10 @@ def _field(slots, i):
 
 
 @gluon.jit
-def take_tile(ring, wave):
-    """The tile of a wave, as tiles.py has it, and its first target column."""
+def take_tile(ring, wave, wanted=True):
+    """The tile of a wave, as tiles.py has it, and its first target column; anything if it is not wanted, as there is none."""
     slots, full, _ = ring
-    mbarrier.wait(full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1)
+    mbarrier.wait(full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1, pred=wanted)
     i = wave % TILE_SLOTS * TILE_FIELDS
     segment, head, block, q_start = _field(slots, i), _field(slots, i + 1), _field(slots, i + 2), _field(slots, i + 3)
     q_len, kv_start, kv_len, target = _field(slots, i + 4), _field(slots, i + 5), _field(slots, i + 6), _field(slots, i + 7)
@@ -199,9 +199,11 @@ def launch_options(config: HopperConfig) -> dict:
 
 
 @functools.cache
-def launch_constants(kernel, heads, kv_heads, head_dim, v_dim, dtype, activation, mask, q_shared) -> tuple[HopperConfig, dict]:
+def launch_constants(
+    kernel, heads, kv_heads, head_dim, v_dim, dtype, activation, mask, q_shared, long=False
+) -> tuple[HopperConfig, dict]:  # fmt: skip
     """A kernel's configuration, and the constant arguments that all kernels share."""
-    config = hopper_attention_config(kernel, head_dim, activation, mask is not None)
+    config = hopper_attention_config(kernel, head_dim, activation, mask is not None, long)
     return config, launch_options(config) | dict(
         HEADS=heads,
         GROUP=heads // kv_heads,

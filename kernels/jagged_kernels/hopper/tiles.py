@@ -142,19 +142,27 @@ def make_stages(desc, NUMBER: gl.constexpr):
 
 
 @gluon.jit
+def await_stored():
+    """Wait until nothing is left in this warpgroup's staging buffers."""
+    tma.store_wait(0)
+    thread_barrier()
+
+
+@gluon.jit
 def put_rows(acc, stage, PENDING: gl.constexpr, desc, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
     """Store a warpgroup's 64 rows, as far as they are the tile's, to a contiguous `[rows, HEADS, DIM]`. Through a staging buffer, whose
-    former rows have left it once PENDING later boxes are under way: as a box, or, where another's rows follow, by 16 bytes a thread. In
-    fp32, which has no descriptor, the product's layout stores whole sectors as it is."""
+    former rows have left it once PENDING later boxes are under way (None: `await_stored` has been called): as a box, or, where another's
+    rows follow, by 16 bytes a thread. In fp32, which has no descriptor, the product's layout stores whole sectors as it is."""
     if desc is None:
         _store_rows(acc, ptr, row, head, num_rows, HEADS, DIM)
     else:
         whole = num_rows >= WARPGROUP_ROWS
-        if PENDING > 0 and whole:
-            tma.store_wait(PENDING)
-        else:
-            tma.store_wait(0)
-        thread_barrier()
+        if PENDING is not None:
+            if PENDING > 0 and whole:
+                tma.store_wait(PENDING)
+            else:
+                tma.store_wait(0)
+            thread_barrier()
         rows = stage.reshape([WARPGROUP_ROWS, acc.shape[1]])
         rows.store(acc.to(stage.dtype))
         if whole:
