@@ -1,6 +1,7 @@
 """The zigzag schedule: which tiles, in which order, dealt to whom, how evenly, how fast."""
 
 import dataclasses
+import itertools
 import pickle
 import time
 
@@ -8,10 +9,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_kernels.configs import hopper_attention_pays
+from jagged_kernels.configs import hopper_attention_config, hopper_attention_pays, hopper_keys_are_long
 from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
 
 import jagged_modules as jm
+from jagged_modules.activations import ACTIVATIONS
 
 SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
 
@@ -199,3 +201,18 @@ def test_bad_input(change, error, message):
 def test_hoppers_attention_is_left_out_where_portable_kernels_are_faster():
     assert hopper_attention_pays(10, 200) and hopper_attention_pays(50, 50, 64, "gelu_tanh") and hopper_attention_pays(50, 50, 128, "gelu")
     assert not hopper_attention_pays(1, 200) and not hopper_attention_pays(25, 25) and not hopper_attention_pays(500, 500, 64, "gelu")
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_hoppers_tiles_follow_from_what_a_schedule_knows(dim):
+    options = list(itertools.product(ACTIVATIONS, [False, True], [False, True]))
+    rows = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in ("fwd", "dq", "dkdv")}
+    assert all(len(tiles) == 1 for tiles in rows.values()) and rows["fwd"] == rows["dq"]
+
+
+def test_hoppers_blocks_are_large_where_segments_are_long():
+    assert hopper_keys_are_long(400, 128, False) and hopper_keys_are_long(800, 64, False)
+    assert not hopper_keys_are_long(300, 128, False) and not hopper_keys_are_long(400, 64, False)
+    assert hopper_keys_are_long(2000, 96, True) and not hopper_keys_are_long(1000, 96, True)
+    long, short = (hopper_attention_config("fwd", 128, "softmax", False, long).block for long in (True, False))
+    assert long == 2 * short
