@@ -1,0 +1,158 @@
+"""The kernels of several checkouts, measured in turn on one card.
+
+    git worktree add ../before main~1
+    python kernels/benchmarks/compare.py attention before=../before after=. --only "target attention: history"
+
+Cases are those of this checkout's ``bench_<op>.py``, of which this project's implementations are measured. Each checkout has a process of
+its own that checks a case against float64 and measures it, one at a time; every other round goes the other way round. The better round
+counts, as in all tables. A process that gives no answer in time, as where a kernel waits for ever, is killed and its checkout left out from
+there on.
+"""
+
+import argparse
+import importlib
+import json
+import os
+import re
+import selectors
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import report
+import torch
+from runner import Protocol, environment, release_memory, run_case
+from tqdm import tqdm
+
+NO_ANSWER = "(none)"  # in place of an implementation
+
+# -- a checkout's process ----------------------------------------------------------------------------------------------
+
+
+def serve(op: str, tiny: bool, protocol: Protocol, implementations: str) -> None:
+    """Answers every line of stdin, the name of a case, with a line of its rows. What else is printed goes to stderr."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    cases = named_cases(op, protocol.device, tiny)
+    for line in sys.stdin:
+        release_memory(protocol.device)
+        rows = run_case(cases[line.rstrip("\n")], protocol, re.compile(implementations))
+        print(json.dumps(rows), file=answers, flush=True)
+
+
+class Checkout:
+    """A process that has the packages of a checkout."""
+
+    def __init__(self, root: str, op: str, tiny: bool, protocol: Protocol, implementations: str):
+        arguments = json.dumps([op, tiny, asdict(protocol), implementations])
+        paths = [root, str(Path(root, "kernels")), *filter(None, [os.environ.get("PYTHONPATH")])]
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", arguments], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        )  # fmt: skip
+
+    def rows(self, case: str, limit_s: float) -> list[dict]:
+        """The rows of a case; of another form where the process has ended or gives no answer."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.process.stdout, selectors.EVENT_READ)
+            try:
+                self.process.stdin.write(case + "\n")
+                if not selector.select(limit_s):
+                    return [{"implementation": NO_ANSWER, "status": f"no answer in {limit_s:g} s"}]
+            except BrokenPipeError:
+                pass
+            answer = self.process.stdout.readline()
+        return json.loads(answer) if answer else [{"implementation": NO_ANSWER, "status": f"ended with {self.process.wait()}"}]
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+# -- the comparison ----------------------------------------------------------------------------------------------------
+
+
+def named_cases(op: str, device: str, tiny: bool) -> dict:
+    return {f"{case.table}: {case.name}": case for case in importlib.import_module(f"bench_{op}").make_cases(device, tiny)}
+
+
+def compare(checkouts: dict[str, Checkout], cases: list[str], rounds: int, limit_s: float) -> list[dict]:
+    """A row for every case, implementation and pass: milliseconds by checkout, or the status of what "failed"."""
+    table: dict[tuple[str, str, str], dict] = {}
+    running = dict(checkouts)
+    for turn, case in tqdm([(turn, case) for turn in range(rounds) for case in cases]):
+        for name in list(running)[:: -1 if turn % 2 else 1]:
+            for row in running[name].rows(case, limit_s):
+                found = {key.removesuffix("_ms"): row[key] for key in ("forward_ms", "forward_backward_ms", "backward_ms") if key in row}
+                if row["status"] != "ok":
+                    found["failed"] = row["status"]
+                for measured, value in found.items():
+                    cells = table.setdefault((case, row["implementation"], measured), {})
+                    cells[name] = value if measured == "failed" else min(value, cells.get(name, value))
+                if row["implementation"] == NO_ANSWER:
+                    running.pop(name).end()
+    return [dict(zip(("case", "implementation", "pass"), key), cells=cells) for key, cells in table.items()]
+
+
+def markdown(rows: list[dict], names: list[str]) -> str:
+    """Milliseconds, and how much faster each checkout is than the first."""
+    lines = [f"| case | implementation | pass | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
+    for row in rows:
+        first, cells = row["cells"].get(names[0]), []
+        for name in names:
+            ms = row["cells"].get(name, "")
+            both = isinstance(ms, float) and isinstance(first, float) and name != names[0]
+            cells.append((report.number(ms) if isinstance(ms, float) else ms) + (f" ({first / ms:.3f}×)" if both else ""))
+        lines.append(f"| {row['case']} | {row['implementation']} | {row['pass'].replace('_', '+')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def checkout_folder(text: str) -> tuple[str, str]:
+    name, _, folder = text.partition("=")
+    if not folder or not all(Path(folder, package, "__init__.py").exists() for package in ("jagged_modules", "kernels/jagged_kernels")):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=FOLDER with the folder of a checkout")
+    return name, folder
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status is 1 if something failed in a checkout."""
+    protocol = Protocol("cpu")
+    parser = argparse.ArgumentParser(description="Measures the kernels of several checkouts in turn.")
+    parser.add_argument("op", help="of bench_<op>.py")
+    parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER", type=checkout_folder, help="the first is the yardstick")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the comparison itself")
+    parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
+    parser.add_argument("--impl", default="^jagged_modules", help="regular expression: implementations to run")
+    parser.add_argument("--out", type=Path, help="JSON file for the results")
+    parser.add_argument("--rounds", type=int, default=protocol.rounds)
+    parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
+    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help="ms")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a case may take, compilation included")
+    options = parser.parse_args(argv)
+    cases = [name for name in named_cases(options.op, options.device, options.tiny) if options.only.search(name)]
+    if not cases:
+        parser.error(f"--only {options.only.pattern!r} selects no case")
+
+    protocol = Protocol(options.device, 1, options.pause, rep_ms=options.rep)
+    folders = dict(options.checkouts)
+    checkouts = {name: Checkout(folder, options.op, options.tiny, protocol, options.impl) for name, folder in folders.items()}
+    try:
+        rows = compare(checkouts, cases, options.rounds, options.limit)
+    finally:
+        for checkout in checkouts.values():
+            checkout.end()
+    print(markdown(rows, list(folders)))
+    if options.out:
+        results = {"environment": environment(options.device), "protocol": str(protocol), "rows": rows}
+        report.write_atomically(options.out, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
+    return int(any(isinstance(cell, str) for row in rows for cell in row["cells"].values()))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--serve"]:
+        op, tiny, protocol, implementations = json.loads(sys.argv[2])
+        serve(op, tiny, Protocol(**protocol), implementations)
+    else:
+        sys.exit(main())
