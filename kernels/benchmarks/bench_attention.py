@@ -168,14 +168,17 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(lambda q, k, v: attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
 
     def sll():
+        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen: q and v come scaled, and so do their gradients."""
         attention = peers.sll("multi_head_jagged_flash_attention")
-        heads_first = leaves(**{name: x.transpose(0, 1) for name, x in inputs.items()})
-        return Implementation(
-            lambda: attention(*heads_first.values(), offsets, max_seqlen),
-            heads_first,
-            lambda name, x: {b: x[:, rows].transpose(0, 1) for b, rows in parts.items()},
-            grad.transpose(0, 1).contiguous(),
-        )
+        factors = {"q": head_dim**-0.5, "k": 1.0, "v": float(max_seqlen)}
+        heads_first = leaves(**{name: factors[name] * x.transpose(0, 1) for name, x in inputs.items()})
+
+        def pick(name, x):
+            x = x * factors.get(name.removeprefix("d"), 1.0)
+            return {b: x[:, rows].transpose(0, 1) for b, rows in parts.items()}
+
+        call, note = lambda: attention(*heads_first.values(), offsets, max_seqlen), "q and v scaled beforehand"
+        return Implementation(call, heads_first, pick, grad.transpose(0, 1).contiguous(), note)
 
     def padded(attention, masked: bool):
         """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""

@@ -76,7 +76,7 @@ def statuses(setup: runner.Setup, pattern: str) -> dict[str, str]:
 
 
 def self_attention() -> runner.Setup:
-    return bench_attention.self_attention("cpu", torch.float32, torch.tensor([4, 9, 1]), num_heads=2, head_dim=8)
+    return bench_attention.self_attention("cpu", torch.float32, torch.tensor([4, 9, 3]), num_heads=2, head_dim=8)
 
 
 def target_attention() -> runner.Setup:
@@ -107,10 +107,12 @@ def test_meta_gdpa(packages):
     assert statuses(setup, "") == {peers.META_GDPA: "ok"}
 
 
-def test_fbgemm_sll_attention_gets_heads_first(monkeypatch):
+def test_fbgemm_sll_attention_gets_heads_first_and_scaled(monkeypatch):
+    """Its function, softmax(q kᵀ) v / max_seqlen, is what its kernels give in Triton's interpreter."""
+
     def attention(q, k, v, offsets, max_seqlen):
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-        return F.jagged_attention(q, k, v, offsets, max_seqlen_q=max_seqlen).transpose(0, 1)
+        return F.jagged_attention(q, k, v, offsets, max_seqlen_q=max_seqlen, scale=1.0).transpose(0, 1) / max_seqlen
 
     monkeypatch.setattr(peers, "sll", {"multi_head_jagged_flash_attention": attention}.__getitem__)
     assert statuses(self_attention(), peers.SLL) == {peers.SLL: "ok"}
