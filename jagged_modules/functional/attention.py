@@ -62,7 +62,7 @@ def jagged_attention(
             device without a sync if they are there. Triton only; the other implementations need none.
         implementation: "auto" (kernels on CUDA, segments of equal lengths together on the CPU), "reference", "triton", or "hopper": those
             that need compute capability 9.0, 16 bits, D and Dv multiples of 8, both 40 to 64 or both 72 to 128, and rows that begin at
-            16-byte boundaries. "auto" takes them, but for very short segments, "gelu" and "gelu_taylor".
+            16-byte boundaries. "auto" takes them where they are faster: not for very short segments, "gelu_taylor", or "gelu" with D to 64.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
