@@ -104,6 +104,29 @@ def assert_accurate():
     return _assert_accurate
 
 
+def _assert_one_key(attend, q_lengths, dtype, device="cpu", dim=24) -> None:
+    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly, dv the sum of do, and dq = dk = 0, where
+    plain torch cancels exactly and others up to rounding of dP and rowsum(dO o O), each at most |do| |v|: the accuracy rule has no band
+    for what is 0."""
+    user = torch.arange(len(q_lengths), device=device).repeat_interleave(torch.tensor(q_lengths, device=device))
+    offsets = (_offsets(x).to(device) for x in (q_lengths, [1] * len(q_lengths)))
+    q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype).requires_grad_() for n in (len(user), len(q_lengths), len(q_lengths)))
+    out = attend(q, k, v, *offsets)
+    do = torch.randn_like(out)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
+    assert torch.equal(out, v[user])
+    expected = torch.zeros_like(v, dtype=torch.float64).index_add(0, user, do.double()).to(dtype)
+    eps, inner_eps = torch.finfo(dtype).eps, min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+    torch.testing.assert_close(dv, expected, rtol=2 * eps, atol=2 * inner_eps)
+    bound = 8 * inner_eps * dim**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
+    assert dq.norm() <= bound and dk.norm() <= bound
+
+
+@pytest.fixture(scope="session")
+def assert_one_key():
+    return _assert_one_key
+
+
 class _TensorSizes(TorchDispatchMode):
     """Puts into `made` the number of elements of every tensor that operators make; views make none."""
 

@@ -44,17 +44,39 @@ def test_a_wrong_result_is_named_and_not_timed(changed_checkout, capsys):
     assert "| failed |  | wrong: forward: " in capsys.readouterr().out
 
 
-def test_a_process_that_gives_no_answer_is_left_out(changed_checkout, capsys):
-    changed = changed_checkout("def jagged_softmax(*args, **kwargs):\n    import time\n\n    time.sleep(1000)")
-    assert compare.main(["jagged_ops", f"before={changed}", f"after={ROOT}", *OPTIONS, "--limit", "30"]) == 1
-    table = capsys.readouterr().out
-    assert table.count("no answer in 30 s") == 1 and table.count("jagged_modules | forward") == 2
+@pytest.mark.parametrize(
+    "line, limit, status",
+    [("raise SystemExit(3)", "100", "ended with 3"), ("import time\n\ntime.sleep(1000)", "3", "no answer in 3 s")],
+    ids=["ends", "waits"],
+)
+def test_a_process_without_an_answer(changed_checkout, line, limit, status, capsys):
+    assert compare.main(["jagged_ops", f"only={changed_checkout(line)}", *OPTIONS, "--limit", limit]) == 1
+    assert f"| (none) | failed | {status} |" in capsys.readouterr().out
 
 
-def test_a_process_that_ends_is_left_out(changed_checkout, capsys):
-    changed = changed_checkout("raise SystemExit(3)")
-    assert compare.main(["jagged_ops", f"before={ROOT}", f"after={changed}", *OPTIONS]) == 1
-    assert "ended with 3" in capsys.readouterr().out
+def test_who_gave_no_answer_is_not_asked_again():
+    class Fake:
+        def __init__(self, ms):
+            self.ms, self.asked, self.ended = ms, [], False
+
+        def rows(self, case, limit_s):
+            self.asked.append(case)
+            ms = self.ms.pop(0)
+            if ms is None:
+                return [{"implementation": compare.NO_ANSWER, "status": "no answer"}]
+            return [{"implementation": "ours", "status": "ok", "forward_ms": ms}]
+
+        def end(self):
+            self.ended = True
+
+    good, bad = Fake([3.0, 5.0, 2.0, 6.0]), Fake([4.0, None])
+    rows = compare.compare({"good": good, "bad": bad}, ["a", "b"], rounds=2, limit_s=1)
+    assert bad.ended and bad.asked == ["a", "b"] and good.asked == ["a", "b", "a", "b"] and not good.ended
+    assert [(row["case"], row["pass"], row["cells"]) for row in rows] == [
+        ("a", "forward", {"good": 2.0, "bad": 4.0}),
+        ("b", "forward", {"good": 5.0}),
+        ("b", "failed", {"bad": "no answer"}),
+    ]
 
 
 @pytest.mark.parametrize("checkout", ["nowhere", f"name={ROOT / 'tests'}"])

@@ -57,7 +57,7 @@ LENGTHS = {
     "below": [15, 31, 63, 127],
     "whole": [16, 32, 64, 128],
     "above": [17, 33, 65, 129],
-    "one-row": [1, 1, 1],
+    "one-row": [1, 1, 2],
     "empty": [0, 0, 40, 0, 0, 0, 70, 0],
     "all-empty": [0, 0],
     "long": [700, 3],
@@ -93,6 +93,14 @@ def check(implementation, assert_accurate):
 def test_segments(lengths, block_size, check, offsets_of):
     lengths = LENGTHS[lengths]
     check(*make_qkv(sum(lengths)), offsets_of(lengths), block_size=block_size)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_segments_of_one_row(dtype, implementation, assert_one_key):
+    def attend(q, k, v, offsets, _):
+        return F.block_diagonal_attention(q, k, v, offsets, implementation=implementation)
+
+    assert_one_key(attend, [1, 1, 1], DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -45,7 +45,7 @@ def check_against_reference(assert_accurate, q, k, v, q_offsets, kv_offsets, sca
 
 LENGTHS = {
     "equal": ([4, 4, 4], [4, 4, 4]),
-    "one-row": ([1, 1, 1], [1, 1, 1]),
+    "one-row": ([1, 1, 1], [1, 2, 1]),
     "odd": ([3, 7, 13], [5, 11, 1]),
     "empty-queries": ([0, 6, 0], [3, 4, 2]),
     "empty-keys": ([2, 6, 3], [0, 4, 0]),
@@ -62,6 +62,12 @@ def test_segments(lengths, dtype, assert_accurate, offsets_of):
     q_lengths, kv_lengths = LENGTHS[lengths]
     tensors = make_qkv(sum(q_lengths), sum(kv_lengths), dtype=DTYPES[dtype])
     check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("q_lengths", [[1, 1, 1], [1, 0, 3], [5]], ids=str)
+def test_one_key(q_lengths, dtype, assert_one_key):
+    assert_one_key(F.jagged_attention, q_lengths, DTYPES[dtype])
 
 
 @pytest.mark.parametrize("dim, v_dim", [(1, 1), (8, 8), (24, 40), (40, 24), (72, 72), (17, 33), (128, 64), (200, 8), (256, 256)])
