@@ -177,8 +177,13 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
             x = x * factors.get(name.removeprefix("d"), 1.0)
             return {b: x[:, rows].transpose(0, 1) for b, rows in parts.items()}
 
-        call, note = lambda: attention(*heads_first.values(), offsets, max_seqlen), "q and v scaled beforehand"
-        return Implementation(call, heads_first, pick, grad.transpose(0, 1).contiguous(), note)
+        return Implementation(
+            lambda: attention(*heads_first.values(), offsets, max_seqlen),
+            heads_first,
+            pick,
+            grad.transpose(0, 1).contiguous(),
+            note="q and v scaled beforehand",
+        )
 
     def padded(attention, masked: bool):
         """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""

@@ -17,12 +17,12 @@ import re
 import selectors
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import report
-import torch
-from runner import Protocol, environment, release_memory, run_case
+from protocol import Protocol, add_options, choose, named, parse
+from runner import environment, release_memory, run_case
 from tqdm import tqdm
 
 NO_ANSWER = "(none)"  # in place of an implementation
@@ -34,10 +34,10 @@ def serve(op: str, tiny: bool, protocol: Protocol, implementations: str) -> None
     """Answers every line of stdin, the name of a case, with a line of its rows. What else is printed goes to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    cases = named_cases(op, protocol.device, tiny)
+    cases = cases_of(op, protocol.device, tiny)
     for line in sys.stdin:
         release_memory(protocol.device)
-        rows = run_case(cases[line.rstrip("\n")], protocol, re.compile(implementations))
+        rows = run_case(cases[line.rstrip("\n")], replace(protocol, rounds=1), re.compile(implementations))
         print(json.dumps(rows), file=answers, flush=True)
 
 
@@ -73,8 +73,8 @@ class Checkout:
 # -- the comparison ----------------------------------------------------------------------------------------------------
 
 
-def named_cases(op: str, device: str, tiny: bool) -> dict:
-    return {f"{case.table}: {case.name}": case for case in importlib.import_module(f"bench_{op}").make_cases(device, tiny)}
+def cases_of(op: str, device: str, tiny: bool) -> dict:
+    return named(importlib.import_module(f"bench_{op}").make_cases(device, tiny))
 
 
 def compare(checkouts: dict[str, Checkout], cases: list[str], rounds: int, limit_s: float) -> list[dict]:
@@ -103,7 +103,7 @@ def markdown(rows: list[dict], names: list[str]) -> str:
         for name in names:
             ms = row["cells"].get(name, "")
             both = isinstance(ms, float) and isinstance(first, float) and name != names[0]
-            cells.append((report.number(ms) if isinstance(ms, float) else ms) + (f" ({first / ms:.3f}×)" if both else ""))
+            cells.append(report.plain_cell(ms) + (f" ({first / ms:.3f}×)" if both else ""))
         lines.append(f"| {row['case']} | {row['implementation']} | {row['pass'].replace('_', '+')} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -117,35 +117,25 @@ def checkout_folder(text: str) -> tuple[str, str]:
 
 def main(argv: list[str] | None = None) -> int:
     """The exit status is 1 if something failed in a checkout."""
-    protocol = Protocol("cpu")
     parser = argparse.ArgumentParser(description="Measures the kernels of several checkouts in turn.")
-    parser.add_argument("op", help="of bench_<op>.py")
+    parser.add_argument("op", choices=sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")))
     parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER", type=checkout_folder, help="the first is the yardstick")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the comparison itself")
-    parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
-    parser.add_argument("--impl", default="^jagged_modules", help="regular expression: implementations to run")
+    add_options(parser, implementations="^jagged_modules")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
-    parser.add_argument("--rounds", type=int, default=protocol.rounds)
-    parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
-    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help="ms")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that a case may take, compilation included")
-    options = parser.parse_args(argv)
-    cases = [name for name in named_cases(options.op, options.device, options.tiny) if options.only.search(name)]
-    if not cases:
-        parser.error(f"--only {options.only.pattern!r} selects no case")
+    options, protocol = parse(parser, argv)
+    cases = choose(parser, options, cases_of(options.op, options.device, options.tiny))
 
-    protocol = Protocol(options.device, 1, options.pause, rep_ms=options.rep)
     folders = dict(options.checkouts)
-    checkouts = {name: Checkout(folder, options.op, options.tiny, protocol, options.impl) for name, folder in folders.items()}
+    checkouts = {name: Checkout(folder, options.op, options.tiny, protocol, options.impl.pattern) for name, folder in folders.items()}
     try:
-        rows = compare(checkouts, cases, options.rounds, options.limit)
+        rows = compare(checkouts, list(cases), options.rounds, options.limit)
     finally:
         for checkout in checkouts.values():
             checkout.end()
     print(markdown(rows, list(folders)))
     if options.out:
-        results = {"environment": environment(options.device), "protocol": str(protocol), "rows": rows}
+        results = {"environment": environment(options.device), "protocol": asdict(protocol), "rows": rows}
         report.write_atomically(options.out, lambda path: path.write_text(json.dumps(results, indent=1) + "\n"))
     return int(any(isinstance(cell, str) for row in rows for cell in row["cells"].values()))
 

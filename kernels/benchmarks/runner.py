@@ -4,7 +4,7 @@ A benchmark lists its cases; the ``setup`` of a case makes the inputs and return
 
 1. builds every implementation, calls it once (compilation), fills its outputs with NaN and frees them, calls it again and compares
    output and gradients with a float64 reference on the sampled rows: what is wrong is never timed;
-2. measures the implementations in turn (``PROTOCOL`` below);
+2. measures the implementations in turn (``PROTOCOL`` in protocol.py);
 3. saves the results, so that a run that is killed keeps every case it finished.
 """
 
@@ -28,34 +28,9 @@ from pathlib import Path
 
 import report
 import torch
+from protocol import Protocol, add_options, choose, named, parse
 from torch import Tensor
 from tqdm import tqdm
-
-PROTOCOL = """\
-Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
-order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
-better round is reported, all are kept. On CUDA: events around each call, before which the L2 cache is overwritten and the device waits
-until the host has issued all of it, so that no launch gap counts; what the host takes to issue it is its own column. On the CPU:
-time.perf_counter. Forward runs without autograd;
-forward+backward is forward, then torch.autograd.grad for all inputs; backward alone is the latter on a graph that is kept. Peak memory is
-what one call allocates above its inputs at most. Errors are relative, of the worst sampled row, against float64; the bound is
-{error_factor} times the error of plain torch in the case's dtype."""
-ERROR_FACTOR = 3.0
-
-
-@dataclass(frozen=True)
-class Protocol:
-    """How measurements are taken; kept with the results."""
-
-    device: str
-    rounds: int = 2
-    pause_s: float = 0.3
-    warmup_ms: float = 10.0
-    rep_ms: float = 50.0
-    error_factor: float = ERROR_FACTOR
-
-    def __str__(self):
-        return " ".join(PROTOCOL.format(**asdict(self)).split())
 
 
 @dataclass(frozen=True)
@@ -441,28 +416,13 @@ def main(
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
     """
-    protocol = Protocol("cpu")
     parser = argparse.ArgumentParser(description=f"Benchmark of {op}.")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
-    parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
-    parser.add_argument("--impl", default="", type=re.compile, help="regular expression: implementations to run")
+    add_options(parser)
     parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
     parser.add_argument("--resume", action="store_true", help="leave out what runs of the same day left in the folder")
-    parser.add_argument("--rounds", type=int, default=protocol.rounds)
-    parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
-    parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help="ms")
-    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help="ms")
-    options = parser.parse_args(argv)
-    if options.device == "cuda" and not torch.cuda.is_available():
-        parser.error("--device cuda: torch sees no CUDA device")
-
-    protocol = Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
+    options, protocol = parse(parser, argv)
     folder = options.out or report.results_folder(device_name(options.device))
-    cases = {f"{case.table}: {case.name}": case for case in make_cases(options.device, options.tiny)} | dict(other_tables or {})
-    chosen = {name: case for name, case in cases.items() if options.only.search(name)}
-    if not chosen:
-        parser.error(f"--only {options.only.pattern!r} selects no case")
+    chosen = choose(parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {}))
     start = environment(options.device)
     done = measured_today(folder, start["date"][:10], op) if options.resume else set()
     todo = {name: case for name, case in chosen.items() if name not in done}

@@ -27,7 +27,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, hopper_attention_pays, padded_dim
-from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision, rows_in_place
+from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, mean_rows, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .tile_list import fitting_tiles, query_lists
 
@@ -202,8 +202,8 @@ def _on_hopper(
 
 def hopper_pays(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str) -> bool:
     """Whether "auto" takes the kernels for compute capability 9.0, where they can, for segments as long as these are on average."""
-    segments, key_segments = (max(1, offsets.shape[0] - 1) for offsets in (q_offsets, kv_offsets))
-    return hopper_attention_pays(q.shape[0] / (1 if q_shared else segments), k.shape[0] / key_segments, q.shape[2], activation)
+    query_rows = q.shape[0] if q_shared else mean_rows(q.shape[0], q_offsets)
+    return hopper_attention_pays(query_rows, mean_rows(k.shape[0], kv_offsets), q.shape[2], activation)
 
 
 def _launch(
@@ -214,7 +214,7 @@ def _launch(
     loop_rows: rows of the side that tiles loop over, in all segments of `offsets`.
     """
     dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
-    long = mask is None and loop_rows >= LONG * (offsets.shape[0] - 1)
+    long = mask is None and mean_rows(loop_rows, offsets) >= LONG
     return _constants(kernel, *dims, q.dtype, block_m, long, q.device, precision(q), activation, mask and tuple(mask))
 
 

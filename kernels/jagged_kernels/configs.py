@@ -141,10 +141,10 @@ def hopper_attention_pays(query_rows: float, key_rows: float, head_dim: int = 12
 def hopper_keys_are_long(key_rows: float, head_dim: int, masked: bool) -> bool:
     """Whether segments have so many keys on average that the forward loops over blocks of 128, not of 64.
 
-    A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Of the same time
-    without a mask at head dim 128 about 320 keys, at 64 about 600; under one four times as many.
+    A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Both took the same
+    time for about 320 keys at head dim 128 and 600 at 64 without a mask, and for four times as many under one.
     """
-    return key_rows * padded_dim(head_dim) >= (4 * 49152 if masked else 49152)
+    return key_rows >= LONG * 64 / padded_dim(head_dim) * (4 if masked else 1)
 
 
 def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool, long: bool = False) -> HopperConfig:
@@ -162,13 +162,12 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
             return two(block=64, stages=3, row_stages=1)
         # What a mask or an activation computes for a block of 128 rows takes more registers than there are.
         return two(block=128, stages=2, row_stages=2) if softmax and not masked else two(block=64, stages=4, row_stages=2)
-    if padded_dim(head_dim) == 64:
-        if kernel == "dq":
-            return three(block=64, stages=3, row_stages=2)
-        long = long and activation != "gelu"  # its arithmetic takes many registers
-        return three(block=128, stages=3, row_stages=2) if long else three(block=64, stages=5, row_stages=2)
+    narrow = padded_dim(head_dim) == 64
     if kernel == "dq":
-        return two(block=64, stages=2, row_stages=2)
+        return three(block=64, stages=3, row_stages=2) if narrow else two(block=64, stages=2, row_stages=2)
+    if narrow:
+        long = long and activation != "gelu"  # its arithmetic takes many registers
+        return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)
     return two(block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax)
 
 

@@ -53,6 +53,11 @@ def chunk_shift(num_rows: int, longest: int | None, tiles: int, device: torch.de
     return shift
 
 
+def mean_rows(num_rows: int, offsets: Tensor) -> float:
+    """Of a segment, on average; nothing is read from the device."""
+    return num_rows / max(1, offsets.shape[0] - 1)
+
+
 def ceil_div(size: int, block: int) -> int:
     return (size + block - 1) // block
 

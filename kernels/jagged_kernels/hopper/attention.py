@@ -14,6 +14,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ..activations import activation_factors
 from ..configs import hopper_keys_are_long
+from ..launch import mean_rows
 from ..masks import num_partial_blocks
 from ..tile_list import fitting_tiles, query_lists
 from .attention_tiles import (
@@ -449,7 +450,7 @@ def forward(
 ) -> None:  # fmt: skip
     """Launch the forward kernel; arguments as those of the portable one."""
     dims = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
-    long = hopper_keys_are_long(k.shape[0] / max(1, kv_offsets.shape[0] - 1), q.shape[2], mask is not None)
+    long = hopper_keys_are_long(mean_rows(k.shape[0], kv_offsets), q.shape[2], mask is not None)
     config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared, long)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)

@@ -1,0 +1,67 @@
+"""How measurements are taken, and the command line that says so and chooses the cases: of benchmarks and of compare.py."""
+
+import argparse
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+import torch
+
+PROTOCOL = """\
+Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
+order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
+better round is reported, all are kept. On CUDA: events around each call, before which the L2 cache is overwritten and the device waits
+until the host has issued all of it, so that no launch gap counts; what the host takes to issue it is its own column. On the CPU:
+time.perf_counter. Forward runs without autograd;
+forward+backward is forward, then torch.autograd.grad for all inputs; backward alone is the latter on a graph that is kept. Peak memory is
+what one call allocates above its inputs at most. Errors are relative, of the worst sampled row, against float64; the bound is
+{error_factor} times the error of plain torch in the case's dtype."""
+ERROR_FACTOR = 3.0
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How measurements are taken; kept with the results."""
+
+    device: str
+    rounds: int = 2
+    pause_s: float = 0.3
+    warmup_ms: float = 10.0
+    rep_ms: float = 50.0
+    error_factor: float = ERROR_FACTOR
+
+    def __str__(self):
+        return " ".join(PROTOCOL.format(**asdict(self)).split())
+
+
+def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> None:
+    """Device, cases and protocol; ``implementations``: the pattern of those that run by default."""
+    protocol = Protocol("cpu")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
+    parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
+    parser.add_argument("--impl", default=implementations, type=re.compile, help="regular expression: implementations to run")
+    parser.add_argument("--rounds", type=int, default=protocol.rounds)
+    parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
+    parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help="ms")
+    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help="ms")
+
+
+def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, Protocol]:
+    options = parser.parse_args(argv)
+    if options.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device")
+    return options, Protocol(options.device, options.rounds, options.pause, options.warmup, options.rep)
+
+
+def named(cases: list) -> dict:
+    """Cases by what --only is matched with."""
+    return {f"{case.table}: {case.name}": case for case in cases}
+
+
+def choose(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Mapping) -> dict:
+    """The named cases that --only selects, one at least."""
+    chosen = {name: case for name, case in cases.items() if options.only.search(name)}
+    if not chosen:
+        parser.error(f"--only {options.only.pattern!r} selects no case")
+    return chosen
