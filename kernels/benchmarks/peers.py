@@ -4,6 +4,7 @@ Every function imports its peer when it is called, so that the benchmark's row s
 """
 
 import importlib
+import os
 from collections.abc import Callable
 
 import torch
@@ -45,15 +46,18 @@ def sll_operators(lengths: Tensor, offsets: Tensor, p_offsets: Tensor, longest: 
     }
 
 
+def keep_configurations(tuner, **values: tuple[int, ...]) -> None:
+    """Of an autotuned kernel's configurations those with one of the values of each name; to try all takes minutes."""
+    tuner.configs = [x for x in tuner.configs if all({**x.kwargs, **vars(x)}[name] in kept for name, kept in values.items())]
+
+
 def ikbo_attention() -> Callable[..., Tensor]:
     """``attention(q [C, n, H, D], k, v [U·N, H, D], candidate_to_user, N)``, forward only.
 
-    The kernel tries 320 configurations, for minutes; here those with as many rows as a candidate has, and what is usual beside them.
+    Of 320 configurations those with as many rows as a candidate has, and what is usual beside them.
     """
     module = importlib.import_module("ikbo.ops.triton_ikbo_fa")
-    tuner = module._attn_fwd_tma
-    usual = {"BLOCK_M": (64,), "BLOCK_N": (64, 128), "num_warps": (4, 8), "num_stages": (2, 3, 4)}
-    tuner.configs = [x for x in tuner.configs if all({**x.kwargs, **vars(x)}[name] in values for name, values in usual.items())]
+    keep_configurations(module._attn_fwd_tma, BLOCK_M=(64,), BLOCK_N=(64, 128), num_warps=(4, 8), num_stages=(2, 3, 4))
 
     def attention(q, k, v, candidate_to_user, history):
         out = module.triton_flash_attn_ikbo_tma(q.flatten(0, 1), k, v, candidate_to_user.int(), q.shape[1], history)
@@ -63,13 +67,18 @@ def ikbo_attention() -> Callable[..., Tensor]:
 
 
 def ikbo_linear_compress() -> Callable[..., Tensor]:
-    """``compress(w_user, w_cand, e_user, e_cand, candidate_to_user)``, forward only."""
-    compress = importlib.import_module("ikbo.ops.triton_ikbo_lce").triton_ikbo_lce
-    return lambda w_user, w_cand, e_user, e_cand, index: compress(w_cand, w_user, e_cand, e_user, index)
+    """``compress(w_user, w_cand, e_user, e_cand, candidate_to_user)``, forward only; of 64 configurations those with large tiles."""
+    module = importlib.import_module("ikbo.ops.triton_ikbo_lce")
+    keep_configurations(module.triton_ikbo_lce_kernel, BM=(128,), BN=(128,), num_stages=(3, 4))
+    return lambda w_user, w_cand, e_user, e_cand, index: module.triton_ikbo_lce(w_cand, w_user, e_cand, e_user, index)
 
 
 def meta_gdpa() -> Callable[..., Tensor]:
-    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)`` with tanh-GELU and no scale."""
+    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)`` with tanh-GELU and no scale.
+
+    GDPA_AUTOTUNE_CONFIG_SET names the set of configurations to try; here the smaller of Meta's two, unless it is set.
+    """
+    os.environ.setdefault("GDPA_AUTOTUNE_CONFIG_SET", "omnifm_v2")
     module = importlib.import_module("ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention")
 
     def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv):

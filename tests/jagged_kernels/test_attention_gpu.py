@@ -171,6 +171,13 @@ def test_masks(check_attention, lengths, mask, activation, dims):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+def test_activations_under_a_mask(check_attention, activation, dtype):
+    for dims in ((64, 64), (128, 128)):
+        check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation=activation, mask="hstu", scale=0.3, output_scale=0.02)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", ["q", "kv"])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "sigmoid"])
 def test_shared_operands_with_pointwise_activations(check_attention, activation, shared, dtype):
