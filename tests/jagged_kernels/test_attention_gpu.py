@@ -17,23 +17,28 @@ MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hst
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
 
 
-@pytest.fixture(params=["triton", "hopper", "hopper-long"])
+@pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-kept"])
 def kernels(request, monkeypatch):
-    """Implementations, Hopper's also with the blocks that it takes for long segments."""
-    implementation, *long = request.param.split("-")
+    """Implementations, Hopper's also with the blocks that it takes for long segments, and keeping the scores' gradients for dq."""
+    implementation, *variant = request.param.split("-")
     if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("Gluon kernels for compute capability 9.0")
-    if long:
+    if variant == ["long"]:
         monkeypatch.setattr("jagged_kernels.hopper.attention.hopper_keys_are_long", lambda *_: True)
+    if variant == ["kept"]:
+        monkeypatch.setattr("jagged_kernels.hopper.attention_backward.score_gradients_pay", lambda num_blocks, _: num_blocks > 0)
     return implementation
 
 
 @pytest.fixture
-def check_attention(check_attention, kernels):
+def check_attention(check_attention, kernels, request):
     """With the portable kernels and Hopper's, which take 64 where a test says nothing of head dims."""
+    keeps = request.node.callspec.params["kernels"] == "hopper-kept"
 
     def check(lengths, dtype, device, dims=(24, 40) if kernels == "triton" else (64, 64), tensors=None, **options):
         head_dims = dims if tensors is None else (tensors[0].shape[2], tensors[2].shape[2])
+        if keeps and (options.get("mask") is not None or "shared" in options):
+            pytest.skip("no gradients of scores are kept")
         if kernels == "hopper" and not hopper_attention_fits(*head_dims, dtype.itemsize, (9, 0)):
             pytest.skip("the portable kernels take this")
         check_attention(lengths, dtype, device, dims=dims, tensors=tensors, kernels=kernels, **options)
@@ -146,6 +151,50 @@ def test_heads(check_attention, heads):
 
 def test_empty_shared_operands(check_empty_shared_operands, kernels):
     check_empty_shared_operands("cuda", 64, torch.bfloat16, kernels)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
+@pytest.mark.parametrize("blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)])
+@pytest.mark.parametrize("kernels", ["hopper-kept"], indirect=True)
+def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypatch, blocks, parts, activation, dim):
+    """Of parts of the batch one after the other; where a segment's do not fit, its scores are computed again."""
+
+    def workspace(num_blocks, num_segments, q, *gradients):
+        bounds = [part * num_segments // parts for part in range(parts + 1)]
+        return q.new_full((blocks * 64, 1, 64), float("nan")), list(zip(bounds, bounds[1:]))
+
+    monkeypatch.setattr("jagged_kernels.hopper.attention_backward.workspace", workspace)
+    output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
+    for heads in ((4, 4), (4, 2)):
+        options = dict(dims=(dim, dim), heads=heads, activation=activation, output_scale=output_scale)
+        check_attention("mixed", torch.bfloat16, "cuda", **options)
+
+
+@pytest.mark.parametrize("query_block", [64, 128])
+@pytest.mark.parametrize("capacity", [0, 3, 40, 10_000])
+def test_places_of_score_gradients(offsets, capacity, query_block):
+    from jagged_kernels.hopper.attention_score_gradients import find_places
+
+    queries, keys = (torch.randint(0, 300, (1500,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(2))
+    blocks = [-(-q // query_block) * (query_block // 64) * -(-k // 64) * 3 for q, k in zip(queries, keys)]
+    ends = torch.tensor(blocks).cumsum(0)
+    num_tiles = torch.tensor([77], dtype=torch.int32, device="cuda")
+    places, others = find_places(offsets(queries, "cuda"), offsets(keys, "cuda"), num_tiles, capacity, 3, query_block)
+    assert places.tolist() == torch.where(ends <= capacity, ends - torch.tensor(blocks), -1).tolist()
+    assert others.item() == (77 if ends[-1] > capacity else 0)
+
+
+@pytest.mark.parametrize("rows, room", [(4096, 2**31), (2048, 2**31), (700_000, 700_000 * 3 * 4 * 128 * 2)])
+def test_workspace_is_bounded(rows, room):
+    """By a fixed size or that of the gradients, in as many parts as it takes."""
+    from jagged_kernels.hopper.attention_score_gradients import expected_blocks, workspace
+
+    q = torch.empty(rows, 4, 128, dtype=torch.bfloat16, device="meta")
+    num_blocks = expected_blocks(q, q, torch.empty(rows // 2048 + 1), torch.empty(rows // 2048 + 1))
+    kept, parts = workspace(num_blocks, rows // 2048, q, q, q, q)
+    assert kept.nbytes <= room and len(parts) * room >= num_blocks * 8192
+    assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]] and (parts[0][0], parts[-1][1]) == (0, rows // 2048)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])

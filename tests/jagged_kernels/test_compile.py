@@ -141,10 +141,10 @@ def compile_hopper(source, **options):
     return compiled
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1, long=False):
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1, long=False, kept=False):
     """The compiled kernel for compute capability 9.0 with the launch configuration that it gets; `shared`: with shared queries and keys;
-    `lists`: of queries; `long`: segments of keys."""
-    from jagged_kernels.hopper import attention, attention_backward, attention_dkdv
+    `lists`: of queries; `long`: segments of keys; `kept`: where gradients of scores are."""
+    from jagged_kernels.hopper import attention, attention_backward, attention_dkdv, attention_score_gradients
     from jagged_kernels.hopper.attention_tiles import launch_options
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon._runtime import GluonASTSource
@@ -153,21 +153,23 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
         "fwd": attention.attention_fwd_hopper_kernel,
         "dq": attention_backward.attention_bwd_dq_hopper_kernel,
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
+        "dq_of_kept": attention_score_gradients.attention_bwd_dq_of_kept_hopper_kernel,
     }[name]
-    config = hopper_attention_config(name, dim, activation, mask is not None, long)
+    config = hopper_attention_config(name.removesuffix("_of_kept"), dim, activation, mask is not None, long)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)
     constants |= dict(num_segments=None) if lists == 1 else {}
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
-    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    constants |= dict(QUERY_BLOCK=64) if kept else dict(ds_ptr=None, places_ptr=None)
+    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", places_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32") | dict.fromkeys(constants, "constexpr")
     signature = {}
     for arg in kernel.arg_names:
         if arg.endswith("_desc") and arg not in constants:
             looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
-            box = [1, config.block if arg in looped else 64, padded_dim(dim)]
+            box = [1, config.block if arg in looped else 64, 64 if arg == "ds_desc" else padded_dim(dim)]
             layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
             signature[arg] = f"tensordesc<{dtype}{box},{layout!r}>"
         else:
@@ -175,7 +177,8 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
             signature[arg] = types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
     places = {arg: i for i, arg in enumerate(signature)}
     constants = {(places[arg],): value for arg, value in constants.items() if arg in places}
-    source = GluonASTSource(kernel, signature=signature, constexprs=constants)
+    aligned = {(places[arg],): [["tt.divisibility", 16]] for arg in ("ds_ptr",) if signature.get(arg, "constexpr") != "constexpr"}
+    source = GluonASTSource(kernel, signature=signature, constexprs=constants, attrs=aligned)
     return compile_hopper(source, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
 
 
@@ -204,6 +207,37 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group
     for dim in (64, 128):
         compiled = compile_hopper_attention(name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group)
         assert compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, group):
+    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and the products."""
+    without = {x: compile_hopper_attention("dkdv", dim, "bf16", x, group=group) for x in ("softmax", "gelu_tanh")}
+    for activation, compiled in without.items():
+        keeping = compile_hopper_attention("dkdv", dim, "bf16", activation, group=group, kept=True)
+        assert keeping.metadata.shared <= 227 * 1024
+        vectors, others = (len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (keeping, compiled))
+        assert vectors > others and keeping.asm["ptx"].count("st.shared") == compiled.asm["ptx"].count("st.shared")
+        compile_hopper_attention("dq", dim, "bf16", activation, group=group, kept=True)
+    for dtype in ("bf16", "fp16"):
+        compiled = compile_hopper_attention("dq_of_kept", dim, dtype, "softmax", group=group, kept=True)
+        assert compiled.metadata.shared <= 227 * 1024 and "movmatrix" in compiled.asm["ptx"]
+
+
+def test_kernels_around_kept_score_gradients_compile():
+    from jagged_kernels.hopper.attention_score_gradients import attention_delta_kernel, attention_places_kernel
+
+    places = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", places_ptr="*i32", num_other_tiles_ptr="*i32")
+    places |= dict(num_segments="i32", capacity="i32")
+    delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
+    delta |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
+    for kernel, signature, constants in (
+        (attention_places_kernel, places, dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024)),
+        (attention_delta_kernel, delta, dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)),
+    ):
+        source = ASTSource(kernel, signature=signature | dict.fromkeys(constants, "constexpr"), constexprs=constants)
+        triton.compile(source, target=GPUTarget("cuda", 90, 32))
 
 
 @pytest.mark.parametrize("dim", [64, 128])

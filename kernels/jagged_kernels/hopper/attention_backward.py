@@ -1,7 +1,8 @@
 """Backward of jagged attention for Hopper: the warp-specialised kernel for dq, built as the forward is, and the launcher of both; that for
 dk, dv is attention_dkdv.py's.
 
-Both recompute the scores, so that each output tile has one owner. A warpgroup holds 64 rows of a tile: of queries for dq, of keys for
+Both compute the scores again, so that each output tile has one owner; where there is room for what the second makes of them, it comes first
+and a third takes the place of the first, attention_score_gradients.py. A warpgroup holds 64 rows of a tile: of queries for dq, of keys for
 dk, dv, where scores and their gradients are transposed: either way they are the first factors of what they are multiplied with, in the
 registers where they arise. What one warpgroup computes between its products overlaps with the other's products.
 """
@@ -14,10 +15,19 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
+from ..configs import score_gradients_pay
 from ..launch import has_descriptor
 from ..masks import num_partial_blocks
 from ..tile_list import fitting_tiles, query_lists
 from .attention_dkdv import attention_bwd_dkdv_hopper_kernel
+from .attention_score_gradients import (
+    attention_bwd_dq_of_kept_hopper_kernel,
+    expected_blocks,
+    find_places,
+    kept_constants,
+    workspace,
+    write_delta,
+)
 from .attention_tiles import (
     as_factor,
     descriptor,
@@ -52,6 +62,7 @@ from .tiles import (
     make_stages,
     own_rows,
     pass_over,
+    pass_over_keys,
     product_layout,
     put_rows,
     release,
@@ -66,19 +77,21 @@ def _dq_load(
     q_desc, do_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
-    schedule, rings = shared[0], shared[1]
+    schedule, rings, places_ptr = shared[0], shared[1], shared[4]
     q_rings, do_rings, k_ring, v_ring, _cleared = rings
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = k_desc.block_type.shape[1]
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
+    next_tile = tile_of_wave(schedule, 0, waves, MASK, places_ptr)
     turn = 0  # of the rings of keys and values
     for wave in range(waves):
         tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK, places_ptr)
         pass_tile(shared[-1], wave, tile)
-        _, head, block, q_start, _, kv_start, _, _ = tile
+        _, head, block, q_start, _, kv_start, _, place = tile
         blocks, visited = key_blocks(tile, MASK, ROWS, BLOCK)
+        if places_ptr is not None:
+            visited = gl.where(place < 0, visited, 0)
         for consumer in gl.static_range(CONSUMERS):
             row = q_start + block * ROWS + consumer * WARPGROUP_ROWS
             q_row = row
@@ -144,23 +157,11 @@ def _dq_block(
 
 
 @gluon.jit
-def _pass_over_keys(
-    k_ring, v_ring, turn, num_keys, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """A block that this warpgroup's rows do not see; what follows its keys is made 0 by all together."""
-    if num_keys < k_ring[0].shape[2]:
-        clear_rows(await_full(k_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
-        await_cleared(cleared, clears)
-    pass_over(k_ring, turn, STAGES)
-    pass_over(v_ring, turn, STAGES)
-
-
-@gluon.jit
 def _dq_compute(
     consumer: gl.constexpr, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr,
     MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
-    schedule, rings, operands, scales = shared[0], shared[1], shared[2], shared[3]
+    schedule, rings, operands, scales, places_ptr = shared[0], shared[1], shared[2], shared[3], shared[4]
     q_rings, do_rings, k_ring, v_ring, cleared = rings
     q_ring, do_ring = q_rings[consumer], do_rings[consumer]
     out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, stages = operands
@@ -176,9 +177,12 @@ def _dq_compute(
         segment, head, block, q_start, q_len, _, kv_len, first_target = tile
         blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
         partial = num_partial_blocks(blocks)
-        num_keys = gl.where(partial > 0, kv_len - visited_block(0, blocks) * BLOCK, BLOCK)  # in the first block, the only one cut
         first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_rows = q_len - first
+        if places_ptr is not None:
+            other = tile[7] < 0
+            partial, visited, num_rows = gl.where(other, partial, 0), gl.where(other, visited, 0), gl.where(other, num_rows, 0)
+        num_keys = gl.where(partial > 0, kv_len - visited_block(0, blocks) * BLOCK, BLOCK)  # in the first block, the only one cut
         if num_rows > 0:
             lse, delta = lanes, lanes
             if ACTIVATION is None:
@@ -201,7 +205,7 @@ def _dq_compute(
                         first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
                     )  # fmt: skip
                 else:
-                    _pass_over_keys(
+                    pass_over_keys(
                         k_ring, v_ring, turn + number, kv_len - column, cleared, clears, consumer, CONSUMERS, STAGES
                     )  # fmt: skip
             q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
@@ -219,7 +223,7 @@ def _dq_compute(
             pass_over(do_ring, wave, ROW_STAGES)
             for number in range(visited):
                 left = gl.where(number == 0, num_keys, BLOCK)
-                _pass_over_keys(k_ring, v_ring, turn + number, left, cleared, clears, consumer, CONSUMERS, STAGES)
+                pass_over_keys(k_ring, v_ring, turn + number, left, cleared, clears, consumer, CONSUMERS, STAGES)
         turn += visited
         clears += (num_keys < BLOCK).to(gl.int32)
         end_tile(shared[-1], wave)
@@ -230,18 +234,19 @@ def _dq_compute(
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, slope_factor, output_scale, stride_lse,
+    scale, slope_factor, output_scale, stride_lse, places_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
+    """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With a `places_ptr` of
+    the segments alone that have no place there."""
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
     row_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
     key_rings = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = row_rings[0], row_rings[1], key_rings[0], key_rings[1], make_barriers(1, CONSUMERS)
     operands = out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
     scales = scale, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, operands, scales, make_tile_ring(CONSUMERS)
+    shared = schedule, rings, operands, scales, places_ptr, make_tile_ring(CONSUMERS)
     if CONSUMERS == 2:
         gl.warp_specialize([
             (_dq_compute, (0, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
@@ -264,35 +269,62 @@ def backward(
     do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
     segment_scale, output_scale,
 ) -> None:  # fmt: skip
-    """Launch the dq and the dk, dv kernel; arguments as those of the portable ones."""
+    """Launch the kernels for dq and for dk, dv; arguments as those of the portable ones."""
     do = do if has_descriptor(do) else do.contiguous()
+    out = do if out is None else out.contiguous()
     value_factor, slope_factor = activation_factors(activation, q.dtype == torch.bfloat16, scale)
     flags = q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, activation, mask and tuple(mask), q_shared
-    operands = [descriptor(x, 64) for x in (q, do, k, v)]
+    (query_config, query_constants), (key_config, key_constants) = (launch_constants(kernel, *flags) for kernel in ("dq", "dkdv"))
+    operands = q_desc, do_desc, k_desc, v_desc = [descriptor(x, 64) for x in (q, do, k, v)]
+    if key_config.block != 64:
+        q_desc, do_desc = descriptor(q, key_config.block), descriptor(do, key_config.block)
+    dq_desc, dk_desc, dv_desc = (result_descriptor(x) for x in (dq, dk, dv))
+    lists, num_segments = query_lists(*query_schedule[:2])
 
-    config, constants = launch_constants("dq", *flags)
-    q_offsets, kv_offsets, *schedule = query_schedule
-    lists, num_segments = query_lists(q_offsets, kv_offsets)
-    sizes = dq.shape[0], q.shape[1], config.tile, config.block
-    tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
-    if blocks := grid(tiles):
-        attention_bwd_dq_hopper_kernel[blocks](
-            *operands, result_descriptor(dq), do if out is None else out.contiguous(), dq, lse, delta,
-            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale,
-            lse.stride(0),
-            HEAD_DIM=q.shape[2], **constants,
-        )  # fmt: skip
+    def query_tiles(q_offsets, kv_offsets, *schedule):
+        sizes = dq.shape[0], q.shape[1], query_config.tile, query_config.block
+        return fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
 
-    config, constants = launch_constants("dkdv", *flags)
-    if config.block != 64:
-        operands[:2] = descriptor(q, config.block), descriptor(do, config.block)
-    q_offsets, kv_offsets, *schedule = key_schedule
-    sizes = dk.shape[0], k.shape[1], config.tile, config.block
-    tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
-    if blocks := grid(tiles):
-        attention_bwd_dkdv_hopper_kernel[blocks](
-            *operands, result_descriptor(dk), result_descriptor(dv), dk, dv, lse, delta,
-            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale,
-            scale, value_factor, slope_factor, output_scale, lse.stride(0),
-            HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, LISTS=lists, **constants,
-        )  # fmt: skip
+    def launch_dq(q_offsets, kv_offsets, tiles, num_tiles, segment_scale, places=None):
+        if blocks := grid(tiles):
+            attention_bwd_dq_hopper_kernel[blocks](
+                *operands, dq_desc, out, dq, lse, delta,
+                q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale,
+                lse.stride(0), places,
+                HEAD_DIM=q.shape[2], **query_constants,
+            )  # fmt: skip
+
+    def launch_dkdv(q_offsets, kv_offsets, *schedule, segment_scale, kept=None, places=None):
+        sizes = dk.shape[0], k.shape[1], key_config.tile, key_config.block
+        tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
+        if blocks := grid(tiles):
+            attention_bwd_dkdv_hopper_kernel[blocks](
+                q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk, dv, lse, delta,
+                q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale,
+                scale, value_factor, slope_factor, output_scale, lse.stride(0), kept, places,
+                HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, LISTS=lists, **key_constants,
+            )  # fmt: skip
+
+    num_blocks = 0 if q_shared or kv_shared or mask or lists > 1 else expected_blocks(q, k, *query_schedule[:2])
+    if not score_gradients_pay(num_blocks, q.shape[2]):
+        launch_dq(*query_schedule[:2], *query_tiles(*query_schedule), segment_scale)
+        launch_dkdv(*key_schedule, segment_scale=segment_scale)
+        return
+    if activation == "softmax":
+        write_delta(do, out, delta)
+    kept, parts = workspace(num_blocks, query_schedule[0].shape[0] - 1, q, dq, dk, dv)
+    for start, end in parts:
+        of_part = None if segment_scale is None else segment_scale[start:end]
+        queries, keys = query_schedule, key_schedule
+        if len(parts) > 1:
+            queries = keys = *(offsets[start : end + 1] for offsets in query_schedule[:2]), None, None, 0
+        offsets, (tiles, num_tiles) = queries[:2], query_tiles(*queries)
+        places, num_other_tiles = find_places(*offsets, num_tiles, len(kept) // 64, q.shape[1], key_config.block)
+        launch_dkdv(*keys, segment_scale=of_part, kept=kept, places=places)
+        if blocks := grid(tiles):
+            attention_bwd_dq_of_kept_hopper_kernel[blocks](
+                descriptor(kept, 64), operands[2], dq_desc, dq, places, *offsets, tiles, num_tiles, of_part,
+                scale, slope_factor, output_scale,
+                QUERY_BLOCK=key_config.block, **kept_constants(query_config, q, k),
+            )  # fmt: skip
+        launch_dq(*offsets, tiles, num_other_tiles, of_part, places)

@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ..masks import is_visible, num_partial_blocks, visible_columns
 from ..tiles import load_segment
+from .attention_score_gradients import first_block, keep_blocks
 from .attention_tiles import (
     as_factor,
     end_tile,
@@ -45,6 +46,8 @@ from .tiles import (
     put_rows,
     release,
 )
+
+NO_PLACE = gl.constexpr(-(2**40))  # that no block of the segment has one either
 
 
 @gluon.jit
@@ -113,18 +116,18 @@ def _dkdv_load(
     KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The first query blocks are asked for before the keys, whose buffers are in use until the tile before ends."""
-    schedule, rings, stats = shared[0], shared[1], shared[2]
+    schedule, rings, stats, places_ptr = shared[0], shared[1], shared[2], shared[5][1]
     q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, _cleared = rings
     lse_ptr, delta_ptr, stride_lse = stats
     ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     lanes = gl.arange(0, BLOCK, layout=gl.BlockedLayout([BLOCK // 32], [32], [1], [0]))
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
+    next_tile = tile_of_wave(schedule, 0, waves, MASK, places_ptr)
     turn = 0  # of the rings of queries and dO
     for wave in range(waves):
         tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
+        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK, places_ptr)
         pass_tile(shared[-1], wave, tile)
         _, kv_head, key_block, _, _, kv_start, _, _ = tile
         blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
@@ -194,12 +197,12 @@ def _pass_over_rows(
 
 @gluon.jit
 def _dkdv_block(
-    k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale, cleared, clears,
+    k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale, cleared, clears, ds_ptr, keep,
     consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
     """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q. Rows past the segment, being 0, add nothing to either. Also returns how
-    often such were cleared."""
+    often such were cleared. Keeps dS at the place `keep`, with a `ds_ptr`."""
     q = await_full(q_ring, turn, STAGES)
     if PARTIAL:
         cut = num_rows < q.shape[0]
@@ -227,11 +230,25 @@ def _dkdv_block(
     if ACTIVATION is None:
         dp = dp - delta_slots.index(turn % STAGES).load(STATS)[None, :]
     ds = as_factor(slope * dp, q.dtype, WIDTH)
+    if ds_ptr is not None:
+        keep_blocks(ds, ds_ptr, keep)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
     release(q_ring, turn, STAGES)
     release(do_ring, turn, STAGES)
     return dk, dv, clears
+
+
+@gluon.jit
+def _place_to_keep(kept, tile, number, blocks, GROUP: gl.constexpr, QUERY_BLOCK: gl.constexpr):
+    """The place in the workspace of dS of the number-th block; negative where it is not kept. `kept`: the place of the first."""
+    if kept is None:
+        return -1
+    else:
+        group_head, query_block = _head_and_block(number, blocks, GROUP)
+        if GROUP > 1:
+            kept += first_block(0, group_head, 0, tile[4], tile[6], QUERY_BLOCK)
+        return kept + query_block * (QUERY_BLOCK // 64)
 
 
 @gluon.jit
@@ -241,6 +258,7 @@ def _dkdv_compute(
     ROW_STAGES: gl.constexpr,
 ):  # fmt: skip
     schedule, rings, results, scales = shared[0], shared[1], shared[3], shared[4]
+    ds_ptr = shared[5][0]
     q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, cleared = rings
     k_ring, v_ring = k_rings[consumer], v_rings[consumer]
     dk_desc, dv_desc, dk_ptr, dv_ptr, stages = results
@@ -256,6 +274,12 @@ def _dkdv_compute(
         blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
         first = (key_block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_keys = kv_len - first
+        kept = None
+        if ds_ptr is not None:
+            place = tile[7].to(gl.int64)
+            kept = first_block(
+                gl.where(place < 0, NO_PLACE, place), kv_head * GROUP, key_block * CONSUMERS + consumer, tile[4], kv_len, BLOCK
+            )  # fmt: skip
         if num_keys > 0:
             await_full(k_ring, wave, ROW_STAGES)
             await_full(v_ring, wave, ROW_STAGES)
@@ -266,9 +290,11 @@ def _dkdv_compute(
                 _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
                 row = block * BLOCK
                 if own_rows_visit(tile, block, query_blocks, consumer, CONSUMERS, MASK, BLOCK):
+                    keep = _place_to_keep(kept, tile, number, blocks, GROUP, BLOCK)
                     dk, dv, clears = _dkdv_block(
                         k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
-                        first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
+                        first_target, score_scale(scale, ACTIVATION), cleared, clears, ds_ptr, keep,
+                        consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
                     )  # fmt: skip
                 else:
                     clears = _pass_over_rows(
@@ -276,9 +302,11 @@ def _dkdv_compute(
                     )  # fmt: skip
             k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
             for number in range(partial, visited):
+                keep = _place_to_keep(kept, tile, number, blocks, GROUP, BLOCK)
                 dk, dv, clears = _dkdv_block(
                     k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, 0, BLOCK,
-                    first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
+                    first_target, score_scale(scale, ACTIVATION), cleared, clears, ds_ptr, keep,
+                    consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
                 )  # fmt: skip
             release(k_ring, wave, ROW_STAGES)
             release(v_ring, wave, ROW_STAGES)
@@ -305,12 +333,13 @@ def _dkdv_compute(
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale, stride_lse,
+    scale, value_factor, slope_factor, output_scale, stride_lse, ds_ptr, places_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of key rows; loops over the blocks of LISTS lists of queries, of all heads of its group."""
+    """dk, dv of a tile of key rows; loops over the blocks of LISTS lists of queries, of all heads of its group. With a `ds_ptr` keeps the
+    scores' gradients there, of the segments that have a place in `places_ptr`, as attention_score_gradients.py has them."""
     schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
     rings = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
     key_rings = make_rings(k_desc, ROW_STAGES, CONSUMERS), make_rings(v_desc, ROW_STAGES, CONSUMERS)
@@ -322,7 +351,7 @@ def attention_bwd_dkdv_hopper_kernel(
     stats = lse_ptr, delta_ptr, stride_lse
     results = dk_desc, dv_desc, dk_ptr, dv_ptr, make_stages(k_desc, 2 * CONSUMERS)
     scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, stats, results, scales, make_tile_ring(CONSUMERS)
+    shared = schedule, rings, stats, results, scales, (ds_ptr, places_ptr), make_tile_ring(CONSUMERS)
     gl.warp_specialize([
         (_dkdv_compute, (0, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
         (_dkdv_compute, (1, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),

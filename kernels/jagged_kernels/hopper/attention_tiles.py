@@ -43,13 +43,18 @@ def num_waves(schedule):
 
 
 @gluon.jit
-def tile_of_wave(schedule, wave, waves, MASK: gl.constexpr):
-    """The tile of a wave, as tiles.py has it, and its first target column. Asked for one wave ahead: its loads wait for one another."""
+def tile_of_wave(schedule, wave, waves, MASK: gl.constexpr, places_ptr=None):
+    """The tile of a wave, as tiles.py has it, and its first target column, or the place of its segment's score gradients, which are kept
+    without a mask alone. Asked for one wave ahead: its loads wait for one another."""
     tiles_ptr, _, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr = schedule
     segment, head, block, q_start, q_len, kv_start, kv_len = read_tile(
         tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr, num_segments
     )
-    return segment, head, block, q_start, q_len, kv_start, kv_len, first_target_column(num_targets_ptr, segment, kv_len, MASK)
+    if places_ptr is None:
+        last = first_target_column(num_targets_ptr, segment, kv_len, MASK)
+    else:
+        last = gl.load(places_ptr + segment)
+    return segment, head, block, q_start, q_len, kv_start, kv_len, last
 
 
 @gluon.jit
@@ -79,7 +84,7 @@ def _field(slots, i):
 
 @gluon.jit
 def take_tile(ring, wave, wanted=True):
-    """The tile of a wave, as tiles.py has it, and its first target column; anything if it is not wanted, as there is none."""
+    """What tile_of_wave gave; anything if it is not wanted, as there is none."""
     slots, full, _ = ring
     mbarrier.wait(full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1, pred=wanted)
     i = wave % TILE_SLOTS * TILE_FIELDS

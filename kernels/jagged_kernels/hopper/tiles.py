@@ -135,6 +135,18 @@ def await_cleared(cleared, turn):
 
 
 @gluon.jit
+def pass_over_keys(
+    k_ring, other_ring, turn, num_keys, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
+):  # fmt: skip
+    """A block of keys, and what belongs to it, that this warpgroup has no rows for; what follows the keys is made 0 by all together."""
+    if num_keys < k_ring[0].shape[2]:
+        clear_rows(await_full(k_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
+        await_cleared(cleared, clears)
+    pass_over(k_ring, turn, STAGES)
+    pass_over(other_ring, turn, STAGES)
+
+
+@gluon.jit
 def make_stages(desc, NUMBER: gl.constexpr):
     """Buffers of 64 rows, through which results leave."""
     box: gl.constexpr = desc.block_type.shape
