@@ -17,6 +17,17 @@ MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hst
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
 
 
+def plan_for(blocks, parts):
+    """In place of plan_workspace: room for so many blocks of score gradients, and as many parts."""
+
+    def plan(q, k, q_offsets, *rest):
+        segments = len(q_offsets) - 1
+        bounds = sorted({part * segments // parts for part in range(parts + 1)})
+        return blocks, list(zip(bounds, bounds[1:]))
+
+    return plan
+
+
 @pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-kept"])
 def kernels(request, monkeypatch):
     """Implementations, Hopper's also with the blocks that it takes for long segments, and keeping the scores' gradients for dq."""
@@ -26,7 +37,7 @@ def kernels(request, monkeypatch):
     if variant == ["long"]:
         monkeypatch.setattr("jagged_kernels.hopper.attention.hopper_keys_are_long", lambda *_: True)
     if variant == ["kept"]:
-        monkeypatch.setattr("jagged_kernels.hopper.attention_backward.score_gradients_pay", lambda num_blocks, _: num_blocks > 0)
+        monkeypatch.setattr("jagged_kernels.hopper.attention_backward.plan_workspace", plan_for(10_000, 1))
     return implementation
 
 
@@ -159,12 +170,7 @@ def test_empty_shared_operands(check_empty_shared_operands, kernels):
 @pytest.mark.parametrize("kernels", ["hopper-kept"], indirect=True)
 def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypatch, blocks, parts, activation, dim):
     """Of parts of the batch one after the other; where a segment's do not fit, its scores are computed again."""
-
-    def workspace(num_blocks, num_segments, q, *gradients):
-        bounds = [part * num_segments // parts for part in range(parts + 1)]
-        return q.new_full((blocks * 64, 1, 64), float("nan")), list(zip(bounds, bounds[1:]))
-
-    monkeypatch.setattr("jagged_kernels.hopper.attention_backward.workspace", workspace)
+    monkeypatch.setattr("jagged_kernels.hopper.attention_backward.plan_workspace", plan_for(blocks, parts))
     output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
     for heads in ((4, 4), (4, 2)):
         options = dict(dims=(dim, dim), heads=heads, activation=activation, output_scale=output_scale)
@@ -185,16 +191,21 @@ def test_places_of_score_gradients(offsets, capacity, query_block):
     assert others.item() == (77 if ends[-1] > capacity else 0)
 
 
-@pytest.mark.parametrize("rows, room", [(4096, 2**31), (2048, 2**31), (700_000, 700_000 * 3 * 4 * 128 * 2)])
-def test_workspace_is_bounded(rows, room):
-    """By a fixed size or that of the gradients, in as many parts as it takes."""
-    from jagged_kernels.hopper.attention_score_gradients import expected_blocks, workspace
+def test_room_for_score_gradients():
+    from jagged_kernels.hopper.attention_score_gradients import plan_workspace
 
-    q = torch.empty(rows, 4, 128, dtype=torch.bfloat16, device="meta")
-    num_blocks = expected_blocks(q, q, torch.empty(rows // 2048 + 1), torch.empty(rows // 2048 + 1))
-    kept, parts = workspace(num_blocks, rows // 2048, q, q, q, q)
-    assert kept.nbytes <= room and len(parts) * room >= num_blocks * 8192
-    assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]] and (parts[0][0], parts[-1][1]) == (0, rows // 2048)
+    def plan(segments, rows, dim=128):
+        q, offsets = torch.empty(segments * rows, 4, dim, dtype=torch.bfloat16, device="meta"), torch.empty(segments + 1)
+        blocks, parts = plan_workspace(q, q, offsets, offsets, q, q, q)
+        assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]]
+        assert not parts or (parts[0][0], parts[-1][1]) == (0, segments)
+        return blocks * 8192, len(parts)
+
+    size, parts = plan(64, 1024)
+    assert 64 * 4 * 16**2 * 8192 < size < 2**31 and parts == 1
+    assert plan(64, 100) == plan(64, 1024, dim=64) == plan(2, 30_000) == (0, 0)
+    assert plan(32, 4096) == (2**31, 3)
+    assert plan(576, 2048) == (3 * 576 * 2048 * 4 * 128 * 2 // 8192 * 8192, 8)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])

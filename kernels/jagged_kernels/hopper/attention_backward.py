@@ -15,17 +15,15 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..activations import activation_factors
-from ..configs import score_gradients_pay
 from ..launch import has_descriptor
 from ..masks import num_partial_blocks
 from ..tile_list import fitting_tiles, query_lists
 from .attention_dkdv import attention_bwd_dkdv_hopper_kernel
 from .attention_score_gradients import (
     attention_bwd_dq_of_kept_hopper_kernel,
-    expected_blocks,
     find_places,
     kept_constants,
-    workspace,
+    plan_workspace,
     write_delta,
 )
 from .attention_tiles import (
@@ -305,21 +303,23 @@ def backward(
                 HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, LISTS=lists, **key_constants,
             )  # fmt: skip
 
-    num_blocks = 0 if q_shared or kv_shared or mask or lists > 1 else expected_blocks(q, k, *query_schedule[:2])
-    if not score_gradients_pay(num_blocks, q.shape[2]):
+    num_blocks, parts = 0, []
+    if mask is None and lists == 1 and not (q_shared or kv_shared):
+        num_blocks, parts = plan_workspace(q, k, *query_schedule[:2], dq, dk, dv)
+    if not num_blocks:
         launch_dq(*query_schedule[:2], *query_tiles(*query_schedule), segment_scale)
         launch_dkdv(*key_schedule, segment_scale=segment_scale)
         return
     if activation == "softmax":
         write_delta(do, out, delta)
-    kept, parts = workspace(num_blocks, query_schedule[0].shape[0] - 1, q, dq, dk, dv)
+    kept = q.new_empty((num_blocks * 64, 1, 64))
     for start, end in parts:
         of_part = None if segment_scale is None else segment_scale[start:end]
         queries, keys = query_schedule, key_schedule
         if len(parts) > 1:
             queries = keys = *(offsets[start : end + 1] for offsets in query_schedule[:2]), None, None, 0
         offsets, (tiles, num_tiles) = queries[:2], query_tiles(*queries)
-        places, num_other_tiles = find_places(*offsets, num_tiles, len(kept) // 64, q.shape[1], key_config.block)
+        places, num_other_tiles = find_places(*offsets, num_tiles, num_blocks, q.shape[1], key_config.block)
         launch_dkdv(*keys, segment_scale=of_part, kept=kept, places=places)
         if blocks := grid(tiles):
             attention_bwd_dq_of_kept_hopper_kernel[blocks](

@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..configs import HopperConfig, padded_dim
+from ..configs import HopperConfig, padded_dim, score_gradients_pay
 from ..launch import mean_rows
 from ..masks import num_partial_blocks
 from .attention_tiles import (
@@ -51,6 +51,7 @@ from .tiles import (
 SIDE = gl.constexpr(64)  # keys and queries of a block
 BLOCK_BYTES = 64 * 64 * 2
 WORKSPACE = 2**31  # bytes
+PART = 4  # segments, or several times as many: their offsets begin at 16-byte boundaries, which kernels are compiled for
 BUFFERS = 4  # of blocks, and of keys
 
 # -- where blocks lie ---------------------------------------------------------------------------------------------------------------
@@ -96,20 +97,23 @@ def find_places(
     return places, num_other_tiles
 
 
-def expected_blocks(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> float:
-    """How many blocks there are in all where lengths are uniform up to twice their mean: nothing is read from the device."""
+def plan_workspace(
+    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *gradients: Tensor
+) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
+    """How many blocks to have room for, and the parts, first segment and end, that are to use it one after the other.
+
+    Nothing is read from the device: there are as many blocks where lengths are uniform up to twice their mean. There is room for no more
+    than `WORKSPACE` or the gradients take. For none where that does not pay, as where segments are too long for it.
+    """
+    num_segments = q_offsets.shape[0] - 1
     queries, keys = mean_rows(q.shape[0], q_offsets) / 64, mean_rows(k.shape[0], kv_offsets) / 64
-    return 4 / 3 * q.shape[1] * (q_offsets.shape[0] - 1) * (queries + 0.5) * (keys + 0.5)
-
-
-def workspace(num_blocks: float, num_segments: int, q: Tensor, *gradients: Tensor) -> tuple[Tensor, list[tuple[int, int]]]:
-    """Room for so many blocks, `[blocks · 64, 1, 64]`, but no more than `WORKSPACE` or the gradients take; and the parts, first segment
-    and end, whose blocks are to be there at a time."""
+    num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
     room = max(WORKSPACE, sum(x.nbytes for x in gradients)) // BLOCK_BYTES
+    if not score_gradients_pay(num_blocks, q.shape[2]) or PART * num_blocks > room * num_segments:
+        return 0, []
     parts = math.ceil(num_blocks / room)
-    # Their offsets begin at 16-byte boundaries, which kernels are compiled for.
-    bounds = sorted({min(4 * math.ceil(part * num_segments / parts / 4), num_segments) for part in range(parts + 1)})
-    return q.new_empty((min(math.ceil(num_blocks), room) * 64, 1, 64)), list(zip(bounds, bounds[1:]))
+    bounds = sorted({min(PART * math.ceil(part * num_segments / parts / PART), num_segments) for part in range(parts + 1)})
+    return min(num_blocks, room), list(zip(bounds, bounds[1:]))
 
 
 @gluon.jit
