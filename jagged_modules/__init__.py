@@ -13,6 +13,7 @@ from .linear_compress import LinearCompressEmbedding
 from .masks import AttentionMask
 from .rotary import Rotary
 from .target_attention import JaggedTargetAttention
+from .workspace import backward_workspace
 
 __all__ = [
     "AttentionMask",
@@ -30,6 +31,7 @@ __all__ = [
     "LinearCompressEmbedding",
     "Rotary",
     "TileSchedule",
+    "backward_workspace",
     "debug_checks",
     "zigzag_schedule",
 ]

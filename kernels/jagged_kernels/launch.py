@@ -8,6 +8,8 @@ import math
 import torch
 from torch import Tensor
 
+backward_workspace: int | None = None  # bytes at most; None: as many as pay
+
 
 def precision(x: Tensor) -> str:
     """How fp32 products are made: six bf16 products carry all 24 bits on the matrix units, a tenth of the time of ordinary fp32

@@ -191,23 +191,6 @@ def test_places_of_score_gradients(offsets, capacity, query_block):
     assert others.item() == (77 if ends[-1] > capacity else 0)
 
 
-def test_room_for_score_gradients():
-    from jagged_kernels.hopper.attention_score_gradients import plan_workspace
-
-    def plan(segments, rows, dim=128):
-        q, offsets = torch.empty(segments * rows, 4, dim, dtype=torch.bfloat16, device="meta"), torch.empty(segments + 1)
-        blocks, parts = plan_workspace(q, q, offsets, offsets, q, q, q)
-        assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]]
-        assert not parts or (parts[0][0], parts[-1][1]) == (0, segments)
-        return blocks * 8192, len(parts)
-
-    size, parts = plan(64, 1024)
-    assert 64 * 4 * 16**2 * 8192 < size < 2**31 and parts == 1
-    assert plan(64, 100) == plan(64, 1024, dim=64) == plan(2, 30_000) == (0, 0)
-    assert plan(32, 4096) == (2**31, 3)
-    assert plan(576, 2048) == (3 * 576 * 2048 * 4 * 128 * 2 // 8192 * 8192, 8)
-
-
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
 def test_scale(check_attention, scale):
     check_attention("mixed", torch.float16, "cuda", scale=scale)

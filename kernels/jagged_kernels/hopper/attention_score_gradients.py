@@ -17,8 +17,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from .. import launch
 from ..configs import HopperConfig, padded_dim, score_gradients_pay
-from ..launch import mean_rows
 from ..masks import num_partial_blocks
 from .attention_tiles import (
     end_tile,
@@ -103,12 +103,14 @@ def plan_workspace(
     """How many blocks to have room for, and the parts, first segment and end, that are to use it one after the other.
 
     Nothing is read from the device: there are as many blocks where lengths are uniform up to twice their mean. There is room for no more
-    than `WORKSPACE` or the gradients take. For none where that does not pay, as where segments are too long for it.
+    than `WORKSPACE` or the gradients take, or `launch.backward_workspace`. For none where that does not pay, as where segments are too
+    long for it.
     """
     num_segments = q_offsets.shape[0] - 1
-    queries, keys = mean_rows(q.shape[0], q_offsets) / 64, mean_rows(k.shape[0], kv_offsets) / 64
+    queries, keys = launch.mean_rows(q.shape[0], q_offsets) / 64, launch.mean_rows(k.shape[0], kv_offsets) / 64
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
-    room = max(WORKSPACE, sum(x.nbytes for x in gradients)) // BLOCK_BYTES
+    most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if launch.backward_workspace is None else launch.backward_workspace
+    room = most // BLOCK_BYTES
     if not score_gradients_pay(num_blocks, q.shape[2]) or PART * num_blocks > room * num_segments:
         return 0, []
     parts = math.ceil(num_blocks / room)
