@@ -6,7 +6,8 @@
 
 Every kernel is persistent over a zigzag schedule (tile_schedule.py); each output tile has one owner, so results are
 deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
-pointwise activations store nothing.
+pointwise activations store nothing. Each kernel computes the scores again, but for Hopper's, of which dq may take the dS that
+dk, dv has kept (hopper/attention_score_gradients.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
@@ -101,8 +102,8 @@ def triton_attention_backward(
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
     implementation: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. `out` is read
-    with softmax alone.
+    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it; or those for
+    Hopper. `out` is read with softmax alone.
 
     A gradient has its operand's shape and dtype.
     """
