@@ -138,13 +138,14 @@ def hopper_attention_pays(query_rows: float, key_rows: float, head_dim: int = 12
     return query_rows * key_rows >= 1024 and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
 
 
-def score_gradients_pay(num_blocks: float, head_dim: int) -> bool:
+def score_gradients_pay(num_blocks: float, rows: float, head_dim: int) -> bool:
     """Whether the backward is faster where one kernel keeps so many blocks of 64 by 64 gradients of scores for another, 8 KB each.
 
-    At head dim 128 that took 5 to 17 % less time, at 64, where as many bytes save half as much arithmetic, 6 to 8 % more. It is two or
-    three launches more.
+    At head dim 128 that took 2 % more to 20 % less time, at 64, where as many bytes save half as much arithmetic, 6 to 8 % more. It is
+    two or three launches more. `rows`: of queries or of keys in a segment on average, whichever are fewer; fewer than two blocks of
+    them were not measured, and would leave blocks mostly empty.
     """
-    return padded_dim(head_dim) == 128 and num_blocks >= 2**14
+    return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and rows >= 128
 
 
 def hopper_keys_are_long(key_rows: float, head_dim: int, masked: bool) -> bool:

@@ -452,3 +452,37 @@ def assert_second_derivatives():
             torch.testing.assert_close(actual, expected, **tolerance)
 
     return check
+
+
+@pytest.fixture
+def check_places(offsets):
+    """Places of score gradients are the running sums of a segment's blocks, as far as there is room."""
+
+    def check(capacity, query_block, device):
+        from jagged_kernels.hopper.attention_score_gradients import find_places
+
+        queries, keys = (torch.randint(0, 300, (1500,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(2))
+        blocks = torch.tensor([-(-q // query_block) * (query_block // 64) * -(-k // 64) * 3 for q, k in zip(queries, keys)])
+        ends = blocks.cumsum(0)
+        num_tiles = torch.tensor([77], dtype=torch.int32, device=device)
+        places, others = find_places(offsets(queries, device), offsets(keys, device), num_tiles, capacity, 3, query_block)
+        assert places.tolist() == torch.where(ends <= capacity, ends - blocks, -1).tolist()
+        assert others.item() == (77 if ends[-1] > capacity else 0)
+
+    return check
+
+
+@pytest.fixture
+def check_delta():
+    """rowsum(dO ∘ O), of contiguous rows and of a gradient of other strides."""
+
+    def check(dtype, device):
+        from jagged_kernels.hopper.attention_score_gradients import write_delta
+
+        out = torch.randn(150, 3, 40, device=device).to(dtype)
+        for do in (torch.randn_like(out), torch.randn(3, 150, 48, device=device).to(dtype).transpose(0, 1)[..., :40]):
+            delta = torch.full((3, 150), float("nan"), device=device)
+            write_delta(do, out, delta)
+            torch.testing.assert_close(delta, (do.double() * out.double()).sum(-1).T.float(), rtol=1e-5, atol=1e-5)
+
+    return check

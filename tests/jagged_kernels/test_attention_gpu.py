@@ -179,16 +179,13 @@ def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypa
 
 @pytest.mark.parametrize("query_block", [64, 128])
 @pytest.mark.parametrize("capacity", [0, 3, 40, 10_000])
-def test_places_of_score_gradients(offsets, capacity, query_block):
-    from jagged_kernels.hopper.attention_score_gradients import find_places
+def test_places_of_score_gradients(check_places, capacity, query_block):
+    check_places(capacity, query_block, "cuda")
 
-    queries, keys = (torch.randint(0, 300, (1500,), generator=torch.Generator().manual_seed(n)).tolist() for n in range(2))
-    blocks = [-(-q // query_block) * (query_block // 64) * -(-k // 64) * 3 for q, k in zip(queries, keys)]
-    ends = torch.tensor(blocks).cumsum(0)
-    num_tiles = torch.tensor([77], dtype=torch.int32, device="cuda")
-    places, others = find_places(offsets(queries, "cuda"), offsets(keys, "cuda"), num_tiles, capacity, 3, query_block)
-    assert places.tolist() == torch.where(ends <= capacity, ends - torch.tensor(blocks), -1).tolist()
-    assert others.item() == (77 if ends[-1] > capacity else 0)
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_delta(check_delta, dtype):
+    check_delta(dtype, "cuda")
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])

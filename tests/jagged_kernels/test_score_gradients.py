@@ -20,7 +20,7 @@ def test_room_for_score_gradients():
 
     size, parts = plan(64, 1024)
     assert 64 * 4 * 16**2 * 8192 < size < 2**31 and parts == 1
-    assert plan(64, 100) == plan(64, 1024, dim=64) == plan(2, 30_000) == (0, 0)
+    assert plan(64, 200) == plan(4096, 100) == plan(64, 1024, dim=64) == plan(2, 30_000) == (0, 0)
     with jm.backward_workspace(2**29):
         assert plan(64, 1024) == (2**29, 2)
     with jm.backward_workspace(0):

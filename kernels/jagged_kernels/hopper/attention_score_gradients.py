@@ -74,8 +74,8 @@ def attention_places_kernel(
     for start in range(0, num_segments, CHUNK):
         segments = start + tl.arange(0, CHUNK)
         real = segments < num_segments
-        queries = _cdiv_lengths(q_offsets_ptr, segments, real, QUERY_BLOCK) * (QUERY_BLOCK // 64)
-        blocks = queries * _cdiv_lengths(kv_offsets_ptr, segments, real, 64) * HEADS
+        queries = _cdiv_lengths(q_offsets_ptr, segments, real, QUERY_BLOCK) * (QUERY_BLOCK // SIDE)
+        blocks = queries * _cdiv_lengths(kv_offsets_ptr, segments, real, SIDE) * HEADS
         end = total + tl.cumsum(blocks, 0)
         tl.store(places_ptr + segments, tl.where(end <= capacity, end - blocks, -1).to(tl.int32), mask=real)
         total += tl.sum(blocks, 0)
@@ -87,7 +87,7 @@ def find_places(
 ) -> tuple[Tensor, Tensor]:
     """Launch attention_places_kernel: places int32 `[B]`, and the number of tiles `[1]` for the kernel that does without.
 
-    query_block: query rows of the dk, dv kernel's blocks; of a segment's last one all 64 rows have a place.
+    query_block: query rows of the dk, dv kernel's blocks, which it keeps whole.
     """
     segments = q_offsets.shape[0] - 1
     places, num_other_tiles = q_offsets.new_empty(segments, dtype=torch.int32), torch.empty_like(num_tiles)
@@ -111,7 +111,7 @@ def plan_workspace(
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
     most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if launch.backward_workspace is None else launch.backward_workspace
     room = most // BLOCK_BYTES
-    if not score_gradients_pay(num_blocks, q.shape[2]) or PART * num_blocks > room * num_segments:
+    if not score_gradients_pay(num_blocks, 64 * min(queries, keys), q.shape[2]) or PART * num_blocks > room * num_segments:
         return 0, []
     parts = math.ceil(num_blocks / room)
     bounds = sorted({min(PART * math.ceil(part * num_segments / parts / PART), num_segments) for part in range(parts + 1)})
@@ -294,8 +294,13 @@ def attention_bwd_dq_of_kept_hopper_kernel(
 def kept_constants(config: HopperConfig, q: Tensor, k: Tensor) -> dict:
     """Constant arguments and launch of attention_bwd_dq_of_kept_hopper_kernel, with tiles as `config` has them."""
     sizes = dict(HEADS=q.shape[1], GROUP=q.shape[1] // k.shape[1], HEAD_DIM=q.shape[2])
-    launch = dict(CONSUMERS=config.consumers, STAGES=BUFFERS, REGISTERS=config.registers, num_warps=4, maxnreg=config.launch_registers)
-    return sizes | launch
+    return sizes | dict(
+        CONSUMERS=config.consumers,
+        STAGES=BUFFERS,
+        REGISTERS=config.registers,
+        num_warps=4,
+        maxnreg=config.launch_registers,
+    )
 
 
 # -- delta --------------------------------------------------------------------------------------------------------------------------
@@ -307,7 +312,7 @@ def attention_delta_kernel(
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO ∘ O), of a block of rows of a head."""
-    head = tl.program_id(1)
+    head = tl.program_id(1).to(tl.int64)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, BLOCK_D)
     mask = (rows < num_rows)[:, None] & (columns < DIM)[None, :]
