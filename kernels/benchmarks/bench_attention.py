@@ -28,6 +28,7 @@ from jagged_modules.schedule import host_schedule
 OURS = "jagged_modules"
 PORTABLE = f"{OURS}, triton"
 UNFUSED = f"{OURS}, unfused"
+NO_WORKSPACE = f"{OURS}, backward_workspace(0)"
 DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
 BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
 # bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense 16-bit products
@@ -63,6 +64,14 @@ def our_kernels(device: str) -> dict[str, str]:
     """Name -> ``implementation``: what "auto" takes and, where that may be a kernel for compute capability 9.0, the portable one."""
     both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
+
+
+def our_implementations(device: str, head_dim: int, build: Callable[[str], Implementation]) -> dict[str, Callable[[], Implementation]]:
+    """``build`` for each of our kernels; and where a backward on Hopper takes memory of its own, the same without it."""
+    implementations = {name: partial(build, kernels) for name, kernels in our_kernels(device).items()}
+    if PORTABLE in implementations and head_dim > 64:
+        implementations[NO_WORKSPACE] = lambda: dataclasses.replace(build("auto"), around=partial(jm.backward_workspace, 0))
+    return implementations
 
 
 def timed_schedule(
@@ -220,7 +229,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         }
         others |= {UNFUSED: unfused} if num_heads == 1 else {}
     flops = 4.0 * num_heads * head_dim * float(lengths.double().square().sum())
-    implementations = {name: partial(ours, kernels) for name, kernels in our_kernels(device).items()} | others
+    implementations = our_implementations(device, head_dim, ours) | others
     samples = {b: (q[rows], k[rows], v[rows], grad[rows]) for b, rows in parts.items()}
     return setup_of(implementations, samples, dtype, device, flops)
 
@@ -304,7 +313,7 @@ def target_attention(
 
         return Implementation(forward, own, pick_replicated, grad, note="" if in_measured_call else "K and V come replicated")
 
-    implementations = {name: partial(ours, kernels) for name, kernels in our_kernels(device).items()}
+    implementations = our_implementations(device, head_dim, ours)
     implementations["varlen_attn (FA2), folded"] = varlen
     for name, module in peers.FLASH_ATTENTION.items():
         implementations[f"{name}, folded"] = lambda module=module: varlen(peers.flash_attention(module))

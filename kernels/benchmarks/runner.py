@@ -21,6 +21,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -47,6 +48,7 @@ class Implementation:
         note: what a reader must know, printed beside the figures.
         host_ms: named times on the host outside the measured call, in ms.
         whole: False where it computes a part of the case's work: of what follows from its times, nothing is reported.
+        around: makes the context that each call runs in.
     """
 
     forward: Callable[[], Tensor]
@@ -56,6 +58,7 @@ class Implementation:
     note: str = ""
     host_ms: Mapping[str, float] = field(default_factory=dict)
     whole: bool = True
+    around: Callable[[], AbstractContextManager] = nullcontext
 
     @property
     def differentiable(self) -> dict[str, Tensor]:
@@ -63,19 +66,25 @@ class Implementation:
 
     def run(self, backward: bool) -> dict[str, Tensor]:
         """Calls it once: the output, and with ``backward`` the gradients, by name."""
-        if not backward:
-            with torch.no_grad():
-                return {"out": self.forward()}
-        wanted = self.differentiable
-        out = self.forward()
-        gradients = torch.autograd.grad(out, tuple(wanted.values()), self.grad_output)
-        return {"out": out.detach(), **{f"d{name}": x for name, x in zip(wanted, gradients)}}
+        with self.around(), torch.set_grad_enabled(backward):
+            out = self.forward()
+            gradients = self.gradients(out) if backward else ()
+        return {"out": out.detach(), **{f"d{name}": x for name, x in zip(self.differentiable, gradients)}}
+
+    def gradients(self, out: Tensor, **options) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, tuple(self.differentiable.values()), self.grad_output, **options)
 
     def measured_call(self, key: str) -> Callable[[], object]:
         """What is timed for the columns ``key``: "forward", "forward_backward" or "backward"."""
         if key != "backward":
             return partial(self.run, key == "forward_backward")
-        return partial(torch.autograd.grad, self.forward(), tuple(self.differentiable.values()), self.grad_output, retain_graph=True)
+        out = self.forward()
+
+        def backward():
+            with self.around():
+                return self.gradients(out, retain_graph=True)
+
+        return backward
 
 
 @dataclass(frozen=True)

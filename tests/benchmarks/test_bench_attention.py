@@ -6,6 +6,7 @@ import bench_attention
 import pytest
 import runner
 import torch
+from jagged_kernels import launch
 from torch.nn.attention import SDPBackend
 
 from jagged_modules.schedule import host_schedule
@@ -85,6 +86,24 @@ def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, d
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     kernels = {bench_attention.OURS: "auto", bench_attention.PORTABLE: "triton"}
     assert bench_attention.our_kernels(device) == dict(list(kernels.items())[:count])
+
+
+def test_a_backward_that_takes_memory_is_measured_without_it_too(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    limits = []
+    x = torch.ones(3, requires_grad=True)
+    x.register_hook(lambda _: limits.append(launch.backward_workspace))
+
+    def build(kernels):
+        assert kernels == "auto"
+        return runner.Implementation(lambda: 2 * x, {"x": x}, lambda name, value: {}, torch.ones(3))
+
+    assert bench_attention.NO_WORKSPACE not in bench_attention.our_implementations("cuda", 64, build)
+    implementation = bench_attention.our_implementations("cuda", 128, build)[bench_attention.NO_WORKSPACE]()
+    for key in ("forward", "forward_backward", "backward"):
+        implementation.measured_call(key)()
+    assert limits == [0, 0] and launch.backward_workspace is None
 
 
 def test_the_schedule_has_the_tile_of_the_kernels_that_are_measured():

@@ -44,11 +44,22 @@ PACKAGES = {
             return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1)
     """,
     "ikbo/ops/triton_ikbo_lce.py": """
+        class Config:
+            def __init__(self, rows, stages):
+                self.kwargs, self.num_warps, self.num_stages = {"BM": rows, "BN": 128, "BK": 64}, 4, stages
+
+        class triton_ikbo_lce_kernel:
+            configs = [Config(rows, stages) for rows in (64, 128) for stages in (3, 4, 5, 6)]
+
         def triton_ikbo_lce(compression_w_cand, compression_w_user, embeddings_cand, embeddings_user, cand_to_user_index):
             return compression_w_cand @ embeddings_cand + (compression_w_user @ embeddings_user)[cand_to_user_index]
     """,
     "ads_mkl/ops/oss/gdpa/triton/triton_generalized_dot_product_attention.py": """
+        import os
+
         from jagged_modules import functional as F
+
+        AUTOTUNE_CONFIG_SET = os.environ["GDPA_AUTOTUNE_CONFIG_SET"]
 
         def generalized_dot_product_attention(
             query, key, value, query_offset, key_offset, max_seq_len_q, max_seq_len_kv, qk_scale=None, output_offset=None, activation="raw"
@@ -98,13 +109,21 @@ def test_ikbo_linear_compression(packages):
     work = problem.setup("")
     work.implementations[peers.IKBO] = problem.ikbo
     assert statuses(work, "ikbo") == {peers.IKBO: "ok"}
+    tried = importlib.import_module("ikbo.ops.triton_ikbo_lce").triton_ikbo_lce_kernel.configs
+    assert [(x.kwargs["BM"], x.num_stages) for x in tried] == [(128, 3), (128, 4)]
 
 
-def test_meta_gdpa(packages):
+@pytest.mark.parametrize("configurations", [None, "default"])
+def test_meta_gdpa(packages, monkeypatch, configurations):
+    monkeypatch.setenv("GDPA_AUTOTUNE_CONFIG_SET", configurations or "")
+    if configurations is None:
+        monkeypatch.delenv("GDPA_AUTOTUNE_CONFIG_SET")
     lengths = torch.tensor([4, 9, 1])
     problem = bench_gdpa.Problem("cpu", torch.float32, lengths, lengths, num_heads=2, head_dim=8)
     setup = problem.setup((bench_gdpa.GELU,), {peers.META_GDPA: lambda: problem.by_offsets(bench_gdpa.GELU, peers.meta_gdpa())})
     assert statuses(setup, "") == {peers.META_GDPA: "ok"}
+    module = importlib.import_module("ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention")
+    assert module.AUTOTUNE_CONFIG_SET == (configurations or "omnifm_v2")
 
 
 def test_fbgemm_sll_attention_gets_heads_first_and_scaled(monkeypatch):
