@@ -161,7 +161,8 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
     """Launch configuration of a warp-specialised attention kernel, by either head dim: they are padded to the same.
 
     Args:
-        kernel: "fwd", "dq" or "dkdv". Tiles do not depend on the other arguments, of which a schedule knows nothing.
+        kernel: "fwd", "dq", "dkdv", or "dq_of_kept", whose tiles are dq's. Tiles do not depend on the other arguments, of which a
+            schedule knows nothing.
         long: whether `hopper_keys_are_long`, for "fwd".
     """
     softmax = activation == "softmax"
@@ -175,6 +176,8 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
     narrow = padded_dim(head_dim) == 64
     if kernel == "dq":
         return three(block=64, stages=3, row_stages=2) if narrow else two(block=64, stages=2, row_stages=2)
+    if kernel == "dq_of_kept":
+        return (three if narrow else two)(block=64, stages=4, row_stages=4)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)

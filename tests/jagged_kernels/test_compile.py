@@ -155,7 +155,7 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
         "dq_of_kept": attention_score_gradients.attention_bwd_dq_of_kept_hopper_kernel,
     }[name]
-    config = hopper_attention_config(name.removesuffix("_of_kept"), dim, activation, mask is not None, long)
+    config = hopper_attention_config(name, dim, activation, mask is not None, long)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)

@@ -16,6 +16,7 @@ import jagged_modules as jm
 from jagged_modules.activations import ACTIVATIONS
 
 SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
+HOPPER_KERNELS = ("fwd", "dq", "dkdv", "dq_of_kept")
 
 
 def expected_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n):
@@ -206,8 +207,8 @@ def test_hoppers_attention_is_left_out_where_portable_kernels_are_faster():
 @pytest.mark.parametrize("dim", [64, 96, 128])
 def test_hoppers_tiles_follow_from_what_a_schedule_knows(dim):
     options = list(itertools.product(ACTIVATIONS, [False, True], [False, True]))
-    rows = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in ("fwd", "dq", "dkdv")}
-    assert all(len(tiles) == 1 for tiles in rows.values()) and rows["fwd"] == rows["dq"]
+    rows = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in HOPPER_KERNELS}
+    assert all(len(tiles) == 1 for tiles in rows.values()) and rows["fwd"] == rows["dq"] == rows["dq_of_kept"]
 
 
 def test_hoppers_blocks_are_large_where_segments_are_long():

@@ -325,6 +325,6 @@ def backward(
             attention_bwd_dq_of_kept_hopper_kernel[blocks](
                 descriptor(kept, 64), operands[2], dq_desc, dq, places, *offsets, tiles, num_tiles, of_part,
                 scale, slope_factor, output_scale,
-                QUERY_BLOCK=key_config.block, **kept_constants(query_config, q, k),
+                QUERY_BLOCK=key_config.block, **kept_constants(q, k, activation),
             )  # fmt: skip
         launch_dq(*offsets, tiles, num_other_tiles, of_part, places)

@@ -12,7 +12,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 
 from ..masks import is_visible, num_partial_blocks, visible_columns
 from ..tiles import load_segment
-from .attention_score_gradients import first_block, keep_blocks
+from .attention_score_gradients import SIDE, first_block, keep_blocks
 from .attention_tiles import (
     as_factor,
     end_tile,
@@ -248,7 +248,7 @@ def _place_to_keep(kept, tile, number, blocks, GROUP: gl.constexpr, QUERY_BLOCK:
         group_head, query_block = _head_and_block(number, blocks, GROUP)
         if GROUP > 1:
             kept += first_block(0, group_head, 0, tile[4], tile[6], QUERY_BLOCK)
-        return kept + query_block * (QUERY_BLOCK // 64)
+        return kept + query_block * (QUERY_BLOCK // SIDE)
 
 
 @gluon.jit

@@ -18,11 +18,12 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from .. import launch
-from ..configs import HopperConfig, padded_dim, score_gradients_pay
+from ..configs import hopper_attention_config, padded_dim, score_gradients_pay
 from ..masks import num_partial_blocks
 from .attention_tiles import (
     end_tile,
     key_blocks,
+    launch_options,
     make_tile_ring,
     num_waves,
     pass_tile,
@@ -52,7 +53,6 @@ SIDE = gl.constexpr(64)  # keys and queries of a block
 BLOCK_BYTES = 64 * 64 * 2
 WORKSPACE = 2**31  # bytes
 PART = 4  # segments, or several times as many: their offsets begin at 16-byte boundaries, which kernels are compiled for
-BUFFERS = 4  # of blocks, and of keys
 
 # -- where blocks lie ---------------------------------------------------------------------------------------------------------------
 
@@ -291,16 +291,11 @@ def attention_bwd_dq_of_kept_hopper_kernel(
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
-def kept_constants(config: HopperConfig, q: Tensor, k: Tensor) -> dict:
-    """Constant arguments and launch of attention_bwd_dq_of_kept_hopper_kernel, with tiles as `config` has them."""
-    sizes = dict(HEADS=q.shape[1], GROUP=q.shape[1] // k.shape[1], HEAD_DIM=q.shape[2])
-    return sizes | dict(
-        CONSUMERS=config.consumers,
-        STAGES=BUFFERS,
-        REGISTERS=config.registers,
-        num_warps=4,
-        maxnreg=config.launch_registers,
-    )
+def kept_constants(q: Tensor, k: Tensor, activation: str) -> dict:
+    """Constant arguments and launch of attention_bwd_dq_of_kept_hopper_kernel, but for QUERY_BLOCK."""
+    options = launch_options(hopper_attention_config("dq_of_kept", q.shape[2], activation, masked=False))
+    del options["ROW_STAGES"]  # dS has as many buffers as the keys
+    return options | dict(HEADS=q.shape[1], GROUP=q.shape[1] // k.shape[1], HEAD_DIM=q.shape[2])
 
 
 # -- delta --------------------------------------------------------------------------------------------------------------------------
@@ -322,9 +317,8 @@ def attention_delta_kernel(
 
 
 def write_delta(do: Tensor, out: Tensor, delta: Tensor) -> None:
-    """Launch attention_delta_kernel; `delta` `[H, rows]`."""
+    """Launch attention_delta_kernel; `out` contiguous, `delta` `[H, rows]`."""
     rows, heads, dim = do.shape
-    out = out.contiguous()
     attention_delta_kernel[(triton.cdiv(rows, 64), heads)](
         do, out, delta, rows, do.stride(0), do.stride(1), delta.stride(0), HEADS=heads, DIM=dim, BLOCK_D=padded_dim(dim), ROWS=64
     )
