@@ -43,10 +43,11 @@ def kernels(request, monkeypatch):
 
 @pytest.fixture
 def check_attention(check_attention, kernels, request):
-    """With the portable kernels and Hopper's, which take 64 where a test says nothing of head dims."""
+    """With the portable kernels and Hopper's, whose head dims are 64 where a test says nothing of them, 128 where they keep gradients."""
     keeps = request.node.callspec.params["kernels"] == "hopper-kept"
+    default_dims = (24, 40) if kernels == "triton" else (128, 128) if keeps else (64, 64)
 
-    def check(lengths, dtype, device, dims=(24, 40) if kernels == "triton" else (64, 64), tensors=None, **options):
+    def check(lengths, dtype, device, dims=default_dims, tensors=None, **options):
         head_dims = dims if tensors is None else (tensors[0].shape[2], tensors[2].shape[2])
         if keeps and (options.get("mask") is not None or "shared" in options):
             pytest.skip("no gradients of scores are kept")
