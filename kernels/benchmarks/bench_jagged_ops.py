@@ -117,7 +117,7 @@ class Problem:
             implementations[PADDED] = self.padded
             if "P" not in self.operator.dimensions:  # torch has no conversion of scores
                 implementations[CONVERTED] = self.converted
-            implementations |= {peers.SLL: self.sll} if self.device == "cuda" else {}
+            implementations |= self.sll() if self.device == "cuda" else {}
         operands, out, flops = sum(x.nbytes for x in self.inputs.values()), self.grad.nbytes, self.flops()
         return Setup(
             implementations,
@@ -190,15 +190,19 @@ class Problem:
             return self.jagged(lambda *inputs: operator.ours(*inputs, self.plan), self.flops())
         return self.jagged(lambda *inputs: operator.ours(*inputs, self.offsets, max_seqlen=self.longest), self.flops())
 
-    def sll(self) -> Implementation:
-        """FBGEMM's operator, forward only."""
-        offsets = self.offsets.long()
-        operators = peers.sll_operators(offsets.diff(), offsets, self.plan.p_offsets.to(offsets), self.longest)
-        forward, inputs = operators[self.name.partition(",")[0]], tuple(x.detach() for x in self.inputs.values())
+    def sll(self) -> dict[str, Callable[[], Implementation]]:
+        """FBGEMM's operators, forward only."""
+        offsets, name = self.offsets.long(), self.name.partition(",")[0]
+        inputs = tuple(x.detach() for x in self.inputs.values())
         if self.name == f"{OUTER} itself":
             inputs *= 2
-        whole = self.jagged(lambda *_: forward(*inputs), self.flops())
-        return dataclasses.replace(whole, inputs=dict(enumerate(inputs)), note="; ".join(filter(None, ["forward only", whole.note])))
+
+        def implementation(forward: Callable[..., Tensor]) -> Implementation:
+            whole = self.jagged(lambda *_: forward(*inputs), self.flops())
+            return dataclasses.replace(whole, inputs=dict(enumerate(inputs)), note="; ".join(filter(None, ["forward only", whole.note])))
+
+        peer_operators = peers.sll_operators(offsets.diff(), offsets, self.plan.p_offsets.to(offsets), self.longest)
+        return {peer: partial(implementation, of[name]) for peer, of in peer_operators.items() if name in of}
 
     def padded(self) -> Implementation:
         """The inputs come padded, and the output stays so."""

@@ -10,7 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SLL = "FBGEMM sll"
+SLL = "FBGEMM sll"  # in Triton
+SLL_CUDA = "FBGEMM sll, CUDA"
 IKBO = "FBGEMM ikbo (Triton)"
 META_GDPA = "Meta gdpa (Triton)"
 FLASH_ATTENTION = {"FlashAttention-3": "flash_attn_interface", "FlashAttention-4": "flash_attn.cute"}  # name -> module
@@ -33,17 +34,24 @@ def sll(name: str) -> Callable[..., Tensor]:
     return getattr(torch.ops.fbgemm, f"sll_{name}")
 
 
-def sll_operators(lengths: Tensor, offsets: Tensor, p_offsets: Tensor, longest: int) -> dict[str, Callable[..., Tensor]]:
-    """This project's names of operators -> FBGEMM's, on lengths and offsets of rows and offsets of scores."""
+def sll_operators(lengths: Tensor, offsets: Tensor, p_offsets: Tensor, longest: int) -> dict[str, dict[str, Callable[..., Tensor]]]:
+    """Of each of FBGEMM's two implementations: this project's names of operators -> its own, on lengths and offsets of rows and offsets
+    of scores. It has three in CUDA too, and takes those unless it is told otherwise."""
     rows, scores = (lengths, offsets), (lengths * lengths, p_offsets)
-    return {
-        "jagged_dense_bmm": lambda x, y: sll("jagged_dense_bmm")(x, y, offsets, longest, True),
-        "jagged_jagged_bmm": lambda x, y: sll("jagged_jagged_bmm")(x, y, offsets, longest, True),
+
+    def in_both(cuda: bool) -> dict[str, Callable[..., Tensor]]:
+        return {
+            "jagged_dense_bmm": lambda x, y: sll("jagged_dense_bmm")(x, y, offsets, longest, True, cuda),
+            "jagged_jagged_bmm": lambda x, y: sll("jagged_jagged_bmm")(x, y, offsets, longest, True, cuda),
+            "jagged_softmax": lambda x: sll("jagged_softmax")(x, offsets, longest, cuda),
+        }
+
+    in_triton = {
         "jagged_jagged_bmm_jagged_out": lambda x, y: sll("jagged_jagged_bmm_jagged_out")(x, y, *rows, *rows, *scores, longest, True),
         "array_jagged_bmm_jagged_out": lambda p, y: sll("array_jagged_bmm_jagged_out")(p, y, *scores, *rows, *rows, longest, True),
-        "jagged_softmax": lambda x: sll("jagged_softmax")(x, offsets, longest),
         "jagged2_softmax": lambda p: sll("jagged2_softmax")(p, offsets, p_offsets, longest, False),
     }
+    return {SLL: in_both(False) | in_triton, SLL_CUDA: in_both(True)}
 
 
 def keep_configurations(tuner, **values: tuple[int, ...]) -> None:

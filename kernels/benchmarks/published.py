@@ -14,7 +14,7 @@ FA2_BLOCKS = "varlen_attn (FA2), a segment per block"
 PADDED = "torch, padded"
 DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
 JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
-NO_FLOPS = [*[""] * 6, "–"]  # counted of products alone
+NO_FLOPS = [*[""] * 7, "–"]  # counted of products alone
 FLOORS = "forward_floor_percent/backward_floor_percent"
 
 HEADLINES = [
@@ -376,7 +376,8 @@ HEADLINES = [
             Column("memory"),
             Column("FLOPs"),
             Column("padded, µs here", "forward_us", implementation=PADDED),
-            Column("FBGEMM sll, µs", "forward_us", implementation="FBGEMM sll"),
+            Column("FBGEMM, Triton, µs", "forward_us", implementation="FBGEMM sll"),
+            Column("CUDA, µs", "forward_us", implementation="FBGEMM sll, CUDA"),
             Column("this project, µs", "forward_us", implementation=OURS),
             Column("here: time", "forward_ms", implementation=OURS, over=PADDED),
             Column("forward + backward", "forward_backward_ms", implementation=OURS, over=PADDED),
@@ -407,8 +408,9 @@ HEADLINES = [
         op="jagged_ops",
         table="operators",
         columns=[
-            Column("FBGEMM, earlier"),
-            Column("FBGEMM here", "forward_us", implementation="FBGEMM sll"),
+            Column("FBGEMM, Triton, earlier"),
+            Column("FBGEMM, Triton, here", "forward_us", implementation="FBGEMM sll"),
+            Column("CUDA, here", "forward_us", implementation="FBGEMM sll, CUDA"),
             Column("padded", "forward_us", implementation=PADDED),
             Column("this project", "forward_us", implementation=OURS),
             Column("forward + backward", "forward_backward_us", implementation=OURS),

@@ -142,8 +142,9 @@ def test_fbgemm_sll_itself(operator):
     pytest.importorskip("fbgemm_gpu.sll")
     problem = bench_jagged_ops.Problem("cpu", torch.tensor([2, 7, 1, 4]), operator, 8, 16)
     work = problem.setup()
-    work.implementations[peers.SLL] = problem.sll
-    assert statuses(work, peers.SLL) == {peers.SLL: "ok"}
+    work.implementations.update(problem.sll())
+    in_cuda_too = operator in ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax")
+    assert statuses(work, peers.SLL) == dict.fromkeys([peers.SLL, peers.SLL_CUDA] if in_cuda_too else [peers.SLL], "ok")
 
 
 def test_what_is_not_installed_is_reported(monkeypatch):
