@@ -56,7 +56,11 @@ class CandidateIndex:
 
     @classmethod
     def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
-        """From `[num_users]` counts; the candidates are grouped by user, in user order."""
+        """From `[num_users]` counts, int32 or int64; the candidates are grouped by user, in user order.
+
+        Raises:
+            TypeError: not an integer tensor. ValueError: not 1-D, or (host tensors, or under `debug_checks`) a negative count.
+        """
         check_integers("candidates_per_user", candidates_per_user)
         if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
             raise ValueError(f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}")
@@ -65,13 +69,22 @@ class CandidateIndex:
 
     @classmethod
     def from_offsets(cls, candidate_offsets: Tensor) -> CandidateIndex:
-        """From `[num_users + 1]` offsets of candidates grouped by user."""
+        """From `[num_users + 1]` offsets, int32 or int64, of candidates grouped by user.
+
+        Raises:
+            TypeError: not an integer tensor. ValueError: not 1-D, empty, or (host tensors, or under `debug_checks`) offsets that do not
+            start at 0 or decrease.
+        """
         check_offsets("candidate_offsets", candidate_offsets)
         return cls(candidate_offsets, host_counts=candidate_offsets.diff() if candidate_offsets.device.type == "cpu" else None)
 
     @classmethod
     def from_jagged(cls, x) -> CandidateIndex:
-        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor, nested, Jagged, pair)."""
+        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor, nested, Jagged, pair).
+
+        Raises:
+            TypeError, ValueError: as `Jagged.wrap`.
+        """
         from .jagged import Jagged
 
         jagged = Jagged.wrap(x)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -47,6 +49,14 @@ def check_size(name: str, value, at_least: int = 1) -> None:
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
+def check_number(name: str, value, low: float = -math.inf, high: float = math.inf) -> None:
+    """TypeError unless value is a number (a symbolic one included), ValueError unless it is `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be {low} to {high}, got {value}")
 
 
 def check_tensor(name: str, x, dim: int, shape: str) -> None:
@@ -95,10 +105,10 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than the stated max_seqlen {max_seqlen}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device) -> None:
-    """ValueError unless x is on the device or the host."""
+def check_device(name: str, x: Tensor, device: torch.device, whose: str = "the values'") -> None:
+    """ValueError unless x is on the device, that of `whose` tensor, or the host."""
     if x.device not in (device, torch.device("cpu")):
-        raise ValueError(f"{name} must be on the values' device, {device}, or the host, got {x.device}")
+        raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
 
 
 def checked_offsets(name: str, offsets, total: int, device: torch.device, max_seqlen: int | None = None) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import ACTIVATIONS
-from .checks import check_size, resolve_head_dim
+from .checks import check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
 from .jagged import Jagged, check_same_segments
@@ -43,8 +43,13 @@ class GDPAConfig:
     num_weights: int = 0
 
     def __post_init__(self) -> None:
-        if self.num_kv_heads is not None:
-            check_size("num_kv_heads", self.num_kv_heads)
+        for name in ("head_dim", "num_kv_heads"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        check_number("output_scale", self.output_scale)
+        check_number("dropout", self.dropout, 0, 1)
         check_size("num_seeds", self.num_seeds, at_least=0)
         check_size("num_weights", self.num_weights, at_least=0)
         if self.num_seeds and self.num_weights:
@@ -53,6 +58,10 @@ class GDPAConfig:
 
 class JaggedGDPA(nn.Module):
     """Generalised dot-product attention within each segment: any activation in place of softmax. Norms and residual are the caller's.
+
+        out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x or W_kv context, per head
+
+    As in "Generalized Dot-Product Attention" (Meta's PyTorch blog) with `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)`.
 
     | config | queries | keys and values |
     |---|---|---|

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from .checks import check_size, resolve_head_dim
+from .checks import check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
 from .jagged import Jagged, check_same_segments
@@ -43,8 +43,10 @@ class HSTUConfig:
     target_group_size: int = 1
 
     def __post_init__(self) -> None:
-        if self.scaling_seqlen is not None:
-            check_size("scaling_seqlen", self.scaling_seqlen)
+        for name in ("head_dim", "linear_dim", "scaling_seqlen"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        check_number("dropout", self.dropout, 0, 1)
         self.mask()  # checks its fields
 
     def mask(self, num_targets: Tensor | None = None) -> AttentionMask:

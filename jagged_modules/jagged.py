@@ -153,9 +153,11 @@ class Jagged:
     ) -> Jagged:
         """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
 
+        Attention of other sizes, another size of dtype or other queries finds none here and builds its own.
+
         Args:
-            num_heads, head_dim, num_kv_heads: of the attention that will use it.
-            dtype: of its q, k and v; torch's default dtype if None.
+            num_heads, head_dim, num_kv_heads: of the attention that will use it; for HSTU the larger of head_dim and linear_dim.
+            dtype: of its q, k and v, under autocast that of autocast; torch's default dtype if None.
             queries: the query side: None for self-attention, another Jagged, the candidates of each user, or a number of query
                 rows for every segment.
             rows_per_candidate: query rows of each candidate, where queries is a CandidateIndex.

@@ -50,7 +50,11 @@ class Rotary:
 
     @classmethod
     def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device=None) -> Rotary:
-        """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables in fp32."""
+        """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables `[max_seqlen, head_dim / 2]` in fp32.
+
+        Raises:
+            TypeError, ValueError: sizes that are no positive integers, an odd head_dim, or an unknown `rotate`.
+        """
         return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate, linear=True)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_size
+from .checks import check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
 from .jagged import Jagged, check_same_segments
@@ -38,13 +38,9 @@ class JaggedTargetAttention(nn.Module):
     def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device=None) -> None:
         super().__init__()
         self.target_dim = embedding_dim if target_dim is None else target_dim
-        for name, size in dict(embedding_dim=embedding_dim, num_heads=num_heads, target_dim=self.target_dim).items():
-            check_size(name, size)
-        if embedding_dim % num_heads:
-            raise ValueError(f"embedding_dim must be a multiple of num_heads, got {embedding_dim} and {num_heads}")
-        self.embedding_dim, self.num_heads, self.head_dim = embedding_dim, num_heads, embedding_dim // num_heads
-        if self.head_dim > MAX_HEAD_DIM:
-            raise ValueError(f"embedding_dim / num_heads must be at most {MAX_HEAD_DIM}, got {embedding_dim} and {num_heads}")
+        self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        check_size("target_dim", self.target_dim)
         self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device)
         self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device)
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.launch import rows_in_place
 from jagged_kernels.tile_schedule import num_lists
 from torch import Tensor
 
 from ..activations import ACTIVATIONS
 from ..autocast import autocast
 from ..broadcast import CandidateIndex
-from ..checks import IMPLEMENTATIONS, check_offsets, check_tensor, values_are_checkable
+from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, values_are_checkable
 from ..cpu import attention_cpu
 from ..joined import joined_rows
 from ..masks import AttentionMask
@@ -133,7 +134,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, 
     if q.dtype == torch.float64:
         raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
     hopper = attention_on_hopper(implementation, int(q.shape[2]), int(v.shape[2]), q.dtype, q.device)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    q, k, v = (rows_in_place(x) for x in (q, k, v))
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0
     q_offsets, kv_offsets = (x.to(q.device, non_blocking=True) for x in (q_offsets, kv_offsets))
@@ -289,8 +290,8 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
         if isinstance(offsets, str):
             if offsets != "shared":
                 raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
-        elif isinstance(offsets, Tensor) and offsets.device not in (q.device, torch.device("cpu")):
-            raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {offsets.device}")
+        elif isinstance(offsets, Tensor):
+            check_device(name, offsets, q.device, "q's")
     if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
         raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
     if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
@@ -330,8 +331,7 @@ def _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask) -> None:
             continue
         if x.shape != (num_segments,):
             raise ValueError(f"{name} must have shape [B] = [{num_segments}], got {list(x.shape)}")
-        if x.device not in (q.device, torch.device("cpu")):
-            raise ValueError(f"{name} must be on q's device, {q.device}, or the host, got {x.device}")
+        check_device(name, x, q.device, "q's")
     if num_targets is not None and values_are_checkable(num_targets) and values_are_checkable(kv_offsets):
         lengths = kv_offsets.diff().to(num_targets)
         if num_targets.numel() and bool((num_targets > lengths).any()):

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.launch import rows_in_place
 from torch import Tensor
 
 from ..autocast import autocast
 from ..blocks import block_offsets, positions_in_segments
-from ..checks import check_offsets, check_size, check_tensor
+from ..checks import check_device, check_offsets, check_size, check_tensor
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from .attention import ATTENTION_IMPLEMENTATIONS, BLOCKS, check_attention, jagged_attention
 
@@ -59,7 +60,7 @@ def block_diagonal_attention(
     if _block_attention_by_kernels(q, block_size, implementation):
         from jagged_kernels.block_attention import triton_block_attention
 
-        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        q, k, v = (rows_in_place(x) for x in (q, k, v))
         return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
 
     if rotary is not None:
@@ -74,7 +75,10 @@ def block_diagonal_attention(
 def block_diagonal_attention_packed(
     qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
 ) -> Tensor:
-    """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three."""
+    """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three.
+
+    The other arguments, the result `[L, H, D]` and what is raised are those of `block_diagonal_attention`; scale is 1/sqrt(D).
+    """
     check_tensor("qkv", qkv, 4, "[L, 3, H, D]")
     if qkv.shape[1] != 3:
         raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
@@ -86,7 +90,7 @@ def block_diagonal_attention_packed(
     from jagged_kernels.block_attention import triton_block_attention_packed
 
     _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
-    qkv, offsets = qkv if qkv.stride(-1) == 1 else qkv.contiguous(), offsets.to(qkv.device, non_blocking=True)
+    qkv, offsets = rows_in_place(qkv), offsets.to(qkv.device, non_blocking=True)
     return triton_block_attention_packed(
         qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
     )
@@ -106,8 +110,7 @@ def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str)
 
 def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation) -> None:
     check_offsets("offsets", offsets, q.shape[0])
-    if offsets.device not in (q.device, torch.device("cpu")):
-        raise ValueError(f"offsets must be on q's device, {q.device}, or the host, got {offsets.device}")
+    check_device("offsets", offsets, q.device, "q's")
     if implementation not in ATTENTION_IMPLEMENTATIONS:
         raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
     check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, "auto")

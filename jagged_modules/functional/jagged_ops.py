@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from jagged_kernels.launch import rows_in_place
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -112,7 +113,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(_last_contiguous(x), offsets, y, None, None, max_seqlen)
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, y, None, None, max_seqlen)
     return _jagged_dense_bmm_cpu(x, y, offsets)
 
 
@@ -136,7 +137,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_jagged_bmm
 
-        return triton_jagged_jagged_bmm(_last_contiguous(x), _last_contiguous(y), offsets, max_seqlen)
+        return triton_jagged_jagged_bmm(rows_in_place(x), rows_in_place(y), offsets, max_seqlen)
     segments, width = offsets.shape[0] - 1, x.shape[1]
     out = product_cpu(x.flatten(), y, offsets, *_matrix_offsets(offsets, width), segments * width, True)
     return out.unflatten(0, (segments, width))
@@ -160,7 +161,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_softmax import triton_jagged_softmax
 
-        return triton_jagged_softmax(_last_contiguous(x), offsets, max_seqlen)
+        return triton_jagged_softmax(rows_in_place(x), offsets, max_seqlen)
     return softmax_cpu(x.flatten(), offsets, *_matrix_offsets(offsets, x.shape[1]), True).view(x.shape)
 
 
@@ -186,7 +187,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_outer
 
-        return triton_jagged_outer(_last_contiguous(x), _last_contiguous(y), *offsets, plan.total)
+        return triton_jagged_outer(rows_in_place(x), rows_in_place(y), *offsets, plan.total)
     return outer_cpu(x, y, *offsets, plan.total)
 
 
@@ -212,7 +213,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
     if _on_kernels(implementation, p):
         from jagged_kernels.jagged_matmul import triton_array_jagged_bmm
 
-        return triton_array_jagged_bmm(p.contiguous(), _last_contiguous(y), *offsets, out_rows, transposed)
+        return triton_array_jagged_bmm(p.contiguous(), rows_in_place(y), *offsets, out_rows, transposed)
     return product_cpu(p, y, *offsets, out_rows, transposed)
 
 
@@ -293,7 +294,7 @@ def jagged_linear(
     if implementation != "reference" and _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(_last_contiguous(x), offsets, weight, bias, activation, max_seqlen)
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight, bias, activation, max_seqlen)
     dtype, product = x.dtype, jagged_dense_bmm_reference if implementation == "reference" else _jagged_dense_bmm_cpu
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # so that the sum with the bias is rounded once
     out = product(x, weight, offsets)
@@ -352,10 +353,6 @@ def _on_kernels(implementation: str, x: Tensor) -> bool:
     if kernels and x.dtype == torch.float64:
         raise ValueError("tensors must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
     return kernels
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _plan_offsets(plan: ScorePlan, x: Tensor) -> list[Tensor]:

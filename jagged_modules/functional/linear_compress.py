@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
 from ..broadcast import CandidateIndex
-from ..checks import check_integers, check_tensor, values_are_checkable
+from ..checks import check_device, check_integers, check_tensor, values_are_checkable
 from ..decomposed import linear_compress_decomposed
 from ..reference import linear_compress_reference
 
@@ -102,8 +102,7 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
         check_integers(name, index)
         if index.shape[0] != rows:
             raise ValueError(f"{name} must have one entry per row of the last embeddings, {rows}, got {index.shape[0]}")
-        if index.device not in (device, torch.device("cpu")):
-            raise ValueError(f"{name} must be on the embeddings' device, {device}, or the host, got {index.device}")
+        check_device(name, index, device, "the embeddings'")
         if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
             found = f"values {int(index.min())} to {int(index.max())}"
             raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")

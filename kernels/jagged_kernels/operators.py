@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 import torch
 from torch import library
+from triton import knobs
 
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
@@ -26,12 +27,23 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     def register(launcher: Callable) -> Callable:
         full_name = f"jagged_kernels::{name}"
         library.define(full_name, library.infer_schema(launcher, mutates_args=()))
-        library.impl(full_name, "CPU", launcher)
+        library.impl(full_name, "CPU", _in_the_interpreter(name, launcher))
         library.impl(full_name, "CUDA", _on_the_tensors_device(launcher))
         library.register_fake(full_name, fake)
         return getattr(torch.ops.jagged_kernels, name).default
 
     return register
+
+
+def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
+    """Kernels that were not made for it would say that there is no driver."""
+
+    def launch(*args):
+        if not knobs.runtime.interpret:
+            raise ValueError(f"{name}: Triton's kernels take CUDA tensors, got host tensors; implementation 'auto' takes both")
+        return launcher(*args)
+
+    return launch
 
 
 def _on_the_tensors_device(launcher: Callable) -> Callable:

@@ -626,6 +626,12 @@ def test_bad_input(change, error, message):
         F.jagged_attention(**(GOOD | change))
 
 
+def test_triton_on_the_host_says_what_to_ask_for():
+    pytest.importorskip("triton")
+    with pytest.raises(ValueError, match="Triton's kernels take CUDA tensors, got host tensors; implementation 'auto' takes both"):
+        F.jagged_attention(*make_qkv(6, 6), GOOD["q_offsets"], implementation="triton")
+
+
 def test_triton_in_float64_is_refused():
     pytest.importorskip("triton")
     with pytest.raises(ValueError, match="q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64"):

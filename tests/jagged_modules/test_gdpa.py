@@ -329,9 +329,7 @@ BAD_LAYERS = [
     (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
     (dict(embedding_dim=1024), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
     (dict(config=jm.GDPAConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
-    (dict(config=jm.GDPAConfig(head_dim=0)), ValueError, "head_dim must be at least 1, got 0"),
     (dict(config=jm.GDPAConfig(num_kv_heads=3)), ValueError, "num_heads must be a multiple of num_kv_heads, got 2 and 3"),
-    (dict(config=jm.GDPAConfig(dropout=2.0)), ValueError, "dropout probability has to be between 0 and 1, but got 2.0"),
     (dict(activation="swish"), ValueError, "activation must be one of .*got 'swish'"),
     (dict(activation="softmax", config=jm.GDPAConfig(output_scale=0.5)), ValueError, "output_scale must be 1 with softmax, got 0.5"),
     (dict(mask="causal"), TypeError, "mask must be an AttentionMask, got str"),
@@ -348,6 +346,10 @@ def test_bad_constructor(change, error, message):
 
 
 BAD_CONFIGS = [
+    (dict(head_dim=0), ValueError, "head_dim must be at least 1, got 0"),
+    (dict(scale=torch.ones(())), TypeError, "scale must be a number, got Tensor"),
+    (dict(output_scale=None), TypeError, "output_scale must be a number, got NoneType"),
+    (dict(dropout=2.0), ValueError, "dropout must be 0 to 1, got 2.0"),
     (dict(num_seeds=-1), ValueError, "num_seeds must be at least 0, got -1"),
     (dict(num_weights=1.5), TypeError, "num_weights must be an int, got float"),
     (dict(num_kv_heads=0), ValueError, "num_kv_heads must be at least 1, got 0"),
@@ -373,7 +375,6 @@ BAD_FORWARDS = [
     (dict(num_seeds=2), dict(context=X), ValueError, "context must be None with num_seeds or num_weights, got tuple"),
     (dict(num_weights=2), dict(context=X), ValueError, "context must be None with num_seeds or num_weights, got tuple"),
     (dict(num_weights=2), dict(num_targets=TARGETS), ValueError, "num_targets must be None with num_seeds or num_weights, got Tensor"),
-    (dict(scale=torch.ones(())), {}, TypeError, "scale must be a number, got Tensor"),
 ]
 
 

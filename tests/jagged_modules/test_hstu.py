@@ -469,8 +469,6 @@ BAD_STACKS = [
     (dict(num_layers=0), ValueError, "num_layers must be at least 1, got 0"),
     (dict(embedding_dim=1024), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
     (dict(config=jm.HSTUConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
-    (dict(config=jm.HSTUConfig(linear_dim=0)), ValueError, "linear_dim must be at least 1, got 0"),
-    (dict(config=jm.HSTUConfig(dropout=-1)), ValueError, "dropout probability has to be between 0 and 1, but got -1"),
     (dict(config=dict(head_dim=4)), TypeError, "config must be an HSTUConfig, got dict"),
 ]
 
@@ -482,6 +480,8 @@ def test_bad_constructor(change, error, message):
 
 
 BAD_CONFIGS = [
+    (dict(linear_dim=0), ValueError, "linear_dim must be at least 1, got 0"),
+    (dict(dropout=-1), ValueError, "dropout must be 0 to 1, got -1"),
     (dict(scaling_seqlen=0), ValueError, "scaling_seqlen must be at least 1, got 0"),
     (dict(scaling_seqlen=10.0), TypeError, "scaling_seqlen must be an int, got float"),
     (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),

@@ -321,7 +321,7 @@ BAD_LAYERS = [
     (dict(embedding_dim=8.0, num_heads=1), TypeError, "embedding_dim must be an int, got float"),
     (dict(embedding_dim=8, num_heads="2"), TypeError, "num_heads must be an int, got str"),
     (dict(embedding_dim=8, num_heads=2, target_dim=0), ValueError, "target_dim must be at least 1, got 0"),
-    (dict(embedding_dim=1024, num_heads=2), ValueError, "embedding_dim / num_heads must be at most 256, got 1024 and 2"),
+    (dict(embedding_dim=1024, num_heads=2), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
 ]
 
 
