@@ -11,7 +11,7 @@ class backward_workspace:
     """Bytes that the backward of attention may take, above its gradients, while it runs; None, the default: as many as pay.
 
     On a GPU of compute capability 9.0, with head dims above 64 and no mask, it keeps the gradients of the scores, two bytes for each pair
-    of a query and a key, where it otherwise computes the scores twice: 2 GiB at most, or as much as the gradients take.
+    of a query and a key, where it otherwise computes the scores twice: up to 2 GiB or the gradients' size, whichever is larger.
 
     Args:
         num_bytes: from now on.
