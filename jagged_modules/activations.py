@@ -22,12 +22,13 @@ def gelu_taylor(x: Tensor) -> Tensor:
     Within 4e-3 of GELU for every x, and within 2.2e-2 of its derivative; exactly 0 or x outside ±3.06 but for rounding. The published
     Taylor polynomial (GDPA, equation 1) has the same form and no clamp: it is off by 4.0 at x = 3.
     """
+    dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     a = x.abs().clamp(max=RANGE)
     t = a * a
     polynomial = torch.zeros_like(t)
     for coefficient in reversed(COEFFICIENTS):
         polynomial = (polynomial + coefficient) * t
-    return (0.5 * x + 0.5 * x.abs()) - 0.5 * a + polynomial  # the bracket is max(x, 0), its slope at 0 is 0.5
+    return ((0.5 * x + 0.5 * x.abs()) - 0.5 * a + polynomial).to(dtype)  # the bracket is max(x, 0), its slope at 0 is 0.5
 
 
 def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -16,3 +18,15 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def autocast(x: Tensor) -> Tensor:
     return x.to(autocast_dtype(x))
+
+
+def host_operator(name: str) -> Callable[[Callable], Callable]:
+    """Decorator: an operator of host tensors, whose body computes in its tensors' dtypes also where autocast is on: a backward may be run
+    inside it, where nn.Linear's takes no harm."""
+
+    def register(body: Callable) -> Callable:
+        schema = library.infer_schema(body, mutates_args=())
+        without_autocast = torch.autocast("cpu", enabled=False)(body)
+        return library.custom_op(name, without_autocast, mutates_args=(), device_types="cpu", schema=schema)
+
+    return register

@@ -8,7 +8,7 @@ from torch import nn
 from .checks import check_size, resolve_head_dim
 from .functional import block_diagonal_attention_packed
 from .functional.attention import BLOCKS, MAX_HEAD_DIM
-from .jagged import Jagged
+from .jagged import wrap_rows
 from .rotary import Rotary, rotary_tables
 
 
@@ -25,8 +25,9 @@ class BlockDiagonalSelfAttention(nn.Module):
         num_heads: attention heads.
         block_size: rows of a block: 16, 32, 64 or 128. The last block of a segment may be shorter.
         rotary: what is turned by its position in the segment: "qk", "qkv" (values too), or None.
-        max_seqlen: the longest segment with rotary: rows of the tables of cos and sin, which are fp32 whatever the layer's dtype.
         device: device of the parameters and tables.
+        max_seqlen: the longest segment with rotary, 8192 unless given: rows of the tables of cos and sin, which are fp32 whatever the
+            layer's dtype.
 
     Raises:
         TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256 or, with rotary, of odd
@@ -44,8 +45,9 @@ class BlockDiagonalSelfAttention(nn.Module):
         num_heads: int,
         block_size: int = 64,
         rotary: str | None = "qk",
-        max_seqlen: int = 8192,
         device=None,
+        *,
+        max_seqlen: int = 8192,
     ) -> None:
         super().__init__()
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
@@ -82,9 +84,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         Raises:
             TypeError, ValueError: an input of another kind or shape, or with a segment that is too long.
         """
-        jagged = Jagged.wrap(x)
-        if jagged.values.dim() != 2 or jagged.values.shape[1] != self.embedding_dim:
-            raise ValueError(f"x's values must have shape [L, {self.embedding_dim}], got {list(jagged.values.shape)}")
+        jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
         rotary = None if self.rotary is None else Rotary(self.qkv_proj.cos, self.qkv_proj.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)

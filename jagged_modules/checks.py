@@ -6,9 +6,16 @@ import math
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+from .autocast import autocast_dtype
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 _check_device_values = False
+
+
+class WrongDtype(TypeError, ValueError):
+    """A tensor of a dtype that is not taken: to some a wrong kind of argument, to others a wrong value of one."""
 
 
 class debug_checks:
@@ -64,7 +71,7 @@ def check_tensor(name: str, x, dim: int, shape: str) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if not x.is_floating_point():
-        raise TypeError(f"{name} must be floating point, got {x.dtype}")
+        raise WrongDtype(f"{name} must be floating point, got {x.dtype}")
     if x.dim() != dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
 
@@ -74,13 +81,30 @@ def check_integers(name: str, x) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {x.dtype}")
+        raise WrongDtype(f"{name} must be int32 or int64, got {x.dtype}")
     if x.dim() != 1:
         raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
 
 
-def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int | None = None) -> None:
-    """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`.
+def check_like_weight(name: str, x: Tensor, weight) -> None:
+    """ValueError unless x has the device of a layer's weight, and its dtype or, under autocast, one that becomes the same."""
+    if not isinstance(weight, Tensor):  # a method of quantised layers, which take what they take
+        return
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
+    if not x.is_floating_point() or autocast_dtype(x) != autocast_dtype(weight):
+        raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
+
+
+def refuse_transforms(what: str) -> None:
+    """RuntimeError where the derivatives of a transform or of forward mode would be silently zero."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RuntimeError(f'{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode; implementation="reference" does')
+
+
+def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
+    """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`. longest: what the
+    caller calls max_seqlen.
 
     Raises:
         TypeError: not an int32 or int64 tensor, or max_seqlen not an int.
@@ -90,7 +114,7 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
     if offsets.shape[0] < 1:
         raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
     if max_seqlen is not None:
-        check_size("max_seqlen", max_seqlen, at_least=0)
+        check_size(longest, max_seqlen, at_least=0)
     if not values_are_checkable(offsets):
         return
     if offsets[0] != 0:
@@ -102,7 +126,7 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
     if total is not None and offsets[-1] != total:
         raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
     if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
-        raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than the stated max_seqlen {max_seqlen}")
+        raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than {longest} = {max_seqlen}")
 
 
 def check_device(name: str, x: Tensor, device: torch.device, whose: str = "the values'") -> None:
@@ -111,9 +135,11 @@ def check_device(name: str, x: Tensor, device: torch.device, whose: str = "the v
         raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
 
 
-def checked_offsets(name: str, offsets, total: int, device: torch.device, max_seqlen: int | None = None) -> Tensor:
+def checked_offsets(
+    name: str, offsets, total: int, device: torch.device, max_seqlen: int | None = None, longest: str = "max_seqlen"
+) -> Tensor:
     """The offsets on the device, after `check_offsets` and `check_device`."""
-    check_offsets(name, offsets, total, max_seqlen)
+    check_offsets(name, offsets, total, max_seqlen, longest)
     check_device(name, offsets, device)
     return offsets.to(device, non_blocking=True)
 

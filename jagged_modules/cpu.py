@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 from torch.nn.functional import pad
 
+from .autocast import host_operator
 from .cpu_blocks import pointwise_backward, pointwise_forward, scores_at_a_time, softmax_backward, softmax_forward
 from .cpu_groups import Rows, compute_dtype
 from .masks import AttentionMask
 
 
-@library.custom_op("jagged_modules::attention_cpu", mutates_args=(), device_types="cpu")
+@host_operator("jagged_modules::attention_cpu")
 def attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
@@ -47,7 +48,7 @@ def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
     return _empty_outputs(q, v, q_offsets, q_shared, activation)
 
 
-@library.custom_op("jagged_modules::attention_cpu_backward", mutates_args=(), device_types="cpu")
+@host_operator("jagged_modules::attention_cpu_backward")
 def attention_cpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
@@ -140,7 +141,8 @@ def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
 
 def _as(like: Tensor, x: Tensor) -> Tensor:
     """Undo `_computable`: the dtype and head dim of `like`."""
-    return x[..., : like.shape[-1]].to(like.dtype).contiguous()
+    x = x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]  # a view of all would be a view to autograd too
+    return x.to(like.dtype).contiguous()
 
 
 def _scaled(x: Tensor, q_offsets: Tensor, segment_scale: Tensor | None, output_scale: float) -> Tensor:

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, library
+from torch import Tensor
 
+from .autocast import host_operator
 from .cpu_groups import Rows, compute_dtype, groups
 
 
-@library.custom_op("jagged_modules::outer_cpu", mutates_args=(), device_types="cpu")
+@host_operator("jagged_modules::outer_cpu")
 def outer_cpu(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
     """p[b] = x[b] @ y[b]ᵀ, `[total]`."""
     p = x.new_zeros(total)
@@ -23,7 +24,7 @@ def outer_cpu(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offs
     return p
 
 
-@library.custom_op("jagged_modules::product_cpu", mutates_args=(), device_types="cpu")
+@host_operator("jagged_modules::product_cpu")
 def product_cpu(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool) -> Tensor:
     """out[b] = p[b] @ y[b], over x's rows; if transposed p[b]ᵀ @ y[b], over y's rows, of a y over x's rows: `[out_rows, D]`."""
     out = y.new_zeros(out_rows, y.shape[1])
@@ -36,7 +37,7 @@ def product_cpu(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_of
     return out
 
 
-@library.custom_op("jagged_modules::softmax_cpu", mutates_args=(), device_types="cpu")
+@host_operator("jagged_modules::softmax_cpu")
 def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool) -> Tensor:
     """Softmax of each row of p[b], or of each column."""
     out = p.new_zeros(p.shape)
@@ -45,7 +46,7 @@ def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tens
     return out
 
 
-@library.custom_op("jagged_modules::softmax_backward_cpu", mutates_args=(), device_types="cpu")
+@host_operator("jagged_modules::softmax_backward_cpu")
 def softmax_backward_cpu(grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool) -> Tensor:
     """dp = out ∘ (grad − Σ out ∘ grad), sums over a row, or a column."""
     dp = out.new_zeros(out.shape)

@@ -11,7 +11,7 @@ from .activations import ACTIVATIONS
 from .checks import check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
-from .jagged import Jagged, check_same_segments
+from .jagged import check_same_segments, wrap_rows
 from .masks import AttentionMask
 
 
@@ -164,12 +164,12 @@ class JaggedGDPA(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; context or num_targets with learned rows.
         """
-        config, jagged = self.config, _wrap("x", x, self.embedding_dim)
+        config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
             for name, argument in (("context", context), ("num_targets", num_targets)):
                 if argument is not None:
                     raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
-        keys = jagged if context is None else _wrap("context", context, self.embedding_dim)
+        keys = jagged if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
         check_same_segments("x", jagged, "context", keys)
         mask = self.mask
         if num_targets is not None:
@@ -237,13 +237,6 @@ class GDPABlock(nn.Module):
 
     def forward(self, x, context=None, num_targets: Tensor | None = None):
         """Update every row. Arguments, result and errors are those of `JaggedGDPA.forward`; context is not normalised."""
-        jagged = _wrap("x", x, self.attention.embedding_dim)
+        jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)
         return jagged.unwrap(jagged.values + update.values)
-
-
-def _wrap(name: str, x, embedding_dim: int) -> Jagged:
-    jagged = Jagged.wrap(x)
-    if jagged.values.dim() != 2 or jagged.values.shape[1] != embedding_dim:
-        raise ValueError(f"{name}'s values must have shape [L, {embedding_dim}], got {list(jagged.values.shape)}")
-    return jagged

@@ -11,7 +11,7 @@ from torch.nn import functional as nnf
 from .checks import check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
-from .jagged import Jagged, check_same_segments
+from .jagged import Jagged, check_same_segments, wrap_rows
 from .masks import AttentionMask
 
 NORM_EPS = 1e-6
@@ -115,10 +115,13 @@ class HSTULayer(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; no scaling_seqlen and a container without max_seqlen.
         """
-        jagged = Jagged.wrap(x)
+        jagged = self._wrap("x", x)
         u, q, k, v = self._project(jagged)
         a = self._attend(q, k, v, jagged, jagged, self.config.mask(num_targets), self._scaling_seqlen(jagged))
         return jagged.unwrap(self._output(jagged.values, u, a))
+
+    def _wrap(self, name: str, x) -> Jagged:
+        return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
         length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
@@ -129,8 +132,6 @@ class HSTULayer(nn.Module):
     def _project(self, jagged: Jagged) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its silu, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         x, heads = jagged.values, self.num_heads
-        if x.dim() != 2 or x.shape[1] != self.embedding_dim:
-            raise ValueError(f"values must have shape [L, {self.embedding_dim}], got {list(x.shape)}")
         widths = [heads * size for size in (self.linear_dim, self.linear_dim, self.head_dim, self.head_dim)]
         u, v, q, k = self.uvqk_proj(self.input_norm(x)).split(widths, dim=1)
         return u, q.unflatten(1, (heads, -1)), k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))
@@ -214,7 +215,7 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`.
         """
-        jagged, kept = Jagged.wrap(history), []
+        jagged, kept = self.layers[0]._wrap("history", history), []
         rows, segments = _rows_seen_by_targets(jagged, self.config)
         scaling_seqlen = self.layers[0]._scaling_seqlen(jagged)
         for layer in self.layers:
@@ -243,7 +244,7 @@ class HSTUStack(nn.Module):
             raise TypeError(f"cache must be an HSTUCache, got {type(cache).__name__}")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
-        wrapped = jagged = Jagged.wrap(targets)
+        wrapped = jagged = self.layers[0]._wrap("targets", targets)
         check_same_segments("targets", jagged, "cache", cache.layers[0])
         mask = AttentionMask(num_targets=jagged.offsets.diff(), target_group_size=self.config.target_group_size)
         for layer, history in zip(self.layers, cache.layers):

@@ -6,10 +6,11 @@ import sys
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_offsets, check_size, values_are_checkable
+from .checks import check_integers, check_like_weight, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
 from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
 
@@ -50,27 +51,38 @@ class Jagged:
     # -- containers in and out ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def wrap(cls, x, max_seqlen: int | None = None) -> Jagged:
+    def wrap(cls, x, max_seqlen: int | None = None, *, name: str = "x") -> Jagged:
         """Jagged of a JaggedTensor, a KeyedJaggedTensor (each feature and sample is a segment, feature-major), a (values, offsets)
-        pair, a torch nested tensor of jagged layout, or a Jagged, which is returned as it is.
+        pair, a torch nested tensor of jagged layout, or a Jagged, which is returned as it is, but for another max_seqlen.
+
+        Args:
+            x: one of them.
+            max_seqlen: as of `Jagged`.
+            name: what errors call x.
 
         Raises:
-            TypeError: another kind of input. ValueError: a nested tensor of another layout, or with holes.
+            TypeError: another kind of input. ValueError: a nested tensor of another layout, or with holes; a longer segment.
         """
         if isinstance(x, Jagged):
-            return x
+            if max_seqlen in (None, x.max_seqlen):
+                return x
+            check_offsets("offsets", x.offsets, max_seqlen=max_seqlen)
+            jagged = x._copy(x.values, x.offsets)
+            jagged.max_seqlen, jagged._container = max_seqlen, x._container
+            return jagged
         if _is_torchrec(x):
-            jagged = cls(x.values(), x.offsets(), max_seqlen)
+            offsets = x.offsets()  # JaggedTensor.empty() has none
+            jagged = cls(x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1), max_seqlen)
         elif isinstance(x, Tensor) and x.is_nested:
             if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
                 what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
-                raise ValueError(f"a nested tensor must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
+                raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
             jagged = cls(x.values(), x.offsets(), max_seqlen)
         elif isinstance(x, (tuple, list)) and len(x) == 2 and isinstance(x[0], Tensor):
             jagged = cls(*x, max_seqlen)
         else:
             raise TypeError(
-                "expected a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
+                f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
                 f"got {type(x).__name__}"
             )
         jagged._container = x
@@ -118,6 +130,8 @@ class Jagged:
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
+        if not isinstance(values, Tensor):
+            raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
 
@@ -264,15 +278,19 @@ class _Segmentation:
         return self._token
 
 
+_segmentations = WeakTensorKeyDictionary()  # offsets -> their state then, and segmentation; not an attribute: torch.save would take it
+
+
 def _segmentation(offsets: Tensor, host_lengths: Tensor | None) -> _Segmentation:
     """The segmentation that goes with this very offsets tensor, so that all layers which are passed it, in whatever container, share
     the schedules. Writing to the tensor makes another segmentation of it."""
-    if torch.compiler.is_compiling() or offsets.is_inference():  # inference tensors do not count what is written to them
+    on_host = values_are_checkable(offsets) and offsets.device.type == "cpu"
+    if torch.compiler.is_compiling() or not on_host and offsets.is_inference():  # inference tensors do not count what is written to them
         return _Segmentation(host_lengths)
-    version, segmentation = getattr(offsets, "_jagged_segmentation", (None, None))
-    if version != offsets._version:
+    state, segmentation = _segmentations.get(offsets, (None, None))
+    if state is None or not (torch.equal(state, offsets) if on_host else state == offsets._version):
         segmentation = _Segmentation(host_lengths)
-        offsets._jagged_segmentation = offsets._version, segmentation
+        _segmentations[offsets] = offsets.clone() if on_host else offsets._version, segmentation
     if segmentation.host_lengths is None:
         segmentation.host_lengths = host_lengths
     return segmentation
@@ -291,6 +309,15 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         raise ValueError(f"host_lengths must add up to the number of rows, {total}, got {int(host_lengths.sum())}")
     if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
         raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
+
+
+def wrap_rows(name: str, x, width: int, projection: nn.Linear) -> Jagged:
+    """A layer's input: TypeError or ValueError unless it is a container of `[L, width]` values that the projection takes."""
+    jagged = Jagged.wrap(x, name=name)
+    if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
+        raise ValueError(f"{name}'s values must have shape [L, {width}], got {list(jagged.values.shape)}")
+    check_like_weight(f"{name}'s values", jagged.values, projection.weight)
+    return jagged
 
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:

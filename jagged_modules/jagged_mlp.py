@@ -9,7 +9,7 @@ from torch import nn
 from .activations import POINTWISE
 from .checks import check_size
 from .functional import jagged_linear
-from .jagged import Jagged
+from .jagged import wrap_rows
 
 
 class JaggedMLP(nn.Module):
@@ -61,10 +61,8 @@ class JaggedMLP(nn.Module):
         Raises:
             TypeError, ValueError: an input of another kind, shape or dtype.
         """
-        jagged = Jagged.wrap(x)
-        width, values = self.layers[0].in_features, jagged.values
-        if values.dim() != 2 or values.shape[1] != width:
-            raise ValueError(f"x's values must have shape [L, {width}], got {list(values.shape)}")
+        jagged = wrap_rows("x", x, self.layers[0].in_features, self.layers[0])
+        values = jagged.values
         for layer in self.layers:
             values = jagged_linear(values, layer.weight, layer.bias, activation=self.activation)
         return jagged.unwrap(values)

@@ -70,15 +70,14 @@ class AttentionMask:
         check_size("target_group_size", self.target_group_size)
         for name in ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"):
             check_size(name, getattr(self, name), at_least=0)
-        if self.min_full_attn_seqlen and not self.max_attn_len:
-            raise ValueError(f"min_full_attn_seqlen needs a max_attn_len to be exempt from, got {self.min_full_attn_seqlen} and 0")
 
     @property
     def spec(self) -> list[int]:
         """The fields as the kernels take them: [causal, left, right, has targets, group size, context, max_attn_len, full]; -1: open."""
         left, right = (-1 if side is None else side for side in self.window or (None, None))
         has_targets = self.num_targets is not None
-        fields = self.target_group_size, self.contextual_seqlen, self.max_attn_len, self.min_full_attn_seqlen
+        exempt = self.min_full_attn_seqlen if self.max_attn_len else 0
+        fields = self.target_group_size, self.contextual_seqlen, self.max_attn_len, exempt
         return [int(self.causal), left, right, int(has_targets), *fields]
 
     @classmethod

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_size, resolve_head_dim
+from .checks import check_like_weight, check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
-from .jagged import Jagged, check_same_segments
+from .jagged import Jagged, check_same_segments, wrap_rows
 
 
 class JaggedTargetAttention(nn.Module):
@@ -66,9 +66,7 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; the message names them.
         """
-        history = Jagged.wrap(history)
-        if history.values.dim() != 2 or history.values.shape[1] != self.embedding_dim:
-            raise ValueError(f"history values must have shape [L, {self.embedding_dim}], got {list(history.values.shape)}")
+        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
         sizes = dict(num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 
@@ -87,7 +85,7 @@ class JaggedTargetAttention(nn.Module):
             out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
-        jagged_targets = Jagged.wrap(targets)
+        jagged_targets = Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = history.schedule(queries=jagged_targets, **sizes)
@@ -100,6 +98,7 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
         if targets.dim() != dim or targets.shape[-1] != self.target_dim:
             raise ValueError(f"targets must have shape {shape} with E_t = {self.target_dim}, got {list(targets.shape)}")
+        check_like_weight("targets", targets, self.q_proj.weight)
         return self.q_proj(targets).unflatten(-1, (self.num_heads, self.head_dim))
 
     def extra_repr(self) -> str:

@@ -6,11 +6,20 @@ import torch
 from jagged_kernels.launch import rows_in_place
 from jagged_kernels.tile_schedule import num_lists
 from torch import Tensor
+from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
 from ..autocast import autocast
 from ..broadcast import CandidateIndex
-from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, values_are_checkable
+from ..checks import (
+    IMPLEMENTATIONS,
+    WrongDtype,
+    check_device,
+    check_offsets,
+    check_tensor,
+    refuse_transforms,
+    values_are_checkable,
+)
 from ..cpu import attention_cpu
 from ..joined import joined_rows
 from ..masks import AttentionMask
@@ -82,12 +91,12 @@ def jagged_attention(
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
 
     if q_shared:
-        check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
+        check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
         q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
     else:
-        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q)
+        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q, "max_seqlen_q")
         if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
-            check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv)
+            check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
     lists = 1
     if not q_shared and not kv_shared:
         lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
@@ -96,11 +105,12 @@ def jagged_attention(
         mask = None
 
     row_scale = None
+    alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
     if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
-        # The kernels scale all that a tile meets alike, and give no gradient for the factor.
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+        output_scale, row_scale = _kernels_share(output_scale.to(q.device, non_blocking=True), alike)
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
-        row_scale, output_scale = torch.repeat_interleave(output_scale.to(q.device), lengths, output_size=rows), 1.0
+        row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
         # No query row meets another, so keys shared by all segments make one segment of all query rows.
         ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
@@ -109,9 +119,8 @@ def jagged_attention(
     if implementation == "reference":
         flags = dict(scale=scale, q_shared=q_shared, activation=activation, mask=mask, output_scale=output_scale)
         out = attention_reference(q, k, v, q_offsets, kv_offsets, **flags)
-    elif torch._C._are_functorch_transforms_active():  # forward-mode derivatives would be silently zero
-        raise RuntimeError('jagged_attention does not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does')
     else:
+        refuse_transforms("jagged_attention does")
         flags = dict(scale=scale, q_shared=q_shared, kv_shared=kv_shared, activation=activation)
         flags |= dict(mask=None if mask is None else mask.spec, num_targets=None if mask is None else mask.num_targets)
         flags |= dict(segment_scale=output_scale if isinstance(output_scale, Tensor) else None)
@@ -121,6 +130,15 @@ def jagged_attention(
         else:
             out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, **flags)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
+
+
+def _kernels_share(output_scale: Tensor, alike: int | None) -> tuple[Tensor, Tensor]:
+    """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32: the kernels give no
+    gradient for theirs, and take the same for all segments where there are so many `alike`."""
+    output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
+    factor = output_scale.detach() if alike is None else pad(output_scale.detach().abs(), (0, 1)).amax()
+    factor = torch.where(factor == 0, 1, factor)
+    return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
 def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, **flags) -> Tensor:
@@ -302,7 +320,7 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
         if not isinstance(output_scale, (int, float)):
             raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
     elif not output_scale.is_floating_point():
-        raise TypeError(f"output_scale must be floating point, got {output_scale.dtype}")
+        raise WrongDtype(f"output_scale must be floating point, got {output_scale.dtype}")
     if activation == "softmax" and (isinstance(output_scale, Tensor) or output_scale != 1):
         raise ValueError(f"output_scale must be 1 with softmax, got {output_scale}")
     if mask is not None and not isinstance(mask, AttentionMask):

@@ -63,13 +63,16 @@ def block_diagonal_attention(
         q, k, v = (rows_in_place(x) for x in (q, k, v))
         return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
 
+    dtype = q.dtype
     if rotary is not None:
+        if implementation == "reference" or not q.is_cuda:  # rotated in fp32, and rounded once, as the kernels do
+            q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
         cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
         q, k = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
         v = apply_rotary(v, cos, sin) if rotary.rotate == "qkv" else v
     blocks = block_offsets(offsets, block_size, q.shape[0])
-    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation)
+    return jagged_attention(q, k, v, blocks, scale=scale, implementation=implementation).to(dtype)
 
 
 def block_diagonal_attention_packed(

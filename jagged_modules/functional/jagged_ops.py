@@ -12,7 +12,7 @@ from torch.nn import functional as nnf
 from ..activations import POINTWISE
 from ..autocast import autocast
 from ..blocks import rows_and_segments
-from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, values_are_checkable
+from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, refuse_transforms, values_are_checkable
 from ..cpu_groups import compute_dtype
 from ..cpu_products import outer_cpu, product_cpu, softmax_cpu
 from ..reference import (
@@ -261,7 +261,7 @@ def jagged_linear(
     Args:
         x: `[L, D]`, dtypes as in `jagged_dense_bmm`.
         weight: `[T, D]`, as nn.Linear has it, or `[B, D, T]`. bias: `[T]`, or `[B, T]`, or None.
-        offsets: `[B + 1]`, with weights for each segment alone.
+        offsets: `[B + 1]`; weights for all rows do without.
         activation: None, or a function of each result by itself, one of those of `jagged_attention` other than softmax.
         max_seqlen: as in `jagged_dense_bmm`; with weights for each segment.
         implementation: as in `jagged_dense_bmm`; of weights for each segment.
@@ -270,7 +270,7 @@ def jagged_linear(
         `[L, T]`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also offsets that are missing, or not wanted.
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also offsets that are missing.
     """
     if activation is not None and activation not in POINTWISE:
         raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
@@ -281,7 +281,7 @@ def jagged_linear(
     function = POINTWISE["identity" if activation is None else activation].function
     if shared:
         if offsets is not None:
-            raise ValueError("offsets must be None with a weight [T, D] for all rows; a weight for each segment is [B, D, T]")
+            check_offsets("offsets", offsets, x.shape[0], max_seqlen)
         if weight.shape[1] != x.shape[1]:
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
@@ -346,9 +346,7 @@ def _operands(implementation: str, cast: bool = True, **named: tuple[Tensor, str
 
 
 def _on_kernels(implementation: str, x: Tensor) -> bool:
-    if torch._C._are_functorch_transforms_active():  # forward-mode derivatives would be silently zero
-        message = 'the jagged operators do not run under torch.func transforms (vmap, grad, jvp); implementation="reference" does'
-        raise RuntimeError(message)
+    refuse_transforms("the jagged operators do")
     kernels = implementation == "triton" or x.device.type == "cuda"
     if kernels and x.dtype == torch.float64:
         raise ValueError("tensors must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")

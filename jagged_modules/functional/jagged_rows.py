@@ -71,7 +71,11 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         TypeError: an argument of the wrong kind. ValueError: shapes or offsets that do not fit, a segment longer than N, or no total
         where it is needed.
     """
-    _check_rows("dense", dense, "[B, N, ...]", 2)
+    return _padded_to_jagged("dense", dense, offsets, total)
+
+
+def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | None) -> Tensor:
+    _check_rows(name, dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
         if not values_are_checkable(offsets):
@@ -79,11 +83,11 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
-    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense.device, width)
+    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense.device, width, f"{name}'s N")
     if offsets.shape[0] - 1 != segments:
-        raise ValueError(f"dense must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
+        raise ValueError(f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
     if total > segments * width:
-        raise ValueError(f"total must be at most the rows of dense, {segments * width}, got {total}")
+        raise ValueError(f"total must be at most the rows of {name}, {segments * width}, got {total}")
     segment, position = _positions(offsets, total)
     taken = dense.flatten(0, 1).index_select(0, segment * width + position.clamp(max=width - 1))
     if values_are_checkable(given):  # no segment is too long
@@ -217,7 +221,7 @@ def _dense_rows(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     check_tensor("x", x, 2, "[L, D]")
     check_tensor("y", y, 3, "[B, N, D]")
     _check_alike("y", y.flatten(0, 1), "x", x)
-    return padded_to_jagged(y, offsets, x.shape[0])
+    return _padded_to_jagged("y", y, offsets, x.shape[0])
 
 
 def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:

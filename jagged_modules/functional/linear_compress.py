@@ -51,8 +51,8 @@ def linear_compress(
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
         RuntimeError: a second derivative of the fused and hopper implementations; the others have it.
     """
-    weights, embeddings = ([x] if isinstance(x, Tensor) else list(x) for x in (weights, embeddings))
-    indices = [] if indices is None else [indices] if isinstance(indices, (Tensor, CandidateIndex)) else list(indices)
+    weights, embeddings = _levels("weights", weights), _levels("embeddings", embeddings)
+    indices = [] if indices is None else _levels("indices", indices)
     _check_linear_compress(weights, embeddings, indices, implementation)
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
@@ -71,6 +71,14 @@ def linear_compress(
     orders = [None if x is None else x.order for x in grouped]
     offsets = [None if x is None else x.offsets for x in grouped]
     return triton_linear_compress(weights, embeddings, maps, orders, offsets, implementation)
+
+
+def _levels(name: str, x) -> list:
+    if isinstance(x, (Tensor, CandidateIndex)):
+        return [x]
+    if not hasattr(x, "__iter__"):
+        raise TypeError(f"{name} must be a tensor or a sequence of them, got {type(x).__name__}")
+    return list(x)
 
 
 def _check_linear_compress(weights, embeddings, indices, implementation) -> None:

@@ -63,6 +63,12 @@ def test_gelu_taylor_keeps_its_bounds():
     assert 3e-3 < value_error < 4e-3 and 2e-2 < slope_error < 2.2e-2
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gelu_taylor_in_16_bits_is_rounded_once(dtype):
+    x = DENSE.to(dtype)
+    assert torch.equal(gelu_taylor(x), gelu_taylor(x.float()).to(dtype))
+
+
 def test_gelu_taylor_derivative_is_that_of_the_same_function():
     step = 1e-5
     differences = (gelu_taylor(DENSE + step) - gelu_taylor(DENSE - step)) / (2 * step)

@@ -115,7 +115,7 @@ BAD = [
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])), ValueError, "candidate_offsets must start at 0, got 1"),
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])), ValueError, "candidate_offsets must not decrease, got 2 then 1"),
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)), ValueError, r"candidate_offsets must be 1-D, got shape \[\]"),
-    (lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])), TypeError, "expected a JaggedTensor.*got Tensor"),
+    (lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])), TypeError, "x must be a JaggedTensor.*got Tensor"),
 ]
 
 

@@ -209,6 +209,37 @@ def test_a_scale_for_each_segment(shared, dtype, requires_grad, assert_accurate,
     check_against_reference(assert_accurate, *tensors, q_offsets, kv_offsets, activation="silu", output_scale=factor)
 
 
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("shared", ["none", "kv", "lists"])
+def test_a_scale_keeps_half_precision_in_range(shared, requires_grad, offsets_of):
+    """Weights of 181 for 500 keys of value 8 add up to 720,000, more than fp16 holds; a thousandth of it is 724."""
+    q, k, v = (torch.full((500, 1, 8), 8.0, dtype=torch.float16) for _ in range(3))
+    lengths = {"none": ([500], offsets_of([500])), "kv": ([200, 300], "shared"), "lists": ([200, 300], offsets_of([500]))}[shared]
+    factor = torch.full((len(lengths[0]),), 1e-3, requires_grad=requires_grad)
+    out = F.jagged_attention(q, k, v, offsets_of(lengths[0]), lengths[1], activation="silu", output_scale=factor)
+    torch.testing.assert_close(out.float(), torch.full_like(out, 500 * 8 * 512 / 8**0.5 * 1e-3).float(), rtol=1e-3, atol=0)
+    if requires_grad:
+        out.float().sum().backward()
+        expected = torch.tensor(lengths[0]) * 8 * 500 * 8 * 512 / 8**0.5
+        torch.testing.assert_close(factor.grad, expected, rtol=1e-3, atol=0)
+
+
+def test_the_gradient_of_a_scale_is_summed_in_fp32(offsets_of):
+    q, factor = torch.ones(1000, 1, 8, dtype=torch.bfloat16), torch.ones(1, dtype=torch.bfloat16, requires_grad=True)
+    out = F.jagged_attention(q, q, q / 1000, offsets_of([1000]), activation="identity", output_scale=factor)
+    (grad,) = torch.autograd.grad(out.sum(), factor)
+    assert abs(grad.item() / float(out.double().sum()) - 1) < torch.finfo(torch.bfloat16).eps
+
+
+def test_a_scale_of_zero_has_a_gradient(offsets_of):
+    tensors, factor = make_qkv(6, 6), torch.zeros(2, requires_grad=True)
+    out = F.jagged_attention(*tensors, offsets_of([2, 4]), activation="silu", output_scale=factor)
+    (grad,) = torch.autograd.grad(out.sum(), factor)
+    unscaled = F.jagged_attention(*tensors, offsets_of([2, 4]), activation="silu")
+    assert not out.any()
+    torch.testing.assert_close(grad, torch.stack([unscaled[:2].sum(), unscaled[2:].sum()]))
+
+
 def test_scales_in_another_dtype_keep_that_of_the_output(offsets_of):
     tensors, factor = make_qkv(13, 13, dtype=torch.bfloat16), torch.tensor([0.5, 0.25], dtype=torch.float64)
     for output_scale in (factor, factor.clone().requires_grad_()):
@@ -515,6 +546,34 @@ def test_autocast_computes_in_its_dtype(implementation, offsets_of):
     assert q.grad.dtype == k.grad.dtype == v.grad.dtype == torch.float32
 
 
+@pytest.mark.parametrize("activation", ["softmax", "silu", "gelu_taylor"])
+def test_a_backward_inside_autocast_has_the_gradients_of_one_outside(activation, offsets_of):
+    tensors, grads = [x.requires_grad_() for x in make_qkv(7, 7)], []
+    for inside in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = F.jagged_attention(*tensors, offsets_of([4, 3]), activation=activation)
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside):
+            grads.append(torch.autograd.grad(out, tensors, torch.ones_like(out)))
+    assert all(torch.equal(inner, outer) for inner, outer in zip(*grads))
+
+
+def test_results_may_be_changed_in_place(offsets_of):
+    """Softmax's not: as torch's own, it keeps them for its backward."""
+    q, k, v = (x.requires_grad_() for x in make_qkv(7, 7))
+    F.jagged_attention(q, k, v, offsets_of([4, 3]), activation="silu").relu_().sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_forward_mode_is_refused_where_it_would_give_nothing(offsets_of):
+    q, k, v = make_qkv(7, 7)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(RuntimeError, match="forward mode"):
+            F.jagged_attention(dual, k, v, offsets_of([4, 3]))
+        out = F.jagged_attention(dual, k, v, offsets_of([4, 3]), implementation="reference")
+        assert torch.autograd.forward_ad.unpack_dual(out).tangent is not None
+
+
 def test_autocast_leaves_float64_alone(offsets_of):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert F.jagged_attention(*make_qkv(7, 7, dtype=torch.float64), offsets_of([4, 3])).dtype == torch.float64
@@ -594,9 +653,9 @@ BAD = [
     (LISTS | dict(mask=jm.AttentionMask()), ValueError, "mask must be None with several lists .*, got 3 segments of q_offsets, 1 of"),
     (LISTS | SILU | dict(output_scale=torch.ones(1)), ValueError, r"output_scale must have shape \[B\] = \[3\], got \[1\]"),
     (dict(kv_offsets=torch.tensor([0, 3, 7])), ValueError, "kv_offsets must end at the number of rows, 6, got 7"),
-    (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
-    (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
-    (dict(max_seqlen_q="4"), TypeError, "max_seqlen must be an int, got str"),
+    (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than max_seqlen_q = 3"),
+    (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than max_seqlen_kv = 3"),
+    (dict(max_seqlen_q="4"), TypeError, "max_seqlen_q must be an int, got str"),
     (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
     (dict(scale="big"), TypeError, "scale must be a number, got str"),
     (dict(activation="relux"), ValueError, "activation must be one of .*softmax.*, got 'relux'"),

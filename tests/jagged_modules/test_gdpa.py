@@ -365,7 +365,10 @@ def test_bad_config(fields, error, message):
 
 X, TARGETS = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.tensor([1, 1])
 BAD_FORWARDS = [
-    ({}, dict(x=torch.randn(5, WIDTH)), TypeError, "expected a JaggedTensor.*got Tensor"),
+    ({}, dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
+    ({}, dict(x=(X[0].double(), X[1])), ValueError, "x's values must have the layer's dtype, torch.float32, got torch.float64"),
+    ({}, dict(context=(X[0].long(), X[1])), ValueError, "context's values must have the layer's dtype, torch.float32, got torch.int64"),
+    ({}, dict(x=(X[0].to("meta"), X[1])), ValueError, "x's values must be on the layer's device, cpu, got meta"),
     ({}, dict(x=(torch.randn(5, 9), X[1])), ValueError, r"x's values must have shape \[L, 8\], got \[5, 9\]"),
     ({}, dict(context=(torch.randn(5, 9), X[1])), ValueError, r"context's values must have shape \[L, 8\], got \[5, 9\]"),
     ({}, dict(context=(X[0], torch.tensor([0, 5]))), ValueError, "the same number of segments, got 2 and 1"),

@@ -486,7 +486,6 @@ BAD_CONFIGS = [
     (dict(scaling_seqlen=10.0), TypeError, "scaling_seqlen must be an int, got float"),
     (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),
     (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
-    (dict(min_full_attn_seqlen=2), ValueError, "min_full_attn_seqlen needs a max_attn_len to be exempt from, got 2 and 0"),
 ]
 
 
@@ -498,8 +497,9 @@ def test_bad_config(fields, error, message):
 
 X = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
 BAD_FORWARDS = [
-    (dict(x=torch.randn(5, WIDTH)), TypeError, "expected a JaggedTensor.*got Tensor"),
-    (dict(x=(torch.randn(5, 9), X[1])), ValueError, r"values must have shape \[L, 8\], got \[5, 9\]"),
+    (dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
+    (dict(x=(X[0].half(), X[1])), ValueError, "x's values must have the layer's dtype, torch.float32, got torch.float16"),
+    (dict(x=(torch.randn(5, 9), X[1])), ValueError, r"x's values must have shape \[L, 8\], got \[5, 9\]"),
     (dict(num_targets=torch.tensor([1])), ValueError, r"num_targets must have shape \[B\] = \[2\], got \[1\]"),
     (dict(num_targets=torch.tensor([1, 4])), ValueError, "num_targets must be at most the segment's length, got 4 of 3 at segment 1"),
     (dict(num_targets=[1, 1]), TypeError, "num_targets must be a torch.Tensor, got list"),

@@ -34,6 +34,37 @@ def test_a_jagged_is_returned_as_it_is(values, offsets):
     assert (jagged.num_segments, jagged.max_seqlen, jagged.host_lengths.tolist()) == (4, 3, LENGTHS)
 
 
+def test_another_max_seqlen_of_a_jagged_is_checked(values, offsets):
+    jagged = jm.Jagged(values, offsets, max_seqlen=7)
+    assert jm.Jagged.wrap(jagged, max_seqlen=3).max_seqlen == 3 and jagged.max_seqlen == 7
+    with pytest.raises(ValueError, match="offsets has a segment of 3 rows, longer than max_seqlen = 2"):
+        jm.Jagged.wrap(jagged, max_seqlen=2)
+
+
+def test_saved_offsets_hold_nothing_else(values, offsets, tmp_path):
+    assert jm.Jagged(values, offsets).host_lengths is not None
+    torch.save(offsets, tmp_path / "offsets.pt")
+    assert torch.equal(torch.load(tmp_path / "offsets.pt"), offsets)
+
+
+def test_what_torch_does_not_count_as_written_makes_another_segmentation():
+    rows, buffer = torch.randn(4, 8), torch.tensor([0, 2, 4]).numpy()
+    offsets = torch.from_numpy(buffer)
+    before = jm.Jagged(rows, offsets)
+    assert jm.Jagged(rows, offsets).token == before.token and before.host_lengths.tolist() == [2, 2]
+    buffer[1] = 3
+    after = jm.Jagged(rows, offsets)
+    assert after.token != before.token and after.host_lengths.tolist() == [3, 1]
+
+
+def test_an_empty_jagged_tensor():
+    torchrec = pytest.importorskip("torchrec")
+    empty = torchrec.JaggedTensor.empty(values_dtype=torch.float32)
+    jagged = jm.Jagged.wrap(empty)
+    assert jagged.num_segments == 0
+    assert jagged.unwrap(torch.zeros(0, 8)).values().shape == (0, 8)
+
+
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_pair(kind, values, offsets):
     pair = kind((values, offsets))
@@ -259,19 +290,19 @@ def bad_calls():
         (lambda: jm.Jagged(values, offsets + 1), ValueError, "offsets must start at 0, got 1"),
         (lambda: jm.Jagged(values, torch.tensor([0, 4, 3, 6])), ValueError, "offsets must not decrease, got 4 then 3 at segment 1"),
         (lambda: jm.Jagged(values[:5], offsets), ValueError, "offsets must end at the number of rows, 5, got 6"),
-        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "segment of 3 rows, longer than the stated max_seqlen 2"),
+        (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "segment of 3 rows, longer than max_seqlen = 2"),
         (lambda: jm.Jagged(values, offsets, max_seqlen=2.5), TypeError, "max_seqlen must be an int, got float"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 4]), ValueError, r"host_lengths must be \[B\] = \[4\].*got \[3\]"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 3, 2]), ValueError, "host_lengths must add up to .* 6, got 7"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[7, -1, 0, 0]), ValueError, "host_lengths must not be negative, got -1"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[2, 1, 2, 1]), ValueError, "host_lengths must be the differences of offsets"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[2.0, 0, 3, 1]), TypeError, "host_lengths must be int32 or int64"),
-        (lambda: jm.Jagged.wrap(values), TypeError, "expected a JaggedTensor.*got Tensor"),
-        (lambda: jm.Jagged.wrap((values, offsets, 3)), TypeError, "expected a JaggedTensor.*got tuple"),
-        (lambda: jm.Jagged.wrap(None), TypeError, "expected a JaggedTensor.*got NoneType"),
-        (lambda: jm.Jagged.wrap(strided), ValueError, "a nested tensor must have layout torch.jagged"),
-        (lambda: jm.Jagged.wrap(holes), ValueError, "a nested tensor must have .*no holes"),
-        (lambda: jm.Jagged.wrap(nested.transpose(1, 2)), ValueError, "a nested tensor must have .*second dimension ragged"),
+        (lambda: jm.Jagged.wrap(values), TypeError, "x must be a JaggedTensor.*got Tensor"),
+        (lambda: jm.Jagged.wrap((values, offsets, 3)), TypeError, "x must be a JaggedTensor.*got tuple"),
+        (lambda: jm.Jagged.wrap(None), TypeError, "x must be a JaggedTensor.*got NoneType"),
+        (lambda: jm.Jagged.wrap(strided), ValueError, "x must have layout torch.jagged"),
+        (lambda: jm.Jagged.wrap(holes), ValueError, "x must have .*no holes"),
+        (lambda: jm.Jagged.wrap(nested.transpose(1, 2)), ValueError, "x must have .*second dimension ragged"),
         (lambda: jagged.unwrap(values[:3]), ValueError, "values must keep the number of rows, 6, got 3"),
         (lambda: jagged.with_values(values[:3]), ValueError, "values must keep the number of rows, 6, got 3"),
         (lambda: on_device.prepare(**SIZES), ValueError, "lengths are on a device only; pass host_lengths"),

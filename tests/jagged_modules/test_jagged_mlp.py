@@ -97,7 +97,7 @@ def test_bad_input(offsets_of):
     mlp = jm.JaggedMLP(DIMS)
     with pytest.raises(ValueError, match=r"x's values must have shape \[L, 6\], got \[5, 7\]"):
         mlp((torch.ones(5, 7), offsets_of([2, 3])))
-    with pytest.raises(ValueError, match="weight must have x's dtype, torch.float64, got torch.float32"):
+    with pytest.raises(ValueError, match="x's values must have the layer's dtype, torch.float32, got torch.float64"):
         mlp((torch.ones(5, 6, dtype=torch.float64), offsets_of([2, 3])))
-    with pytest.raises(TypeError, match="expected a JaggedTensor, .* got Tensor"):
+    with pytest.raises(TypeError, match="x must be a JaggedTensor, .* got Tensor"):
         mlp(torch.ones(5, 6))

@@ -640,7 +640,7 @@ BAD_CALLS = [
     (F.jagged2_softmax, (P[:3], PLAN), ValueError, "p must have one entry for each of the plan's 20 scores, got 3"),
     (F.jagged2_softmax, (P, PLAN, 0), ValueError, r"dim must be -1 \(rows\) or -2 \(columns\), got 0"),
     (F.jagged_linear, (X, Y, None), TypeError, "offsets must be a torch.Tensor, got NoneType"),
-    (F.jagged_linear, (X, Y[0].T, None, OFFSETS), ValueError, r"offsets must be None with a weight \[T, D\]"),
+    (F.jagged_linear, (X, Y[0].T, None, OFFSETS + 1), ValueError, "offsets must start at 0, got 1"),
     (F.jagged_linear, (X, Y[0], None), ValueError, r"weight must have shape \[T, D\] with x's D, 4, got \[4, 3\]"),
     (F.jagged_linear, (X, Y[0].T, X[0]), ValueError, r"bias must have shape \[T\] = \[3\], got \[4\]"),
     (F.jagged_linear, (X, Y, BIAS[:1], OFFSETS), ValueError, r"bias must have shape \[B, T\] = \[2, 3\], got \[1, 3\]"),
@@ -649,10 +649,10 @@ BAD_CALLS = [
     (F.jagged_linear, (X, Y, BIAS, OFFSETS, "softmax"), ValueError, "activation must be None or one of .*, got 'softmax'"),
     (F.jagged_layer_norm, (X, X[0, 1:]), ValueError, r"weight must have shape \[D\] = \[4\], got \[3\]"),
     (F.jagged_layer_norm, (P,), ValueError, r"x must have shape \[L, D\], got \[20\]"),
-    (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than .* max_seqlen 3"),
+    (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than y.s N = 3"),
     (F.jagged_dense_add, (X, DENSE[..., :3], OFFSETS), ValueError, r"y must have x's row shape, \[4\], got \[3\]"),
     (F.jagged_dense_mul, (X, DENSE.double(), OFFSETS), ValueError, "y must have x's dtype, torch.float32, got torch.float64"),
-    (F.jagged_dense_mul, (X, DENSE[:1], OFFSETS), ValueError, r"dense must have one block for each of the 2 segments, got \[1, 5, 4\]"),
+    (F.jagged_dense_mul, (X, DENSE[:1], OFFSETS), ValueError, r"y must have one block for each of the 2 segments, got \[1, 5, 4\]"),
     (F.jagged_dense_add, (META, DENSE[:, :1].to("meta"), OFFSETS.to("meta")), ValueError, "total must be at most .* 2, got 6"),
     (F.jagged_concat, ([], []), ValueError, "values and offsets must be as many and at least one, got 0 and 0"),
     (F.jagged_concat, ([X, X], [OFFSETS]), ValueError, "values and offsets must be as many and at least one, got 2 and 1"),
@@ -670,11 +670,11 @@ BAD_CALLS = [
     (F.jagged_split, (META, OFFSETS, OFFSETS[1:].to("meta"), 7), ValueError, "total_first must be at most x's rows, 6, got 7"),
     (F.jagged_split, (X, OFFSETS, torch.tensor([1, 1]), 3), ValueError, "total_first must be the sum of first_lengths, 2, got 3"),
     (F.jagged_split, (META, OFFSETS, OFFSETS[1:].to("meta")), ValueError, "total_first must be the sum of first_lengths where .* got None"),
-    (F.jagged_to_padded, (X, OFFSETS, 3), ValueError, "offsets has a segment of 4 rows, longer than the stated max_seqlen 3"),
+    (F.jagged_to_padded, (X, OFFSETS, 3), ValueError, "offsets has a segment of 4 rows, longer than max_seqlen = 3"),
     (F.jagged_to_padded, (X, OFFSETS, 3.0), TypeError, "max_seqlen must be an int, got float"),
     (F.jagged_to_padded, (X[0, 0], OFFSETS, 4), ValueError, r"values must have shape \[L, ...\], got \[\]"),
     (F.jagged_to_padded, (OFFSETS.tolist(), OFFSETS, 4), TypeError, "values must be a torch.Tensor, got list"),
-    (F.padded_to_jagged, (DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than .* max_seqlen 3"),
+    (F.padded_to_jagged, (DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than dense.s N = 3"),
     (F.padded_to_jagged, (DENSE, None, 6), TypeError, "offsets must be a torch.Tensor, got NoneType"),
     (F.padded_to_jagged, (DENSE, OFFSETS, 5), ValueError, "offsets must end at the number of rows, 5, got 6"),
     (F.padded_to_jagged, (DENSE.to("meta"), OFFSETS.to("meta")), ValueError, "total must be the number of rows where .* got None"),
@@ -723,7 +723,7 @@ def test_a_stated_longest_segment(call, offsets_of):
         return
     longest = int(tensors[-1].diff().max())
     assert torch.equal(function(*tensors, max_seqlen=longest), function(*tensors))
-    with pytest.raises(ValueError, match=f"offsets has a segment of {longest} rows, longer than the stated max_seqlen {longest - 1}"):
+    with pytest.raises(ValueError, match=f"offsets has a segment of {longest} rows, longer than max_seqlen = {longest - 1}"):
         function(*tensors, max_seqlen=longest - 1)
     with pytest.raises(TypeError, match="max_seqlen must be an int, got float"):
         function(*tensors, max_seqlen=4.0)

@@ -304,7 +304,7 @@ BAD_CALLS = [
     (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "describe 2 candidates, the queries have 3"),
     (dict(kv_offsets=None), TypeError, "kv_offsets must be a torch.Tensor.*got NoneType"),
     (dict(kv_offsets=torch.tensor([0, 3, 6])), ValueError, "kv_offsets must end at the number of rows, 5, got 6"),
-    (dict(max_seqlen_kv=2), ValueError, "kv_offsets has a segment of 3 rows, longer than the stated max_seqlen 2"),
+    (dict(max_seqlen_kv=2), ValueError, "kv_offsets has a segment of 3 rows, longer than max_seqlen_kv = 2"),
 ]
 
 
@@ -334,15 +334,16 @@ def test_bad_constructor(arguments, error, message):
 HISTORY = torch.randn(5, 8), torch.tensor([0, 2, 5])
 BAD_FORWARDS = [
     ((torch.randn(2, 3, 7), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 3, 7\]"),
+    ((torch.randn(2, 3, 8).double(), HISTORY), ValueError, "targets must have the layer's dtype, torch.float32, got torch.float64"),
     ((torch.randn(2, 8), HISTORY), ValueError, r"targets must have shape \[B, T, E_t\] with E_t = 8, got \[2, 8\]"),
     ((torch.randn(3, 1, 8), HISTORY), ValueError, "targets must have one row per history segment, 2, got 3"),
-    ((torch.randn(2, 1, 8), torch.randn(5, 8)), TypeError, "expected a JaggedTensor.*got Tensor"),
-    ((torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])), ValueError, r"history values must have shape \[L, 8\], got \[5, 9\]"),
+    ((torch.randn(2, 1, 8), torch.randn(5, 8)), TypeError, "history must be a JaggedTensor.*got Tensor"),
+    ((torch.randn(2, 1, 8), (torch.randn(5, 9), HISTORY[1])), ValueError, r"history's values must have shape \[L, 8\], got \[5, 9\]"),
     ((torch.randn(2, 1, 8), (torch.randn(5, 8), torch.tensor([0, 2, 4]))), ValueError, "offsets must end at the number of rows, 5, got 4"),
     (((torch.randn(4, 7), torch.tensor([0, 1, 4])), HISTORY), ValueError, r"targets must have shape \[N, E_t\] with E_t = 8, got \[4, 7\]"),
     (((torch.randn(4, 8), torch.tensor([0, 4])), HISTORY), ValueError, "the same number of segments, got 1 and 2"),
     (((torch.randn(4, 8), torch.arange(5)), HISTORY), ValueError, "targets and history must have the same number of segments, got 4 and 2"),
-    (("targets", HISTORY), TypeError, "expected a JaggedTensor.*got str"),
+    (("targets", HISTORY), TypeError, "targets must be a JaggedTensor.*got str"),
     ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
     ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
     ((torch.randn(4, 1, 8), HISTORY, INDEX), ValueError, "candidates describe 3 candidates, the queries have 4"),
