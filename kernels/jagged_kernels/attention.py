@@ -54,11 +54,11 @@ def triton_attention(
     Args:
         q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
         q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows (every segment reads q's rows anew). With
-            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone. Without either or a mask or a
-            `segment_scale`, q_offsets may be several lists of segments, `[n · B + 1]`: those at b, B + b, ... read the keys of segment b.
+            `kv_shared` they describe one segment of all rows; the flag matters to the backward alone. Without either or a mask, q_offsets
+            may be several lists of segments, `[n · B + 1]`: those at b, B + b, ... read the keys of segment b, and have one segment_scale.
         tiles, num_tiles, block_m: schedule of query tiles. key_*: schedule of key tiles, for the backward; built there if None.
         activation: a public name. mask: as masks.py has it, with `num_targets` `[B]` if it has targets.
-        segment_scale: `[B]` fp32, takes the place of `output_scale` if not None.
+        segment_scale: fp32, one for each segment of queries, takes the place of `output_scale` if not None.
         implementation: "triton", "hopper", or "auto", which chooses.
 
     Returns:
@@ -112,6 +112,7 @@ def triton_attention_backward(
     if kv_shared:
         *key_offsets, chunks = _chunk_rows(q, k, key_block)
         key_tiles = None
+        segment_scale = None if segment_scale is None else segment_scale.repeat(chunks)
     # A shared operand's gradient is one fp32 partial per segment (queries) or chunk of query rows (keys), then a fixed-order sum.
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))

@@ -226,6 +226,14 @@ def test_shared_operands_with_pointwise_activations(check_attention, activation,
     check_attention("mixed", dtype, "cuda", shared=shared, activation=activation, output_scale=output_scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", ["none", "q", "kv", "lists"])
+def test_scales_with_a_gradient(check_scales_with_a_gradient, kernels, shared, dtype):
+    if kernels == "hopper" and dtype == torch.float32:
+        pytest.skip("the portable kernels take fp32")
+    check_scales_with_a_gradient(shared, dtype, "cuda", kernels)
+
+
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
 @pytest.mark.parametrize("mask", [None, "hstu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -73,6 +73,12 @@ def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
         check_attention(lengths, torch.float32, "cpu", shared=shared, activation="sigmoid", output_scale=output_scale)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shared", ["none", "q", "kv", "lists"])
+def test_scales_with_a_gradient(check_scales_with_a_gradient, shared, dtype):
+    check_scales_with_a_gradient(shared, dtype, "cpu", "triton")
+
+
 def test_masked_host_schedule(check_attention):
     lengths, mask = torch.tensor(SELF), jm.AttentionMask(causal=True)
     schedule = host_schedule(lengths, lengths, num_heads=2, num_kv_heads=1, head_dim=40, itemsize=4, mask=mask)
