@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
@@ -86,9 +86,10 @@ def check_integers(name: str, x) -> None:
         raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
 
 
-def check_like_weight(name: str, x: Tensor, weight) -> None:
-    """ValueError unless x has the device of a layer's weight, and its dtype or, under autocast, one that becomes the same."""
-    if not isinstance(weight, Tensor):  # a method of quantised layers, which take what they take
+def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
+    """ValueError unless x has the device of the projection's weight, and its dtype or, under autocast, one that becomes the same."""
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor):  # what quantisation puts in its place has a method of that name, or none
         return
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")

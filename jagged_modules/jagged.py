@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_like_weight, check_offsets, check_size, values_are_checkable
+from .checks import check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
 from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
 
@@ -311,12 +311,12 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
         raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
 
 
-def wrap_rows(name: str, x, width: int, projection: nn.Linear) -> Jagged:
+def wrap_rows(name: str, x, width: int, projection: nn.Module) -> Jagged:
     """A layer's input: TypeError or ValueError unless it is a container of `[L, width]` values that the projection takes."""
     jagged = Jagged.wrap(x, name=name)
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
         raise ValueError(f"{name}'s values must have shape [L, {width}], got {list(jagged.values.shape)}")
-    check_like_weight(f"{name}'s values", jagged.values, projection.weight)
+    check_layer_input(f"{name}'s values", jagged.values, projection)
     return jagged
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_like_weight, check_size, resolve_head_dim
+from .checks import check_layer_input, check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
 from .jagged import Jagged, check_same_segments, wrap_rows
@@ -98,7 +98,7 @@ class JaggedTargetAttention(nn.Module):
             raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
         if targets.dim() != dim or targets.shape[-1] != self.target_dim:
             raise ValueError(f"targets must have shape {shape} with E_t = {self.target_dim}, got {list(targets.shape)}")
-        check_like_weight("targets", targets, self.q_proj.weight)
+        check_layer_input("targets", targets, self.q_proj)
         return self.q_proj(targets).unflatten(-1, (self.num_heads, self.head_dim))
 
     def extra_repr(self) -> str:

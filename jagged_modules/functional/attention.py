@@ -108,7 +108,7 @@ def jagged_attention(
     alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
     if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        output_scale, row_scale = _kernels_share(output_scale.to(q.device, non_blocking=True), alike)
+        output_scale, row_scale = _split_scale(output_scale.to(q.device, non_blocking=True), alike)
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
@@ -132,7 +132,7 @@ def jagged_attention(
     return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
 
 
-def _kernels_share(output_scale: Tensor, alike: int | None) -> tuple[Tensor, Tensor]:
+def _split_scale(output_scale: Tensor, alike: int | None) -> tuple[Tensor, Tensor]:
     """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32: the kernels give no
     gradient for theirs, and take the same for all segments where there are so many `alike`."""
     output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
