@@ -25,7 +25,9 @@ from published import HEADLINES
 
 PREAMBLE = """\
 What this project and its peers measure here, beside what the sources publish of theirs, on other devices: compare ratios. "missing": no
-run of this record has it. "not installed": the peer. "unavailable": it does not run here."""
+run of this record has it. "not installed": the peer. "unavailable": it does not run here. "% of floor": the time that the work and the
+bytes counted would take at what long products and large copies attain on this device, over the time taken; a short call may attain
+more. A run that "did not finish" was stopped, and holds the cases it completed."""
 DATED = re.compile(r"(\d{4}-\d\d-\d\d)-")
 RUN_FACTS = ("op", "file", "environment", "protocol", "complete", "seconds")
 

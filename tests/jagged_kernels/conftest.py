@@ -186,15 +186,16 @@ def check_self_target_attention(poisoned_memory, offsets, assert_accurate):
 
 @pytest.fixture
 def check_scales_with_a_gradient(assert_accurate, offsets):
-    """An output_scale for each segment that requires a gradient; shared: "q", "kv", "lists" of queries that read the same keys, "none"."""
+    """An output_scale for each segment that requires a gradient; shared: "q", "kv", "lists" of queries that read the same keys, "none".
+    The gradient's error is that of few numbers: of more segments, it depends less on chance."""
 
-    def check(shared, dtype, device, kernels):
-        queries, keys = [70, 0, 3, 530, 1, 64], [65, 130, 5] if shared == "lists" else [5, 70, 0, 128, 64, 1]
+    def check(shared, dtype, device, kernels, repeats=1):
+        queries, keys = [70, 0, 3, 530, 1, 64] * repeats, ([65, 130, 5] if shared == "lists" else [5, 70, 0, 128, 64, 1]) * repeats
         q_offsets = "shared" if shared == "q" else offsets(queries, device)
         kv_offsets = "shared" if shared == "kv" else offsets(keys, device)
         rows = 32 if shared == "q" else sum(queries), *[40 if shared == "kv" else sum(keys)] * 2
         q, k, v = (torch.randn(n, 2, 64, device=device).to(dtype) for n in rows)
-        scales = torch.tensor([0.5, 2.0, -3.0, 0.1, 1.0, 0.02], device=device).to(dtype)
+        scales = torch.tensor([0.5, 2.0, -3.0, 0.1, 1.0, 0.02] * repeats, device=device).to(dtype)
 
         def attend(implementation):
             options = dict(activation="silu", implementation=implementation)

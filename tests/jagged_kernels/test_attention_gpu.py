@@ -231,7 +231,7 @@ def test_shared_operands_with_pointwise_activations(check_attention, activation,
 def test_scales_with_a_gradient(check_scales_with_a_gradient, kernels, shared, dtype):
     if kernels == "hopper" and dtype == torch.float32:
         pytest.skip("the portable kernels take fp32")
-    check_scales_with_a_gradient(shared, dtype, "cuda", kernels)
+    check_scales_with_a_gradient(shared, dtype, "cuda", kernels, repeats=16)
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
