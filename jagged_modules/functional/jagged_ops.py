@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from jagged_kernels.launch import rows_in_place
@@ -76,14 +77,16 @@ class ScorePlan:
 
     def to(self, device, non_blocking: bool = False) -> ScorePlan:
         """The plan with its tensors on `device`."""
-        return self._with(*(x.to(device, non_blocking=non_blocking) for x in self.offsets))
+        return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ScorePlan:
         """The plan in page-locked memory. DataLoader calls it."""
-        return self._with(*(x.pin_memory() for x in self.offsets))
+        return self._moved(lambda x: x.pin_memory())
 
-    def _with(self, *offsets: Tensor) -> ScorePlan:
-        return ScorePlan(*offsets, self.x_rows, self.y_rows, self.total)
+    def _moved(self, move: Callable[[Tensor], Tensor]) -> ScorePlan:
+        x_offsets = move(self.x_offsets)
+        y_offsets = x_offsets if self.y_offsets is self.x_offsets else move(self.y_offsets)
+        return ScorePlan(x_offsets, y_offsets, move(self.p_offsets), self.x_rows, self.y_rows, self.total)
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
@@ -171,11 +174,13 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     Gradients, precision, implementation and errors as in `jagged_dense_bmm`.
 
     Args:
-        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. plan: of their offsets.
+        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. plan: of their offsets. The very same tensor twice, with a plan of x alone, takes about
+            half the time.
 
     Returns:
         `[Σ N_b · M_b]`, p[b] row by row.
     """
+    itself = y is x
     x, y = _operands(implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
     offsets = _plan_offsets(plan, x)
     _check_rows("x", x, "x rows", plan.x_rows)
@@ -185,8 +190,10 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     if implementation == "reference":
         return jagged_outer_reference(x, y, *offsets[:2])
     if _on_kernels(implementation, x):
-        from jagged_kernels.jagged_matmul import triton_jagged_outer
+        from jagged_kernels.jagged_matmul import triton_jagged_gram, triton_jagged_outer
 
+        if itself and plan.y_offsets is plan.x_offsets:
+            return triton_jagged_gram(rows_in_place(x), offsets[0], offsets[2], plan.total)
         return triton_jagged_outer(rows_in_place(x), rows_in_place(y), *offsets, plan.total)
     return outer_cpu(x, y, *offsets, plan.total)
 

@@ -3,6 +3,7 @@
     jagged_dense_bmm    out[b] = activation(x[b] @ y[b] + bias[b])    dx = dz yᵀ, dy = xᵀ dz, dbias = the sum of dz's rows
     jagged_jagged_bmm   out[b] = x[b]ᵀ @ y[b]                         dx = y gᵀ, dy = x g
     jagged_outer        p[b] = x[b] @ y[b]ᵀ                           dx = g y, dy = gᵀ x
+    jagged_gram         p[b] = x[b] @ x[b]ᵀ                           dx = (g + gᵀ) x
     array_jagged_bmm    out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b]         dp = g yᵀ, or y gᵀ; dy = pᵀ g, or p g
 
 Every gradient is another product of the family, so all of them can be differentiated again; with an activation, once. Sums are made in
@@ -24,10 +25,13 @@ from .jagged_matmul_kernels import (
     jagged_dense_bmm_kernel,
     jagged_jagged_bmm_kernel,
     jagged_outer_kernel,
+    jagged_symmetric_kernel,
     sum_chunks_kernel,
 )
 from .launch import aligned_strides, ceil_div, chunk_shift, device_properties, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
+
+SYMMETRIC_BLOCK = 32
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
@@ -151,17 +155,40 @@ def triton_jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tens
     Returns:
         `[total]`.
     """
-    x, y = rows_in_place(x), rows_in_place(y)
+    return _outer(rows_in_place(x), rows_in_place(y), x_offsets, y_offsets, p_offsets, total)
+
+
+def _gram_fake(x, offsets, p_offsets, total):
+    return x.new_empty((total,))
+
+
+@operator("jagged_gram", fake=_gram_fake)
+def triton_jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
+    """p[b] = x[b] @ x[b]ᵀ, which reads about half of what `triton_jagged_outer` of x with itself would; arguments as there."""
+    return _outer(rows_in_place(x), None, offsets, offsets, p_offsets, total)
+
+
+def _outer(x: Tensor, y: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
     if total == 0 or x.shape[1] == 0:
         return x.new_zeros((total,))
     p = x.new_empty((total,))
     config, options = _launch("outer", x, 0, 0)
     segments = x_offsets.shape[0] - 1
-    align, strides = aligned_strides((x, 0), (y, 0))
+    align, strides = aligned_strides((x, 0), (x if y is None else y, 0))
     jagged_outer_kernel[(x.shape[0] // config.rows + segments,)](
         x, y, p, x_offsets, y_offsets, p_offsets, segments, *strides, D=x.shape[1], ALIGN=align, **options
     )
     return p
+
+
+@operator("jagged_symmetric", fake=lambda p, *_: torch.empty_like(p))
+def triton_jagged_symmetric(p: Tensor, offsets: Tensor, p_offsets: Tensor, rows: int) -> Tensor:
+    """p[b] + p[b]ᵀ; p, offsets as those of `triton_jagged_gram`. rows: offsets' last."""
+    p, segments = p.contiguous(), offsets.shape[0] - 1
+    out = torch.empty_like(p)
+    if p.numel():
+        jagged_symmetric_kernel[(rows // SYMMETRIC_BLOCK + segments,)](p, out, offsets, p_offsets, segments, BLOCK=SYMMETRIC_BLOCK)
+    return out
 
 
 def _array_fake(p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
@@ -274,6 +301,33 @@ class _Outer(torch.autograd.Function):
         return dx, dy, None, None, None, None
 
 
+class _Gram(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offsets, p_offsets, total):
+        ctx.save_for_backward(x, offsets, p_offsets)
+        with below_autograd():
+            return triton_jagged_gram(x, offsets, p_offsets, total)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, offsets, p_offsets = ctx.saved_tensors
+        both = triton_jagged_symmetric(grad, offsets, p_offsets, x.shape[0])
+        return triton_array_jagged_bmm(both, x, offsets, offsets, p_offsets, x.shape[0], False), None, None, None
+
+
+class _Symmetric(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p, offsets, p_offsets, rows):
+        ctx.save_for_backward(offsets, p_offsets)
+        ctx.rows = rows
+        with below_autograd():
+            return triton_jagged_symmetric(p, offsets, p_offsets, rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return triton_jagged_symmetric(grad, *ctx.saved_tensors, ctx.rows), None, None, None
+
+
 class _ArrayBmm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
@@ -299,4 +353,6 @@ refuse_derivative(
 differentiate(triton_jagged_jagged_bmm, _JaggedBmm.apply)
 differentiate(triton_jagged_sum, _Sum.apply)
 differentiate(triton_jagged_outer, _Outer.apply)
+differentiate(triton_jagged_gram, _Gram.apply)
+differentiate(triton_jagged_symmetric, _Symmetric.apply)
 differentiate(triton_array_jagged_bmm, _ArrayBmm.apply)

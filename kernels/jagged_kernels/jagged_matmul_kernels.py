@@ -113,24 +113,48 @@ def jagged_outer_kernel(
     x_ptr, y_ptr, p_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_x, stride_y,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: places of x's tiles."""
+    """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: places of x's tiles.
+
+    Without a y, of x with itself: a tile on the diagonal reads its rows once, and one above it is stored below it too.
+    """
     segment, x_start, num_rows, row = find_tile(tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK_M))
     if row >= num_rows:
         return
-    y_start, num_columns = load_segment(y_offsets_ptr, segment)
     x_ptr += x_start * (stride_x * ALIGN)
-    y_ptr += y_start * (stride_y * ALIGN)
     p_ptr += tl.load(p_offsets_ptr + segment).to(tl.int64)
+    if y_ptr is None:
+        other_ptr, stride, num_columns, first = x_ptr, stride_x * ALIGN, num_rows, row + BLOCK_M
+        acc = tl.zeros([BLOCK_M, BLOCK_M], tl.float32)
+        for k in range(0, D, BLOCK_K):
+            x = load_matrix(x_ptr, row, k, stride, num_rows, D, BLOCK_M, BLOCK_K, False)
+            acc = tl.dot(x, tl.trans(x), acc, input_precision=PRECISION)
+        store_matrix(p_ptr, row, row, num_rows, acc, num_rows, num_rows)
+    else:
+        y_start, num_columns = load_segment(y_offsets_ptr, segment)
+        other_ptr, stride, first = y_ptr + y_start * (stride_y * ALIGN), stride_y * ALIGN, 0
     STEPS: tl.constexpr = (D + BLOCK_K - 1) // BLOCK_K
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for i in range(0, tl.cdiv(num_columns, BLOCK_N) * STEPS):  # one loop, so that the next block's loads are under way while one ends
-        column, k = i // STEPS * BLOCK_N, i % STEPS * BLOCK_K
+    for i in range(0, tl.cdiv(num_columns - first, BLOCK_N) * STEPS):  # one loop: the next block's loads are under way while one ends
+        column, k = first + i // STEPS * BLOCK_N, i % STEPS * BLOCK_K
         x = load_matrix(x_ptr, row, k, stride_x * ALIGN, num_rows, D, BLOCK_M, BLOCK_K, False)
-        y = load_matrix(y_ptr, k, column, stride_y * ALIGN, D, num_columns, BLOCK_K, BLOCK_N, True)
+        y = load_matrix(other_ptr, k, column, stride, D, num_columns, BLOCK_K, BLOCK_N, True)
         acc = tl.dot(x, y, acc, input_precision=PRECISION)
         if i % STEPS == STEPS - 1:
             store_matrix(p_ptr, row, column, num_columns, acc, num_rows, num_columns)
+            if y_ptr is None:
+                store_matrix(p_ptr, column, row, num_columns, tl.trans(acc), num_rows, num_columns)
             acc = tl.zeros_like(acc)
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def jagged_symmetric_kernel(p_ptr, out_ptr, x_offsets_ptr, p_offsets_ptr, num_segments, BLOCK: tl.constexpr):
+    """out[b] = p[b] + p[b]ᵀ, of matrices with as many columns as rows. Grid: places of tiles of rows."""
+    segment, _, size, row = find_tile(tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK))
+    start = tl.load(p_offsets_ptr + segment).to(tl.int64)
+    for column in range(0, tl.where(row < size, size, 0), BLOCK):
+        block = load_matrix(p_ptr + start, row, column, size, size, size, BLOCK, BLOCK, False).to(tl.float32)
+        mirror = load_matrix(p_ptr + start, row, column, size, size, size, BLOCK, BLOCK, True).to(tl.float32)
+        store_matrix(out_ptr + start, row, column, size, block + mirror, size, size)
 
 
 @triton.jit(do_not_specialize=["num_segments", "stride_y"])

@@ -385,6 +385,13 @@ def jagged_products(jagged_pair):
                 ),
                 [normal(x_rows, depth), normal(y_rows, depth)],
             )
+        if name == "gram":
+            x_p_offsets = torch.cat([p_offsets.new_zeros(1), (x_offsets.diff().long() ** 2).cumsum(0)])
+            return (
+                lambda x: jagged.triton_jagged_gram(x, x_offsets, x_p_offsets, int(x_p_offsets[-1])),
+                lambda x: _join([(a @ a.T).flatten() for a in _split(x, x_offsets)], x.sum().expand(0)),
+                [normal(x_rows, depth)],
+            )
         if name == "array":
             return (
                 lambda p, y: jagged.triton_array_jagged_bmm(p, y, *offsets, x_rows, False),

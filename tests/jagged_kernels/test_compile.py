@@ -477,6 +477,7 @@ JAGGED_MATMULS = {  # kernel, its name in the configurations, constants of a var
     "dense-slope": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, FACTOR=0.5)),
     "jagged": ("jagged_jagged_bmm_kernel", "jagged", {}),
     "outer": ("jagged_outer_kernel", "outer", {}),
+    "gram": ("jagged_outer_kernel", "outer", dict(y_ptr=None)),
     "array": ("array_jagged_bmm_kernel", "array", dict(TRANSPOSED=False)),
     "array-transposed": ("array_jagged_bmm_kernel", "array", dict(TRANSPOSED=True)),
 }
@@ -509,7 +510,7 @@ def test_jagged_matmul_kernels_compile(name, capability, shared_memory):
         assert re.search("wgmma.mma_async|mma.sync|tcgen05.mma", compiled.asm["ptx"])
 
 
-@pytest.mark.parametrize("name", ["dense", "dense-transposed", "jagged", "outer"])
+@pytest.mark.parametrize("name", ["dense", "dense-transposed", "jagged", "outer", "gram"])
 def test_jagged_matmul_kernels_read_sixteen_bytes_at_a_time(name):
     """Rows of a multiple of 16 bytes, whatever the number of the row: nothing is read by elements."""
     ptx = compile_jagged_matmul(name, 90, "bf16", 128, 128, "ieee").asm["ptx"]

@@ -8,7 +8,7 @@ from jagged_modules.activations import POINTWISE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "array", "array-transposed"]
+FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
 SOFTMAXES = ["softmax", "rows", "columns"]
 LENGTHS = ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", "no-segments"]
 
@@ -207,11 +207,14 @@ def test_operators_pass_opcheck(jagged_pair):
     sizes = (x_rows, 6), (x_rows, 4), (y_rows, 6), (total,)
     x, z, y, p = (torch.randn(size, device="cuda", requires_grad=True) for size in sizes)
     weight, bias = (torch.randn(size, device="cuda", requires_grad=True) for size in ((3, 6, 4), (3, 4)))
+    squares, p_of_squares = torch.tensor([0, 9, 9, 58], device="cuda"), torch.randn(58, device="cuda", requires_grad=True)
     for operator, arguments in (
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, bias, "silu")),
         (jagged.triton_jagged_jagged_bmm, (x, z, offsets[0])),
         (jagged.triton_jagged_sum, (x, offsets[0])),
         (jagged.triton_jagged_outer, (x, y, *offsets, total)),
+        (jagged.triton_jagged_gram, (x, offsets[0], squares, 58)),
+        (jagged.triton_jagged_symmetric, (p_of_squares, offsets[0], squares, x_rows)),
         (jagged.triton_array_jagged_bmm, (p, x, *offsets, y_rows, True)),
         (softmax.triton_jagged_softmax, (x, offsets[0])),
         (softmax.triton_jagged2_softmax, (p, *offsets, y_rows, True)),

@@ -6,14 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import library
 
+from jagged_modules import functional as F
+
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from jagged_kernels.tiles import find_tile  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16]
-PRODUCTS = ["dense", "dense-bias", "dense-gelu_tanh", "jagged", "sum", "outer", "array", "array-transposed"]
-FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "array", "array-transposed"]
+PRODUCTS = ["dense", "dense-bias", "dense-gelu_tanh", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
+FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -197,12 +199,30 @@ def test_only_the_gradients_asked_for(jagged_products, name):
         assert all(x.grad is None for i, x in enumerate(inputs) if i != chosen)
 
 
+@pytest.mark.parametrize("kind", ["itself", "detached", "another-plan"])
+def test_scores_of_rows_with_themselves(monkeypatch, assert_accurate, kind):
+    """The same tensor twice has an operator of its own, but where one of them has no gradient, or the plan is of two offsets."""
+    from jagged_kernels import jagged_matmul as jagged
+
+    lengths, calls, gram = torch.tensor([3, 0, 70, 130]), [], jagged.triton_jagged_gram
+    monkeypatch.setattr(jagged, "triton_jagged_gram", lambda *args: calls.append(args) or gram(*args))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    plan = F.ScorePlan.from_offsets(offsets, offsets.clone() if kind == "another-plan" else None).to("cpu")
+
+    def scores(implementation):
+        return lambda x: F.jagged_jagged_bmm_jagged_out(x, x.detach() if kind == "detached" else x, plan, implementation=implementation)
+
+    assert_accurate(scores("triton"), scores("reference"), torch.randn(203, 20), fp32_roundings=4)
+    assert bool(calls) == (kind == "itself")
+
+
 def test_operators_pass_opcheck(jagged_pair):
     from jagged_kernels import jagged_matmul as jagged
 
     offsets, (x_rows, y_rows, total) = jagged_pair(([3, 0, 7], [2, 4, 5]), "cpu")
     x, z, y, p = (torch.randn(size, requires_grad=True) for size in ((x_rows, 6), (x_rows, 4), (y_rows, 6), (total,)))
     weight, bias = torch.randn(3, 6, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    squares, p_of_squares = torch.tensor([0, 9, 9, 58]), torch.randn(58, requires_grad=True)
     for operator, arguments in (
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, bias, "silu")),
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, None, None)),
@@ -210,6 +230,8 @@ def test_operators_pass_opcheck(jagged_pair):
         (jagged.triton_jagged_jagged_bmm, (x, z, offsets[0])),
         (jagged.triton_jagged_sum, (x, offsets[0])),
         (jagged.triton_jagged_outer, (x, y, *offsets, total)),
+        (jagged.triton_jagged_gram, (x, offsets[0], squares, 58)),
+        (jagged.triton_jagged_symmetric, (p_of_squares, offsets[0], squares, x_rows)),
         (jagged.triton_array_jagged_bmm, (p, y, *offsets, x_rows, False)),
         (jagged.triton_array_jagged_bmm, (p, x, *offsets, y_rows, True)),
     ):
