@@ -386,9 +386,10 @@ def jagged_products(jagged_pair):
                 [normal(x_rows, depth), normal(y_rows, depth)],
             )
         if name == "gram":
-            x_p_offsets = torch.cat([p_offsets.new_zeros(1), (x_offsets.diff().long() ** 2).cumsum(0)])
+            squares = torch.cat([p_offsets.new_zeros(1), (x_offsets.diff().long() ** 2).cumsum(0)])
+            elements = int(squares[-1])
             return (
-                lambda x: jagged.triton_jagged_gram(x, x_offsets, x_p_offsets, int(x_p_offsets[-1])),
+                lambda x: jagged.triton_jagged_gram(x, x_offsets, squares, elements),
                 lambda x: _join([(a @ a.T).flatten() for a in _split(x, x_offsets)], x.sum().expand(0)),
                 [normal(x_rows, depth)],
             )
