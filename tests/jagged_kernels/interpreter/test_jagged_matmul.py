@@ -175,7 +175,8 @@ def test_no_second_derivative_of_an_activation(jagged_products):
 def test_a_neighbours_nan_stays_where_it_is(jagged_products, jagged_pair, assert_neighbours_kept):
     lengths = [3, 70, 0, 33], [5, 33, 2, 67]
     (x_offsets, y_offsets, p_offsets), (x_rows, y_rows, total) = jagged_pair(lengths, "cpu")
-    segments = {x_rows: x_offsets, y_rows: y_offsets, total: p_offsets, 4: torch.arange(5)}
+    squares = torch.nn.functional.pad((x_offsets.diff() ** 2).cumsum(0), (1, 0))
+    segments = {x_rows: x_offsets, y_rows: y_offsets, total: p_offsets, int(squares[-1]): squares, 4: torch.arange(5)}
 
     def second_segment(x):
         mask, offsets = torch.zeros(len(x), dtype=torch.bool), segments[len(x)]
