@@ -105,9 +105,9 @@ def jagged_attention(
         mask = None
 
     row_scale = None
-    alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
     if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+        alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
         output_scale, row_scale = _split_scale(output_scale.to(q.device, non_blocking=True), alike)
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)

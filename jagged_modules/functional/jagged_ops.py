@@ -174,8 +174,8 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     Gradients, precision, implementation and errors as in `jagged_dense_bmm`.
 
     Args:
-        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. plan: of their offsets. The very same tensor twice, with a plan of x alone, takes about
-            half the time.
+        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. plan: of their offsets. The very same tensor twice, with a plan of x alone, takes
+            about half the time with its gradient.
 
     Returns:
         `[Σ N_b · M_b]`, p[b] row by row.

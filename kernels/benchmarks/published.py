@@ -9,6 +9,7 @@ from headline import Column, Headline, Row
 
 FORK = "needs a forked compiler"
 OURS, PORTABLE, UNFUSED = "jagged_modules", "jagged_modules, triton", "jagged_modules, unfused"
+NO_WORKSPACE = "jagged_modules, backward_workspace(0)"
 BASELINE = "one product, input comes replicated"
 FA2_BLOCKS = "varlen_attn (FA2), a segment per block"
 PADDED = "torch, padded"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import report
-from published import BASELINE, DENSE, DENSE_FLASH, OURS, PORTABLE, UNFUSED
+from published import BASELINE, DENSE, DENSE_FLASH, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
 
 NAMES = {OURS: "this project", PORTABLE: "this project, portable", f"{OURS}, fused": "this project, portable"}
 PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, f"{OURS}, fused": 1.944 / 0.580, OURS: 1.944 / 0.482}
@@ -76,7 +76,7 @@ def lengths(figure, rows: list[dict]) -> None:
         ),
     ):
         points = series(rows, op, table, pattern, value)
-        points.pop(f"{OURS}, backward_workspace(0)", None)  # its forward is the same
+        points.pop(NO_WORKSPACE, None)  # its forward is the same
         draw_lines(axes, points, title, "length", "TFLOP/s")
 
 

@@ -4,6 +4,7 @@
     jagged_jagged_bmm   out[b] = x[b]ᵀ @ y[b]                         dx = y gᵀ, dy = x g
     jagged_outer        p[b] = x[b] @ y[b]ᵀ                           dx = g y, dy = gᵀ x
     jagged_gram         p[b] = x[b] @ x[b]ᵀ                           dx = (g + gᵀ) x
+    jagged_symmetric    out[b] = p[b] + p[b]ᵀ                         dp = g + gᵀ
     array_jagged_bmm    out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b]         dp = g yᵀ, or y gᵀ; dy = pᵀ g, or p g
 
 Every gradient is another product of the family, so all of them can be differentiated again; with an activation, once. Sums are made in

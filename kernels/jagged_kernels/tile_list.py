@@ -9,11 +9,7 @@ from torch import Tensor
 
 from .operators import operator
 from .tile_schedule import masked_tiles, num_lists, tile_capacity
-
-
-@triton.jit
-def _lengths(offsets_ptr, segments, real):
-    return tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
+from .tiles import segment_lengths
 
 
 @triton.jit
@@ -23,14 +19,14 @@ def _segment_tiles(
 ):  # fmt: skip
     """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
     real = segments < num_segments
-    rows, others = _lengths(offsets_ptr, segments, real), segments
+    rows, others = segment_lengths(offsets_ptr, segments, real), segments
     if LISTS > 1:
         others = segments % (num_segments // LISTS)
-    columns = _lengths(other_offsets_ptr, others, real)
+    columns = segment_lengths(other_offsets_ptr, others, real)
     blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
     tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
     for other_list in tl.static_range(1, OTHER_LISTS):
-        work += tl.cdiv(_lengths(other_offsets_ptr, others + other_list * num_segments, real).to(tl.int32), BLOCK_N)
+        work += tl.cdiv(segment_lengths(other_offsets_ptr, others + other_list * num_segments, real).to(tl.int32), BLOCK_N)
     return blocks, tiles, work
 
 

@@ -170,6 +170,12 @@ def find_segment(place, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
 
 
 @triton.jit
+def segment_lengths(offsets_ptr, segments, real):
+    """Rows of a vector of segments; 0 of those that are not real."""
+    return tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
+
+
+@triton.jit
 def load_segment(offsets_ptr, segment):
     """First row, int64, and number of rows, int32."""
     start, end = tl.load(offsets_ptr + segment).to(tl.int64), tl.load(offsets_ptr + segment + 1).to(tl.int64)

@@ -24,6 +24,7 @@ from jagged_kernels.configs import (  # noqa: E402
     padded_dim,
     weight_gradient_config,
 )
+from jagged_kernels.jagged_matmul import SYMMETRIC_BLOCK  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -526,6 +527,12 @@ def test_sums_of_segments_compile(capability):
         compile_jagged(jagged_matmul_kernels.jagged_jagged_bmm_kernel, capability, dtype, options, **sizes)
         sizes = dict(SIZE=4096, PARTS=16, BLOCK=256)
         compile_jagged(jagged_matmul_kernels.sum_chunks_kernel, capability, dtype, options, **sizes)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+def test_sums_of_matrices_with_their_transposes_compile(capability):
+    for dtype in ("fp32", "fp16", "bf16"):
+        compile_jagged(jagged_matmul_kernels.jagged_symmetric_kernel, capability, dtype, {}, BLOCK=SYMMETRIC_BLOCK)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from .. import launch
 from ..configs import hopper_attention_config, padded_dim, score_gradients_pay
 from ..masks import num_partial_blocks
+from ..tiles import segment_lengths
 from .attention_tiles import (
     end_tile,
     key_blocks,
@@ -59,8 +60,7 @@ PART = 4  # segments, or several times as many: their offsets begin at 16-byte b
 
 @triton.jit
 def _cdiv_lengths(offsets_ptr, segments, real, BLOCK: tl.constexpr):
-    length = tl.load(offsets_ptr + segments + 1, mask=real, other=0) - tl.load(offsets_ptr + segments, mask=real, other=0)
-    return tl.cdiv(length.to(tl.int32), BLOCK).to(tl.int64)
+    return tl.cdiv(segment_lengths(offsets_ptr, segments, real).to(tl.int32), BLOCK).to(tl.int64)
 
 
 @triton.jit
