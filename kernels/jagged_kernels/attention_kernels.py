@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from .masks import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
+from .ptxas import safe_ptxas
 from .tiles import load_rows, load_segment, load_tile, store_rows, zigzag_waves
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -51,6 +52,7 @@ def _fwd_block(
     return acc, row_max, row_sum
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
@@ -159,6 +161,7 @@ def _dq_block(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
@@ -254,6 +257,7 @@ def _dkdv_block(
     return dk, dv
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,

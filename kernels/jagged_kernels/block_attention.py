@@ -24,6 +24,7 @@ from . import configs
 from .configs import block_attention_config, padded_dim
 from .launch import aligned_strides, device_properties, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
+from .ptxas import safe_ptxas
 from .tiles import find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -133,6 +134,7 @@ def _softmax(scores, num_rows, scale, TILE: tl.constexpr, BLOCK: tl.constexpr):
     return p * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
 def block_attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_places, scale,
@@ -168,6 +170,7 @@ def block_attention_fwd_kernel(
             store_rows(out_operand, row, head, out[0], num_rows, DIM, TILE, BLOCK_D)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_positions", "num_segments", "num_places"])
 def block_attention_bwd_kernel(
     do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments,

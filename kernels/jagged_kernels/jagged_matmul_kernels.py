@@ -8,9 +8,11 @@ that loads need to know: a batch of one row, whose stride is none, runs the same
 import triton
 import triton.language as tl
 
+from .ptxas import safe_ptxas
 from .tiles import find_segment, find_tile, load_matrix, load_segment, log2, store_matrix
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_yb", "stride_y", "stride_bias", "stride_grad"])
 def jagged_dense_bmm_kernel(
     x_ptr, y_ptr, bias_ptr, grad_ptr, out_ptr, offsets_ptr, num_segments, stride_x, stride_yb, stride_y, stride_bias, stride_grad,
@@ -49,6 +51,7 @@ def jagged_dense_bmm_kernel(
     store_matrix(out_ptr + start * T, row, column, T, acc, num_rows, T)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_y"])
 def jagged_jagged_bmm_kernel(
     x_ptr, y_ptr, out_ptr, partial_ptr, offsets_ptr, num_segments, shift, stride_x, stride_y,
@@ -86,6 +89,7 @@ def jagged_jagged_bmm_kernel(
         store_matrix(partial_ptr + slot * (D * T), row, column, T, acc, D, T)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift"])
 def sum_chunks_kernel(
     partial_ptr, out_ptr, offsets_ptr, num_segments, shift, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
@@ -108,6 +112,7 @@ def sum_chunks_kernel(
     store_matrix(out_ptr + tl.cast(segment, tl.int64) * SIZE, 0, column, SIZE, tl.sum(acc, 0)[None, :], 1, SIZE)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_x", "stride_y"])
 def jagged_outer_kernel(
     x_ptr, y_ptr, p_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_x, stride_y,
@@ -146,6 +151,7 @@ def jagged_outer_kernel(
             acc = tl.zeros_like(acc)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def jagged_symmetric_kernel(p_ptr, out_ptr, x_offsets_ptr, p_offsets_ptr, num_segments, BLOCK: tl.constexpr):
     """out[b] = p[b] + p[b]ᵀ, of matrices with as many columns as rows. Grid: places of tiles of rows."""
@@ -157,6 +163,7 @@ def jagged_symmetric_kernel(p_ptr, out_ptr, x_offsets_ptr, p_offsets_ptr, num_se
         store_matrix(out_ptr + start, row, column, size, block + mirror, size, size)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_y"])
 def array_jagged_bmm_kernel(
     p_ptr, y_ptr, out_ptr, out_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_y,

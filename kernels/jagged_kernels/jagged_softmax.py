@@ -20,6 +20,7 @@ from torch import Tensor
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .launch import aligned_strides, ceil_div, chunk_shift, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
+from .ptxas import safe_ptxas
 from .tiles import find_tile, load_segment, log2
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -116,6 +117,7 @@ def _whole_lines(x, weight, out, line, num_lines, length, BACKWARD: tl.constexpr
         _store_lines(x, weight, out, line, num_lines, 0, length, largest, total, BACKWARD, LINES, LENGTH)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift", "stride_x", "stride_grad"])
 def jagged_softmax_kernel(
     x_ptr, grad_ptr, out_ptr, sums_ptr, offsets_ptr, num_segments, shift, stride_x, stride_grad,
@@ -160,6 +162,7 @@ def jagged_softmax_kernel(
             tl.store(slot_ptr + H, tl.full([LINES], 1.0, tl.float32) if BACKWARD else total, mask=lines < H)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def jagged2_softmax_kernel(
     p_ptr, grad_ptr, out_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments,

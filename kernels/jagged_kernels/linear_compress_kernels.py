@@ -8,9 +8,11 @@ ALIGN elements (see launch.py).
 import triton
 import triton.language as tl
 
+from .ptxas import safe_ptxas
 from .tiles import load_block, store_block
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["num_zeros"])
 def align_rows_kernel(copies, zeros_ptr, num_zeros, BLOCK: tl.constexpr):
     """Weights copied to rows of another stride, and zeros. Grid: rows of the weights."""
@@ -56,6 +58,7 @@ def _compress_tile(
     _add_and_store(acc, addends_ptr, indices_ptr, out_ptr, batch, row, column, M, N, BLOCK_M, BLOCK_N, 128)
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_fwd_kernel(
     w_ptr, e_ptr, out_ptr, addends_ptr, indices_ptr, w_desc, w_tail_desc, e_desc, batch, stride_w, stride_eb, stride_e,
@@ -86,6 +89,7 @@ def linear_compress_fwd_kernel(
             )  # fmt: skip
 
 
+@safe_ptxas
 @triton.jit(do_not_specialize=["batch"])
 def linear_compress_bwd_dw_kernel(
     g_ptr, e_ptr, partial_ptr, g_desc, e_desc, batch, stride_gb, stride_g, stride_eb, stride_e,
@@ -111,6 +115,7 @@ def linear_compress_bwd_dw_kernel(
     store_block((partial_ptr, M * K, K), part, row, column, acc, M, K, BLOCK_M, BLOCK_K)
 
 
+@safe_ptxas
 @triton.jit
 def sum_groups_kernel(x_ptr, order_ptr, offsets_ptr, out_ptr, size, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """out[g] = Σ x[order[i]] over i from offsets[g] to offsets[g + 1], rows of `size`, in fp32 and in that order. Grid: blocks, groups."""

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .operators import operator
+from .ptxas import safe_ptxas
 from .tile_schedule import masked_tiles, num_lists, tile_capacity
 from .tiles import segment_lengths
 
@@ -30,6 +31,7 @@ def _segment_tiles(
     return blocks, tiles, work
 
 
+@safe_ptxas
 @triton.jit
 def _tile_list_kernel(
     offsets_ptr, other_offsets_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads,

@@ -16,6 +16,7 @@ from ..activations import activation_factors
 from ..configs import hopper_keys_are_long
 from ..launch import mean_rows
 from ..masks import num_partial_blocks
+from ..ptxas import safe_ptxas
 from ..tile_list import fitting_tiles, query_lists
 from .attention_tiles import (
     as_factor,
@@ -412,6 +413,7 @@ def _fwd_compute(
     tma.store_wait(0)
 
 
+@safe_ptxas
 @gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ..activations import activation_factors
 from ..launch import has_descriptor
 from ..masks import num_partial_blocks
+from ..ptxas import safe_ptxas
 from ..tile_list import fitting_tiles, query_lists
 from .attention_dkdv import attention_bwd_dkdv_hopper_kernel
 from .attention_score_gradients import (
@@ -228,6 +229,7 @@ def _dq_compute(
     tma.store_wait(0)
 
 
+@safe_ptxas
 @gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,

@@ -11,6 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..masks import is_visible, num_partial_blocks, visible_columns
+from ..ptxas import safe_ptxas
 from ..tiles import load_segment
 from .attention_score_gradients import SIDE, first_block, keep_blocks
 from .attention_tiles import (
@@ -329,6 +330,7 @@ def _dkdv_compute(
     tma.store_wait(0)
 
 
+@safe_ptxas
 @gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warp
 from .. import launch
 from ..configs import hopper_attention_config, padded_dim, score_gradients_pay
 from ..masks import num_partial_blocks
+from ..ptxas import safe_ptxas
 from ..tiles import segment_lengths
 from .attention_tiles import (
     end_tile,
@@ -63,6 +64,7 @@ def _cdiv_lengths(offsets_ptr, segments, real, BLOCK: tl.constexpr):
     return tl.cdiv(segment_lengths(offsets_ptr, segments, real).to(tl.int32), BLOCK).to(tl.int64)
 
 
+@safe_ptxas
 @triton.jit
 def attention_places_kernel(
     q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, places_ptr, num_other_tiles_ptr, num_segments, capacity,
@@ -263,6 +265,7 @@ def _compute(
     tma.store_wait(0)
 
 
+@safe_ptxas
 @gluon.jit
 def attention_bwd_dq_of_kept_hopper_kernel(
     ds_desc, k_desc, dq_desc, dq_ptr, places_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, segment_scale_ptr,
@@ -301,6 +304,7 @@ def kept_constants(q: Tensor, k: Tensor, activation: str) -> dict:
 # -- delta --------------------------------------------------------------------------------------------------------------------------
 
 
+@safe_ptxas
 @triton.jit
 def attention_delta_kernel(
     do_ptr, out_ptr, delta_ptr, num_rows, stride_row, stride_head, stride_delta, HEADS: tl.constexpr, DIM: tl.constexpr,

@@ -16,6 +16,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..launch import descriptor_sizes, device_properties, has_descriptor
+from ..ptxas import safe_ptxas
 from .gluon_api import load_tile, reinterpret, store_tile, thread_barrier
 from .tiles import LOG2_E, box_layout, product_layout
 
@@ -226,6 +227,7 @@ def _buffer(desc, ROWS: gl.constexpr, WIDTH: gl.constexpr):
     return tile, tile.reshape([ROWS, WIDTH])
 
 
+@safe_ptxas
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,
@@ -283,6 +285,7 @@ def block_attention_fwd_hopper_kernel(
     tma.store_wait(0)
 
 
+@safe_ptxas
 @gluon.jit(do_not_specialize=["num_positions", "num_segments"])
 def block_attention_bwd_hopper_kernel(
     do_desc, q_desc, k_desc, v_desc, dq_desc, dk_desc, dv_desc, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr,

@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
+from ..ptxas import safe_ptxas
 from .gluon_api import load_tile, store_tile, thread_barrier
 from .tiles import make_barriers, unknown
 
@@ -446,6 +447,7 @@ def _consume(
     tma.store_wait(0)
 
 
+@safe_ptxas
 @gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_whole", "whole"])
 def linear_compress_fwd_hopper_kernel(
     w_desc, e_desc, out_desc, addends_ptr, indices_ptr, shared_w_desc, shared_e_desc, shared_ptr, state_ptr,
