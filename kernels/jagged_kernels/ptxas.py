@@ -13,6 +13,7 @@ from collections.abc import Callable
 import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import ptx_get_version
 
 FIRST_SOUND_RELEASE = (12, 9)
 _lock = threading.Lock()  # Triton's settings belong to the process
@@ -35,29 +36,31 @@ def safe_ptxas(kernel):
 
 
 def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
-    """`triton.compile`, on compute capability 9.0 with a ptxas that compiles wgmma correctly.
+    """`triton.compile`, on compute capability 9.0 with `hopper_ptxas`."""
+    if target.backend != "cuda" or target.arch // 10 != 9:
+        return triton.compile(source, target=target, options=options, **kwargs)
+    ptxas = hopper_ptxas()
+    if ptxas == knobs.nvidia.ptxas:
+        return triton.compile(source, target=target, options=options, **kwargs)
+    with _lock, knobs.nvidia.scope():
+        knobs.nvidia.ptxas = ptxas.path
+        # Part of the key of Triton's cache on disk, which may hold the same kernel as the older ptxas compiled it.
+        options = {**options, "ptx_version": options.get("ptx_version") or ptx_get_version(ptxas.version)}
+        return triton.compile(source, target=target, options=options, **kwargs)
+
+
+def hopper_ptxas() -> knobs.NvidiaTool:
+    """The ptxas for compute capability 9.0: Triton's own if it is sound, else the one that Triton has for Blackwell.
 
     Raises:
-        RuntimeError: Triton has no such ptxas.
+        RuntimeError: neither is sound.
     """
-    if target.backend != "cuda" or target.arch // 10 != 9 or _release(knobs.nvidia.ptxas) >= FIRST_SOUND_RELEASE:
-        return triton.compile(source, target=target, options=options, **kwargs)
-    newer = knobs.nvidia.ptxas_blackwell
-    if _release(newer) < FIRST_SOUND_RELEASE:
-        found = knobs.nvidia.ptxas.version
-        raise RuntimeError(f"ptxas {found} miscompiles wgmma; set TRITON_PTXAS_PATH to one of CUDA 12.9 or newer")
-    with _lock, knobs.nvidia.scope():
-        knobs.nvidia.ptxas = newer.path
-        # Part of the key of Triton's cache on disk, which may hold the same kernel as the older ptxas compiled it.
-        options = {**options, "ptx_version": options.get("ptx_version") or _ptx_version(newer)}
-        return triton.compile(source, target=target, options=options, **kwargs)
+    for ptxas in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell):
+        if _release(ptxas) >= FIRST_SOUND_RELEASE:
+            return ptxas
+    found = knobs.nvidia.ptxas.version
+    raise RuntimeError(f"ptxas {found} miscompiles wgmma; set TRITON_PTXAS_PATH to one of CUDA 12.9 or newer")
 
 
-def _release(ptxas) -> tuple[int, ...]:
+def _release(ptxas: knobs.NvidiaTool) -> tuple[int, ...]:
     return tuple(int(part) for part in ptxas.version.split("."))
-
-
-def _ptx_version(ptxas) -> int:
-    from triton.backends.nvidia.compiler import ptx_get_version
-
-    return ptx_get_version(ptxas.version)

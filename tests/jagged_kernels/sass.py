@@ -8,6 +8,7 @@ results. Kernels avoid it by computing such places anew for each branch or loop 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pathlib
 import re
 import subprocess
@@ -15,9 +16,10 @@ import tempfile
 
 from triton import knobs
 
-LABEL = re.compile(r"(\.L\w+):")
+LABEL = re.compile(r"(\.L\w+|\$[\w$]+):")
 INSTRUCTION = re.compile(r"/\*[0-9a-f]+\*/\s+(?P<text>(?P<predicate>@!?U?P\w+\s+)?(?P<name>[\w.]+)\s*(?P<operands>.*?))\s*(?:;|\(\*)")
 TARGET = re.compile(r"\.L\w+")
+CALLED = re.compile(r"`\((\$[\w$]+)\)")
 REGISTER = re.compile(r"\bUR(\d+)")
 
 
@@ -66,7 +68,7 @@ def parse(listing: str) -> list[Instruction]:
             labels[label[1]] = len(rows)
         elif row := INSTRUCTION.match(line):
             rows.append((row, line))
-    instructions = []
+    instructions, calls = [], []
     for i, (row, line) in enumerate(rows):
         name, *suffixes = row["name"].split(".")
         operands = re.split(r",\s*(?![^\[]*\])", row["operands"])
@@ -76,8 +78,21 @@ def parse(listing: str) -> list[Instruction]:
         ends = jumps or name in ("EXIT", "RET")
         if i + 1 < len(rows) and (not ends or row["predicate"] or name == "BRA" and len(operands) > 1):
             successors.append(i + 1)
-        instructions.append(Instruction(row["text"], *registers(suffixes, operands), successors))
+        if name == "CALL":
+            calls.append((i, labels[CALLED.search(line)[1]]))
+        reads, writes = registers(suffixes, operands)
+        if name == "MOV":  # saves a register that another value takes for a while, whether or not it holds anything yet
+            reads = set()
+        instructions.append(Instruction(row["text"], reads, writes, successors))
+    for call, function in calls:
+        instructions[call].writes = written_until_return(instructions[function:])
     return instructions
+
+
+def written_until_return(instructions: list[Instruction]) -> set[int]:
+    """Uniform registers that a function writes, such as a division of 64-bit integers: its results among them."""
+    body = itertools.takewhile(lambda x: not x.text.startswith("RET"), instructions)
+    return set().union(*(x.writes for x in body))
 
 
 def registers(suffixes: list[str], operands: list[str]) -> tuple[set[int], set[int]]:

@@ -31,9 +31,19 @@ INDEXED = """
 .L_x_3:
         /*0030*/                   {write}
 .L_x_4:
-        /*0040*/                   MOV R0, UR4 ;
+        /*0040*/                   IADD3 R0, R0, UR4, RZ ;
         /*0050*/                   EXIT ;
-        /*0060*/                   MOV R0, UR5 ;
+        /*0060*/                   IADD3 R0, R0, UR5, RZ ;
+"""
+CALLING = """
+        /*0000*/                   CALL.REL.NOINC `($__internal_0_$__div_s64) ;
+        /*0010*/                   IMAD.U32 R2, RZ, RZ, UR6 ;
+        /*0020*/                   IMAD.U32 R2, RZ, RZ, UR7 ;
+        /*0030*/                   EXIT ;
+$__internal_0_$__div_s64:
+        /*0040*/                   USEL UR6, UR7, UR6, !UP1 ;
+        /*0050*/                   RET.REL.NODEC R4 `(kernel) ;
+        /*0060*/                   UMOV UR7, 0x1 ;
 """
 
 
@@ -51,5 +61,13 @@ def test_registers_written_on_every_path(write):
 
 def test_targets_of_an_indexed_branch():
     """And nothing is said of what no path leads to."""
-    assert find_unwritten(INDEXED.format(write="NOP ;")) == ["UR4: MOV R0, UR4"]
+    assert find_unwritten(INDEXED.format(write="NOP ;")) == ["UR4: IADD3 R0, R0, UR4, RZ"]
     assert find_unwritten(INDEXED.format(write="@P0 UMOV UR4, 0x1 ;")) == []
+
+
+def test_a_function_writes_its_results():
+    assert find_unwritten(CALLING) == ["UR7: IMAD.U32 R2, RZ, RZ, UR7"]
+
+
+def test_a_register_may_be_saved_before_it_holds_anything():
+    assert find_unwritten(INDEXED.format(write="NOP ;").replace("IADD3 R0, R0, UR4, RZ", "MOV R0, UR4")) == []

@@ -1,0 +1,72 @@
+"""Which ptxas assembles the kernels for compute capability 9.0."""
+
+import importlib
+import pkgutil
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+triton = pytest.importorskip("triton")
+
+import jagged_kernels  # noqa: E402
+from jagged_kernels import ptxas  # noqa: E402
+from triton import knobs  # noqa: E402
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+
+def tool(version):
+    return SimpleNamespace(path=f"/ptxas-{version}", version=version)
+
+
+@pytest.fixture
+def releases(monkeypatch):
+    """(Triton's own release, that for Blackwell) → the tools in place of knobs.nvidia's."""
+
+    def install(own, blackwell):
+        tools = dict(ptxas=tool(own), ptxas_blackwell=tool(blackwell))
+        monkeypatch.setattr(ptxas, "knobs", SimpleNamespace(nvidia=SimpleNamespace(**tools)))
+        return tools
+
+    return install
+
+
+def test_every_kernel_is_compiled_by_it():
+    modules = [importlib.import_module(x.name) for x in pkgutil.walk_packages(jagged_kernels.__path__, "jagged_kernels.")]
+    kernels = {x for module in modules for x in vars(module).values() if isinstance(x, JITFunction) and x.__name__.endswith("_kernel")}
+    assert len(kernels) > 20
+    assert [x.__name__ for x in kernels if x.device_caches.default_factory.__module__ != ptxas.__name__] == []
+
+
+@pytest.mark.parametrize("own, blackwell, chosen", [("12.8", "12.9", "12.9"), ("12.8", "13.1", "13.1"), ("12.9", "13.3", "12.9")])
+def test_the_first_sound_release_is_taken(releases, own, blackwell, chosen):
+    releases(own, blackwell)
+    assert ptxas.hopper_ptxas().version == chosen
+
+
+def test_no_sound_release_is_an_error(releases):
+    releases("12.8", "12.8")
+    with pytest.raises(RuntimeError, match="ptxas 12.8 miscompiles wgmma; set TRITON_PTXAS_PATH"):
+        ptxas.hopper_ptxas()
+
+
+def test_settings_of_triton_are_left_as_they_were(monkeypatch):
+    """Also where threads compile at the same time, and where the compiler fails."""
+    before, seen = knobs.nvidia.ptxas, []
+
+    def compile_with(source, target, options):
+        seen.append((knobs.nvidia.ptxas.version, options.get("ptx_version")))
+        if source == "bad":
+            raise ValueError(source)
+
+    monkeypatch.setattr(ptxas.triton, "compile", compile_with)
+    hopper = GPUTarget("cuda", 90, 32)
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda i: ptxas.compile_kernel(i, hopper, {}), range(32)))
+    with pytest.raises(ValueError):
+        ptxas.compile_kernel("bad", hopper, {})
+    assert knobs.nvidia.ptxas == before and "ptxas" not in vars(knobs.nvidia)
+    assert len(seen) == 33 and all(ptxas._release(SimpleNamespace(version=release)) >= (12, 9) for release, _ in seen)
+    ptxas.compile_kernel("other", GPUTarget("cuda", 80, 32), {})
+    assert seen[-1] == (before.version, None)
