@@ -34,8 +34,8 @@ def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bo
     value, slope = value.detach(), slope.detach()
     curvature = torch.zeros_like(value) if curvature is None else curvature.abs()
     size = x.value.abs()
-    values = Bound(value, _reached(slope.abs(), curvature, x.error), slope.abs() * x.rms, x.eps)
-    slopes = Bound(slope, curvature * x.error, curvature * x.rms, x.eps)
+    values = Bound(value, _reached(slope.abs(), curvature, x.error), slope.abs() * x.rms, x.dtype)
+    slopes = Bound(slope, curvature * x.error, curvature * x.rms, x.dtype)
     for place, height in JUMPS.get(name, ()):
         jump = height * ((x.value - place).abs() < torch.minimum(x.error, LARGEST_DEVIATION * x.rms)).double()
         slopes, values = slopes.widened(jump, jump), values.widened(jump * x.error, jump * x.rms)

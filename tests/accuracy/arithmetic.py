@@ -9,10 +9,10 @@ from torch import Tensor
 
 
 class Arithmetic(NamedTuple):
-    """exp_ulps: how far exponentials are off, in units in the last place. rounds_factors: whether what a program computes and then multiplies
-    by a matrix again (weights, their gradients, rotated operands) is rounded to the operands' dtype first, as matrix units want it.
-    approximate: whether activations of bfloat16 are made from the hardware's tanh. rounds_levels: whether the levels of linear_compress are
-    rounded one by one, and their gradients summed in the operands' dtype."""
+    """exp_ulps: how far exponentials are off, in units in the last place. rounds_factors: whether what a program computes and then
+    multiplies by a matrix (weights, their gradients, rotated operands) is rounded to the operands' dtype before, as matrix units want it.
+    approximate: whether activations of bfloat16 are made from the hardware's tanh. rounds_levels: whether the levels of linear_compress
+    are rounded one by one, and their gradients summed in the operands' dtype."""
 
     exp_ulps: float
     rounds_factors: bool

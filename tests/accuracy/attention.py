@@ -54,7 +54,12 @@ def attention(
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
     factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
-    options = _Options(scale, activation, q.dtype, factors, factors, arithmetic)
+    operands = Bound.exact(q), Bound.exact(k), Bound.exact(v)
+    # Softmax takes the maximum before it scales: kernels are given q times a scale that is not positive.
+    scales_q = arithmetic.rounds_factors and activation == "softmax" and scale <= 0
+    if scales_q:
+        operands = operands[0].scaled(scale).rounded(q.dtype), *operands[1:]
+    options = _Options(1.0 if scales_q else scale, activation, q.dtype, factors, factors, arithmetic)
     segments = _segments(q, q_offsets, k, kv_offsets)
     factor, rest = _split_scale(output_scale, segments, do)
 
@@ -64,7 +69,6 @@ def attention(
         grad = grad.scaled(rest).rounded(q.dtype)
     inner = _Rows(do.shape, do)
     dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
-    operands = Bound.exact(q), Bound.exact(k), Bound.exact(v)
     for segment in segments.of_keys:
         rows, q_rows, kv_rows = segment.rows, segment.q_rows, segment.kv_rows
         if len(rows) == 0 or len(kv_rows) == 0:
@@ -79,12 +83,14 @@ def attention(
 
     inner = inner.bound.rounded(q.dtype)
     out = inner if rest is None else inner.scaled(rest).rounded(q.dtype)
-    bounds = {"out": out} | {name: x.bound.rounded(q.dtype) for name, x in (("dq", dq), ("dk", dk), ("dv", dv))}
+    dq = dq.bound.rounded(q.dtype)
+    dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
+    bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
         products = (Bound.exact(do) * inner).map(lambda x: x.expand(do.shape) / factor[:, None, None])
         sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
         stacked = (torch.stack([torch.as_tensor(x) for x in part]) for part in list(zip(*sums))[:3])
-        bounds["doutput_scale"] = Bound(*stacked, inner.eps).rounded(output_scale.dtype)
+        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
     return bounds
 
 
@@ -167,7 +173,7 @@ def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options
     largest = torch.where(largest == float("-inf"), 0.0, largest)
     size = scores.value.abs() + largest.abs()
     # What is subtracted cancels in the quotient; the score is rounded, and so is the difference, of numbers in base 2 at that.
-    exponents = Bound((scores.value - largest).where(keep, 0.0), scores.error, scores.rms, scores.eps).off_by(4, size)
+    exponents = Bound((scores.value - largest).where(keep, 0.0), scores.error, scores.rms, scores.dtype).off_by(4, size)
     weights = exponents.exp(options.arithmetic.exp_ulps).where(keep)
     total = weights.sum(-1).map(lambda x: x.unsqueeze(-1))
     total = total._replace(value=torch.where(total.value == 0, 1.0, total.value))
@@ -175,12 +181,12 @@ def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options
 
     # The backward subtracts the logarithm of the sum instead, an fp32 number whose own rounding counts. It is the row's.
     lse = largest + total.value.log()
-    log_error = Bound(lse, total.error / total.value, total.rms / total.value, total.eps).off_by(6, lse.abs() + largest.abs() + 1)
+    log_error = Bound(lse, total.error / total.value, total.rms / total.value, total.dtype).off_by(6, lse.abs() + largest.abs() + 1)
     p = (exponents.off_by(2, lse.abs()).exp(options.arithmetic.exp_ulps)).where(keep)
-    p = Bound(p.value / total.value, p.error / total.value, p.rms / total.value, p.eps).off_by(1)
+    p = Bound(p.value / total.value, p.error / total.value, p.rms / total.value, p.dtype).off_by(1)
     delta = (do * out.rounded(options.dtype)).sum(-1).map(lambda x: x.unsqueeze(-1))
     dp = do @ v.mT
-    ds = p * Bound(dp.value - delta.value, dp.error, dp.rms, dp.eps).off_by(1, dp.value.abs() + delta.value.abs())
+    ds = p * Bound(dp.value - delta.value, dp.error, dp.rms, dp.dtype).off_by(1, dp.value.abs() + delta.value.abs())
     return out, p, ds, (log_error, delta)
 
 
@@ -197,10 +203,10 @@ def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
     even, odd = (x.map(lambda y, i=i: y.unflatten(-1, (-1, 2))[..., i]) for i in range(2))
     turned = []
     for first, second, sine in ((even, odd, -sin), (odd, even, sin)):
-        a, b = (Bound(y.value * t, y.error * t.abs(), y.rms * t.abs(), y.eps) for y, t in ((first, cos), (second, sine)))
+        a, b = (Bound(y.value * t, y.error * t.abs(), y.rms * t.abs(), y.dtype) for y, t in ((first, cos), (second, sine)))
         turned.append((a + b).off_by(6, first.value.abs() + second.value.abs()))
     stacked = (torch.stack([a, b], -1).flatten(-2) for a, b in zip(turned[0][:3], turned[1][:3]))
-    return Bound(*stacked, x.eps)
+    return Bound(*stacked, x.dtype)
 
 
 # -- segments -----------------------------------------------------------------------------------------------------------------------
@@ -262,7 +268,7 @@ class _Rows:
 
     def __init__(self, shape: torch.Size, like: Tensor):
         self._sums = [torch.zeros(shape, dtype=torch.float64, device=like.device) for _ in range(3)]
-        self._eps = torch.finfo(torch.promote_types(like.dtype, torch.float32)).eps
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
 
     def add(self, rows: Tensor, block: Bound, heads: int) -> None:
         """Add a block `[key heads, group · rows, dim]`, whose rows may repeat."""
@@ -275,7 +281,7 @@ class _Rows:
     @property
     def bound(self) -> Bound:
         value, error, variance = self._sums
-        return Bound(value, error, variance.sqrt(), self._eps)
+        return Bound(value, error, variance.sqrt(), self._dtype)
 
 
 def _take(x: Bound, rows: Tensor, heads: int) -> Bound:

@@ -30,24 +30,28 @@ class Bound(NamedTuple):
     """A result and its errors.
 
     value: float64, exact arithmetic's. error: the largest error. rms: the standard deviation of the error. Of an exact value the last
-    two are 0-dimensional zeros. eps: of the arithmetic that makes it, 2^-23 or 2^-52; inputs and results are rounded by `rounded` alone.
+    two are 0-dimensional zeros. dtype: of the arithmetic that it is computed with, fp32 or fp64; other roundings are made by `rounded`.
     """
 
     value: Tensor
     error: Tensor
     rms: Tensor
-    eps: float
+    dtype: torch.dtype
+
+    @property
+    def eps(self) -> float:
+        return torch.finfo(self.dtype).eps
 
     @classmethod
     def exact(cls, x: Tensor) -> Bound:
         """An operand; it is computed with in fp32 if it has 32 bits or fewer."""
         zero = torch.zeros((), dtype=torch.float64, device=x.device)
         arithmetic = torch.promote_types(x.dtype, torch.float32)
-        return cls(x.detach().double(), zero, zero, torch.finfo(arithmetic).eps)
+        return cls(x.detach().double(), zero, zero, arithmetic)
 
     def map(self, view) -> Bound:
         """The same elements in another shape."""
-        return Bound(view(self.value), *(view(x) if x.dim() else x for x in (self.error, self.rms)), self.eps)
+        return Bound(view(self.value), *(view(x) if x.dim() else x for x in (self.error, self.rms)), self.dtype)
 
     @property
     def mT(self) -> Bound:
@@ -55,7 +59,7 @@ class Bound(NamedTuple):
 
     def widened(self, error: Tensor, rms: Tensor) -> Bound:
         """With one more error, independent of the others."""
-        return Bound(self.value, self.error + error, torch.hypot(self.rms + torch.zeros_like(rms), rms), self.eps)
+        return Bound(self.value, self.error + error, torch.hypot(self.rms + torch.zeros_like(rms), rms), self.dtype)
 
     def off_by(self, roundings: float, size: Tensor | None = None) -> Bound:
         """With the errors of so many roundings of numbers of a size, the value's if none is given."""
@@ -64,13 +68,15 @@ class Bound(NamedTuple):
 
     def rounded(self, dtype: torch.dtype, unit: Tensor | float = 1.0) -> Bound:
         """Rounded to nearest. The spacing of subnormal numbers is that of the smallest normal one, times the unit that values are in."""
-        info = torch.finfo(dtype)
-        size = (self.value.abs() + self.error).clamp(min=info.smallest_normal * unit)
-        return self.widened(info.eps / 2 * size, RMS_OF_ROUNDING * info.eps * size)
+        info, size = torch.finfo(dtype), self.value.abs() + self.error
+        smallest = info.eps * info.smallest_normal * unit
+        return self.widened(
+            (info.eps / 2 * size).clamp(min=smallest / 2), (RMS_OF_ROUNDING * info.eps * size).clamp(min=smallest / math.sqrt(12))
+        )
 
     def __add__(self, other: Bound) -> Bound:
         value = self.value + other.value
-        return Bound(value, self.error + other.error, torch.hypot(self.rms, other.rms), self.eps).off_by(1)
+        return Bound(value, self.error + other.error, torch.hypot(self.rms, other.rms), self.dtype).off_by(1)
 
     def __sub__(self, other: Bound) -> Bound:
         return self + other._replace(value=-other.value)
@@ -78,30 +84,30 @@ class Bound(NamedTuple):
     def __mul__(self, other: Bound) -> Bound:
         value = self.value * other.value
         error = self.error * (other.value.abs() + other.error) + self.value.abs() * other.error
-        return Bound(value, error, torch.hypot(self.rms * other.value, self.value * other.rms), self.eps).off_by(1)
+        return Bound(value, error, torch.hypot(self.rms * other.value, self.value * other.rms), self.dtype).off_by(1)
 
     def __truediv__(self, other: Bound) -> Bound:
         """Two roundings: kernels multiply by a reciprocal."""
         value, size = self.value / other.value, other.value.abs()
         error = (self.error + value.abs() * other.error) / size
-        return Bound(value, error, torch.hypot(self.rms, value * other.rms) / size, self.eps).off_by(2)
+        return Bound(value, error, torch.hypot(self.rms, value * other.rms) / size, self.dtype).off_by(2)
 
     def scaled(self, factor: Tensor | float) -> Bound:
         """Times a number; two roundings, as the number may be a product itself."""
         size = factor.abs() if isinstance(factor, Tensor) else abs(factor)
-        return Bound(self.value * factor, self.error * size, self.rms * size, self.eps).off_by(2)
+        return Bound(self.value * factor, self.error * size, self.rms * size, self.dtype).off_by(2)
 
     def __matmul__(self, other: Bound) -> Bound:
         value = self.value @ other.value
         a, b = self.value.abs(), other.value.abs()
         error = _product(self.error, b + other.error) + _product(a, other.error)
         variance = _product(self.rms**2, b**2) + _product(a**2, other.rms**2)
-        return Bound(value, error, variance.sqrt(), self.eps).summed(self.value.shape[-1], a @ b, (a**2) @ (b**2))
+        return Bound(value, error, variance.sqrt(), self.dtype).summed(self.value.shape[-1], a @ b, (a**2) @ (b**2))
 
     def sum(self, dim: int | tuple[int, ...]) -> Bound:
         terms = math.prod(self.value.shape[d] for d in ([dim] if isinstance(dim, int) else dim))
         error, variance = ((x.expand_as(self.value)).sum(dim) for x in (self.error, self.rms**2))
-        total = Bound(self.value.sum(dim), error, variance.sqrt(), self.eps)
+        total = Bound(self.value.sum(dim), error, variance.sqrt(), self.dtype)
         return total.summed(terms, self.value.abs().sum(dim), (self.value**2).sum(dim))
 
     def summed(self, terms: int | Tensor, size: Tensor, squares: Tensor) -> Bound:
@@ -120,14 +126,14 @@ class Bound(NamedTuple):
         return self.widened(largest * self.eps * size, deviation * self.eps)
 
     def exp(self, ulps: float) -> Bound:
-        """By a function that is off by so many units in the last place, a third of that on average."""
-        value = self.value.exp()
-        error = value * (torch.expm1(self.error) + ulps * self.eps)
-        return Bound(value, error, value * torch.hypot(self.rms, torch.full_like(value, ulps * self.eps / 3)), self.eps)
+        """By a function that is off by so many units in the last place, a third of that on average; subnormal results may be 0."""
+        value, smallest = self.value.exp(), torch.finfo(self.dtype).smallest_normal
+        error = value * (torch.expm1(self.error) + ulps * self.eps) + smallest
+        return Bound(value, error, value * torch.hypot(self.rms, torch.full_like(value, ulps * self.eps / 3)) + smallest, self.dtype)
 
     def where(self, keep: Tensor) -> Bound:
         """An exact 0 where not kept."""
-        return Bound(*(x.where(keep, 0.0) for x in (self.value, self.error, self.rms)), self.eps)
+        return Bound(*(x.where(keep, 0.0) for x in (self.value, self.error, self.rms)), self.dtype)
 
 
 def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:
@@ -192,8 +198,8 @@ def assert_accurate(actual: Mapping[str, Tensor], bounds: Mapping[str, Bound], c
         if found.largest > 1 or found.mean > 1:
             error = (actual[name].detach().double() - bound.value).abs()
             raise AssertionError(
-                f"{label}: the largest error is {found.largest:.3g} of what is allowed there, the root mean square of "
-                f"all {found.mean:.3g}; largest error {float(error.max()):.3g}, 2-norm {float(error.norm()):.3g} of {float(bound.value.norm()):.3g}"
+                f"{label}: the largest error is {found.largest:.3g} of what is allowed there, the root mean square of all {found.mean:.3g} "
+                f"of what is allowed; largest error {float(error.max()):.3g} in values of up to {float(bound.value.abs().max()):.3g}"
             )
 
 

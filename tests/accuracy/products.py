@@ -202,7 +202,7 @@ class _Places:
 
     def __init__(self, like: Tensor):
         self._parts = [torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in range(3)]
-        self._eps = Bound.exact(like).eps
+        self._dtype = Bound.exact(like).dtype
 
     def put(self, place: slice | int, result: Bound) -> None:
         for part, values in zip(self._parts, result[:3]):
@@ -210,7 +210,7 @@ class _Places:
 
     @property
     def bound(self) -> Bound:
-        return Bound(*self._parts, self._eps)
+        return Bound(*self._parts, self._dtype)
 
 
 def _rounded(totals: dict[str, _Places], dtype: torch.dtype) -> Bounds:
