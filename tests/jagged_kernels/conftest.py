@@ -1,7 +1,10 @@
 """The checks that interpreter and GPU tests share."""
 
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
+import accuracy
 import pytest
 import torch
 
@@ -128,7 +131,7 @@ def poisoned_memory():
 
 
 @pytest.fixture
-def check_attention(poisoned_memory, offsets, assert_accurate):
+def check_attention(poisoned_memory, offsets):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(
@@ -152,19 +155,16 @@ def check_attention(poisoned_memory, offsets, assert_accurate):
         def operator(*tensors):
             return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation=kernels, schedule=schedule, **options)
 
-        def reference(*tensors):
-            return F.jagged_attention(*tensors, q_offsets, kv_offsets, implementation="reference", **options)
-
         grad = None if grad is None else grad(operator(*tensors))
-        assert_accurate(operator, reference, *tensors, grad=grad, fp32_roundings=4)
+        actual, do = accuracy.results(operator, dict(zip("qkv", tensors)), grad)
+        accuracy.assert_accurate(actual, accuracy.attention(*tensors, do, q_offsets, kv_offsets, **options))
 
     return check
 
 
 @pytest.fixture
-def check_self_target_attention(poisoned_memory, offsets, assert_accurate):
-    """One call for users' rows and their candidates, held to the accuracy rule, its truth two calls; rows read in place or copied give the
-    same bits."""
+def check_self_target_attention(poisoned_memory, offsets):
+    """One call for users' rows and their candidates, held to the accuracy rule; rows read in place or copied give the same bits."""
 
     def check(lengths, candidates, dtype, device, heads=(4, 2), dim=24, kernels="triton", **options):
         segments, of_candidates, rows = offsets(lengths, device), offsets(candidates, device), [sum(lengths), sum(candidates)]
@@ -174,20 +174,17 @@ def check_self_target_attention(poisoned_memory, offsets, assert_accurate):
             parts = map(place, q.split(rows))
             return torch.cat(F.self_target_attention(*parts, k, v, segments, of_candidates, implementation=kernels, **options))
 
-        def reference(q, k, v):
-            parts = zip(q.split(rows), (segments, of_candidates))
-            return torch.cat([F.jagged_attention(x, k, v, s, segments, implementation="reference", **options) for x, s in parts])
-
-        assert_accurate(operator, reference, q, k, v, fp32_roundings=4)
+        actual, do = accuracy.results(operator, dict(q=q, k=k, v=v))
+        q_offsets = torch.cat([segments, of_candidates[1:] + rows[0]])
+        accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, segments, **options))
         assert torch.equal(operator(q, k, v), operator(q, k, v, torch.clone))
 
     return check
 
 
 @pytest.fixture
-def check_scales_with_a_gradient(assert_accurate, offsets):
-    """An output_scale for each segment that requires a gradient; shared: "q", "kv", "lists" of queries that read the same keys, "none".
-    The gradient's error is that of few numbers: of more segments, it depends less on chance."""
+def check_scales_with_a_gradient(offsets):
+    """An output_scale for each segment that requires a gradient; shared: "q", "kv", "lists" of queries that read the same keys, "none"."""
 
     def check(shared, dtype, device, kernels, repeats=1):
         queries, keys = [70, 0, 3, 530, 1, 64] * repeats, ([65, 130, 5] if shared == "lists" else [5, 70, 0, 128, 64, 1]) * repeats
@@ -197,11 +194,12 @@ def check_scales_with_a_gradient(assert_accurate, offsets):
         q, k, v = (torch.randn(n, 2, 64, device=device).to(dtype) for n in rows)
         scales = torch.tensor([0.5, 2.0, -3.0, 0.1, 1.0, 0.02] * repeats, device=device).to(dtype)
 
-        def attend(implementation):
-            options = dict(activation="silu", implementation=implementation)
-            return lambda q, k, v, scales: F.jagged_attention(q, k, v, q_offsets, kv_offsets, output_scale=scales, **options)
+        def attend(q, k, v, scales):
+            return F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=scales, implementation=kernels)
 
-        assert_accurate(attend(kernels), attend("reference"), q, k, v, scales)
+        actual, do = accuracy.results(attend, dict(q=q, k=k, v=v, output_scale=scales))
+        options = dict(activation="silu", output_scale=scales.requires_grad_())
+        accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, kv_offsets, **options))
 
     return check
 
@@ -222,25 +220,28 @@ def compress_inputs():
 
 
 @pytest.fixture
-def check_linear_compress(poisoned_memory, compress_inputs, assert_accurate):
+def check_linear_compress(poisoned_memory, compress_inputs):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None, kernels="fused"):
         weights, embeddings, indices = compress_inputs(batches, depths, num_compressed, width, dtype, device, grouped)
-        tensors = [*weights, *embeddings]
-        tensors = tensors if change is None else [change(x) for x in tensors]
+        if change is not None:
+            weights, embeddings = ([change(x) for x in tensors] for tensors in (weights, embeddings))
 
-        def run(implementation):
-            return lambda *x: F.linear_compress(x[: len(x) // 2], x[len(x) // 2 :], indices, implementation=implementation)
+        def run(*x):
+            return F.linear_compress(x[: len(x) // 2], x[len(x) // 2 :], indices, implementation=kernels)
 
-        grad = None if grad is None else grad(run(kernels)(*tensors))
-        assert_accurate(run(kernels), run("reference"), *tensors, grad=grad, fp32_roundings=4)
+        levels = {f"weights[{i}]": x for i, x in enumerate(weights)} | {f"embeddings[{i}]": x for i, x in enumerate(embeddings)}
+        grad = None if grad is None else grad(run(*levels.values()))
+        actual, do = accuracy.results(run, levels, grad)
+        maps = [x.candidate_to_user if isinstance(x, jm.CandidateIndex) else x for x in indices]
+        accuracy.assert_accurate(actual, accuracy.linear_compress(weights, embeddings, maps, do))
 
     return check
 
 
 @pytest.fixture
-def check_block_attention(poisoned_memory, offsets, assert_accurate):
+def check_block_attention(poisoned_memory, offsets):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(
@@ -255,18 +256,21 @@ def check_block_attention(poisoned_memory, offsets, assert_accurate):
             tables = jm.Rotary.from_frequencies(tensors[0].shape[2], max(max(lengths, default=0), 1), rotate, device=device)
             options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions, linear, precise)
 
-        def run(implementation):
-            options_of_both = dict(block_size=block_size, implementation=implementation) | options
-            return lambda *tensors: F.block_diagonal_attention(*tensors, segments, **options_of_both)
+        def run(*tensors):
+            return F.block_diagonal_attention(*tensors, segments, block_size=block_size, implementation=kernels, **options)
 
-        grad = None if grad is None else grad(run(kernels)(*tensors))
-        assert_accurate(run(kernels), run("reference"), *tensors, grad=grad, fp32_roundings=4)
+        grad = None if grad is None else grad(run(*tensors))
+        actual, do = accuracy.results(run, dict(zip("qkv", tensors)), grad)
+        bounds = accuracy.block_attention(
+            *tensors, do, segments, block_size=block_size, precise=precise and kernels == "hopper", **options
+        )  # fmt: skip
+        accuracy.assert_accurate(actual, bounds)
 
     return check
 
 
 @pytest.fixture
-def check_packed_block_attention(poisoned_memory, offsets, assert_accurate):
+def check_packed_block_attention(poisoned_memory, offsets):
     """q, k and v in one tensor: the results of three, bit for bit, and within the accuracy rule. Not `linear`: angles of no order."""
 
     def check(lengths, dtype, device, block_size=64, heads=2, dim=24, rotate=None, linear=True, qkv=None, grad=None, kernels="triton"):
@@ -280,15 +284,16 @@ def check_packed_block_attention(poisoned_memory, offsets, assert_accurate):
             rotary = jm.Rotary(angles.cos(), angles.sin(), rotate)
         options = dict(block_size=block_size, rotary=rotary)
 
-        def packed(qkv, implementation=kernels):
-            return F.block_diagonal_attention_packed(qkv, segments, implementation=implementation, **options)
+        def packed(qkv):
+            return F.block_diagonal_attention_packed(qkv, segments, implementation=kernels, **options)
 
         leaf = qkv.detach().requires_grad_()
         outputs = packed(leaf), F.block_diagonal_attention(*leaf.unbind(1), segments, implementation=kernels, **options)
         grad = torch.randn_like(outputs[0]) if grad is None else grad(outputs[0])
         gradients = [torch.autograd.grad(out, leaf, grad)[0] for out in outputs]
         assert torch.equal(*outputs) and torch.equal(*gradients)
-        assert_accurate(packed, lambda qkv: packed(qkv, "reference"), qkv, grad=grad, fp32_roundings=4)
+        actual = {"out": outputs[0], **dict(zip(("dq", "dk", "dv"), gradients[0].unbind(1)))}
+        accuracy.assert_accurate(actual, accuracy.block_attention(*qkv.unbind(1), grad, segments, **options))
 
     return check
 
@@ -312,6 +317,22 @@ PAIRS = {  # lengths of the segments of x and of y
 }
 
 
+class JaggedCase(NamedTuple):
+    """An operator, its definition segment by segment, tensors for both, their names, and the operator's bounds: tensors, do → bounds."""
+
+    operator: Callable[..., torch.Tensor]
+    definition: Callable[..., torch.Tensor]
+    tensors: list[torch.Tensor]
+    names: tuple[str, ...]
+    bounds: Callable[..., dict[str, accuracy.Bound]]
+
+    def check(self, tensors=None, grad=None):
+        """Hold the operator, forward and every gradient, to the accuracy rule; with other tensors than its own if there are any."""
+        tensors = self.tensors if tensors is None else tensors
+        actual, do = accuracy.results(self.operator, dict(zip(self.names, tensors)), grad)
+        accuracy.assert_accurate(actual, self.bounds(*tensors, do))
+
+
 @pytest.fixture
 def jagged_pair(offsets):
     """lengths of both → offsets of x, of y and of the matrices p, and the sizes of all three."""
@@ -327,7 +348,7 @@ def jagged_pair(offsets):
 
 @pytest.fixture
 def jagged_products(jagged_pair):
-    """Name → operator, its definition segment by segment, and tensors, for lengths of both, columns D of x and y, and T of dense y."""
+    """Name → JaggedCase, for lengths of both, columns D of x and y, and T of dense y."""
     from jagged_kernels import jagged_matmul as jagged
 
     def make(name, lengths, dtype, device, depth=20, columns=9):
@@ -352,8 +373,13 @@ def jagged_products(jagged_pair):
                 out = _join(products, x.sum().expand(0, y.shape[2]))
                 return out if activation is None else POINTWISE[activation].function(out)
 
-            bias = [normal(num_segments, columns)] if with_bias else []
-            return operator, reference, [normal(x_rows, depth), normal(num_segments, depth, columns, scale=max(depth, 1) ** -0.5), *bias]
+            def bounds(x, y, *rest):
+                *bias, do = rest
+                return accuracy.jagged_dense_bmm(x, y, x_offsets, do, bias=bias[0] if bias else None, activation=activation)
+
+            tensors = [normal(x_rows, depth), normal(num_segments, depth, columns, scale=max(depth, 1) ** -0.5)]
+            tensors += [normal(num_segments, columns)] if with_bias else []
+            return JaggedCase(operator, reference, tensors, ("x", "y", "bias")[: len(tensors)], bounds)
 
         if name == "dense":
             return dense(with_bias=False)
@@ -362,7 +388,7 @@ def jagged_products(jagged_pair):
         if name.startswith("dense-"):
             return dense(name.removeprefix("dense-"))
         if name == "jagged":
-            return (
+            return JaggedCase(
                 lambda x, y: jagged.triton_jagged_jagged_bmm(x, y, x_offsets),
                 lambda x, y: (
                     torch.stack([a.T @ b for a, b in zip(_split(x, x_offsets), _split(y, x_offsets))])
@@ -370,40 +396,52 @@ def jagged_products(jagged_pair):
                     else (x.sum() + y.sum()).expand(0, depth, columns)
                 ),
                 [normal(x_rows, depth), normal(x_rows, columns)],
+                ("x", "y"),
+                lambda x, y, do: accuracy.jagged_jagged_bmm(x, y, x_offsets, do),
             )
         if name == "sum":
-            return (
+            return JaggedCase(
                 lambda x: jagged.triton_jagged_sum(x, x_offsets),
                 lambda x: torch.stack([a.sum(0) for a in _split(x, x_offsets)]) if num_segments else x,
                 [normal(x_rows, columns)],
+                ("x",),
+                lambda x, do: accuracy.jagged_sum(x, x_offsets, do),
             )
         if name == "outer":
-            return (
+            return JaggedCase(
                 lambda x, y: jagged.triton_jagged_outer(x, y, *offsets, total),
                 lambda x, y: _join(
                     [(a @ b.T).flatten() for a, b in zip(_split(x, x_offsets), _split(y, y_offsets))], (x.sum() + y.sum()).expand(0)
                 ),
                 [normal(x_rows, depth), normal(y_rows, depth)],
+                ("x", "y"),
+                lambda x, y, do: accuracy.jagged_outer(x, y, *offsets, do),
             )
         if name == "gram":
             squares = torch.cat([p_offsets.new_zeros(1), (x_offsets.diff().long() ** 2).cumsum(0)])
             elements = int(squares[-1])
-            return (
+            return JaggedCase(
                 lambda x: jagged.triton_jagged_gram(x, x_offsets, squares, elements),
                 lambda x: _join([(a @ a.T).flatten() for a in _split(x, x_offsets)], x.sum().expand(0)),
                 [normal(x_rows, depth)],
+                ("x",),
+                lambda x, do: accuracy.jagged_gram(x, x_offsets, squares, do),
             )
         if name == "array":
-            return (
+            return JaggedCase(
                 lambda p, y: jagged.triton_array_jagged_bmm(p, y, *offsets, x_rows, False),
                 lambda p, y: _join([a @ b for a, b in zip(matrices(p), _split(y, y_offsets))], y[:0]),
                 [normal(total), normal(y_rows, depth)],
+                ("p", "y"),
+                lambda p, y, do: accuracy.array_jagged_bmm(p, y, *offsets, do),
             )
         assert name == "array-transposed"
-        return (
+        return JaggedCase(
             lambda p, y: jagged.triton_array_jagged_bmm(p, y, *offsets, y_rows, True),
             lambda p, y: _join([a.T @ b for a, b in zip(matrices(p), _split(y, x_offsets))], y[:0]),
             [normal(total), normal(x_rows, depth)],
+            ("p", "y"),
+            lambda p, y, do: accuracy.array_jagged_bmm(p, y, *offsets, do, transposed=True),
         )
 
     return make
@@ -411,17 +449,19 @@ def jagged_products(jagged_pair):
 
 @pytest.fixture
 def jagged_softmaxes(jagged_pair):
-    """Name → operator, its definition segment by segment, and tensors."""
+    """Name → JaggedCase."""
     from jagged_kernels import jagged_softmax as jagged
 
     def make(name, lengths, dtype, device, columns=9):
         offsets, (x_rows, y_rows, total) = jagged_pair(lengths, device)
         x_offsets, y_offsets, p_offsets = offsets
         if name == "softmax":
-            return (
+            return JaggedCase(
                 lambda x: jagged.triton_jagged_softmax(x, x_offsets),
                 lambda x: _join([a.softmax(0) for a in _split(x, x_offsets)], x[:0]),
                 [(3 * torch.randn(x_rows, columns, device=device)).to(dtype)],
+                ("x",),
+                lambda x, do: accuracy.jagged_softmax(x, x_offsets, do),
             )
         over_columns = {"rows": False, "columns": True}[name]
 
@@ -432,7 +472,13 @@ def jagged_softmaxes(jagged_pair):
 
         p = (3 * torch.randn(total, device=device)).to(dtype)
         lines = y_rows if over_columns else x_rows
-        return lambda p: jagged.triton_jagged2_softmax(p, *offsets, lines, over_columns), reference, [p]
+        return JaggedCase(
+            lambda p: jagged.triton_jagged2_softmax(p, *offsets, lines, over_columns),
+            reference,
+            [p],
+            ("p",),
+            lambda p, do: accuracy.jagged2_softmax(p, *offsets, do, dim=-2 if over_columns else -1),
+        )
 
     return make
 

@@ -37,39 +37,35 @@ def many():
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
-def test_forward_and_gradients(make, assert_accurate, name, lengths, dtype):
-    operator, reference, tensors = make(name, lengths, dtype)
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_forward_and_gradients(make, name, lengths, dtype):
+    make(name, lengths, dtype).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("depth, columns", [(64, 64), (128, 128), (256, 8), (200, 130), (1000, 72)], ids=str)
 @pytest.mark.parametrize("name", [*FAMILY, "dense-silu", *SOFTMAXES])
-def test_many_segments_and_a_long_one(make, many, assert_accurate, name, depth, columns, dtype):
-    operator, reference, tensors = make(name, many, dtype, depth, columns)
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_many_segments_and_a_long_one(make, many, name, depth, columns, dtype):
+    make(name, many, dtype, depth, columns).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str)
 @pytest.mark.parametrize("name", [*FAMILY, *SOFTMAXES])
-def test_sizes(make, assert_accurate, name, depth, columns, dtype):
-    operator, reference, tensors = make(name, ([3, 0, 66, 1], [1, 2, 65, 300]), dtype, depth, columns)
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_sizes(make, name, depth, columns, dtype):
+    make(name, ([3, 0, 66, 1], [1, 2, 65, 300]), dtype, depth, columns).check()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", [name for name in POINTWISE if name not in ("gelu_tanh", "silu")])
-def test_activations(make, assert_accurate, activation, dtype):
-    operator, reference, tensors = make(f"dense-{activation}", "mixed", dtype)
-    assert_accurate(operator, reference, *tensors, fp32_roundings=32)
+def test_activations(make, activation, dtype):
+    make(f"dense-{activation}", "mixed", dtype).check()
 
 
 @pytest.mark.parametrize("depth, columns", [(64, 64), (128, 128), (33, 70)], ids=str)
 @pytest.mark.parametrize("name", [name for name in FAMILY if name != "sum"])
 def test_tf32_where_it_is_allowed(make, many, name, depth, columns):
     """The matrix units read the upper 10 bits of both mantissas: an error of at most 2^-9 of every product."""
-    operator, reference, tensors = make(name, many, torch.float32, depth, columns)
+    operator, reference, tensors, *_ = make(name, many, torch.float32, depth, columns)
     allowed = 1.01 * 2**-9 * reference(*(x.double().abs() for x in tensors))
     exact = reference(*(x.double() for x in tensors))
     torch.set_float32_matmul_precision("high")
@@ -85,8 +81,8 @@ def test_tf32_where_it_is_allowed(make, many, name, depth, columns):
 
 
 @pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
-def test_operands_and_gradients_of_any_stride(make, assert_accurate, name):
-    operator, reference, tensors = make(name, "mixed", torch.bfloat16)
+def test_operands_and_gradients_of_any_stride(make, name):
+    case = make(name, "mixed", torch.bfloat16)
 
     def wider(x):
         return torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
@@ -94,26 +90,26 @@ def test_operands_and_gradients_of_any_stride(make, assert_accurate, name):
     def transposed(x):
         return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x.repeat_interleave(2)[::2]
 
-    out = operator(*tensors)
+    out = case.operator(*case.tensors)
     grads = [
         torch.ones((), dtype=out.dtype, device="cuda").expand_as(out),
         torch.randn(out.shape[::-1], dtype=out.dtype, device="cuda").permute(*range(out.dim())[::-1]),
         torch.randn(*out.shape[:-1], 2 * out.shape[-1], dtype=out.dtype, device="cuda")[..., ::2],
     ]
     for change, grad in zip((wider, transposed, lambda x: x[:1].expand_as(x)), grads):
-        assert_accurate(operator, reference, *(change(x) for x in tensors), grad=grad, fp32_roundings=4)
+        case.check([change(x) for x in case.tensors], grad)
 
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_second_derivatives(make, assert_second_derivatives, name):
-    operator, reference, tensors = make(name, "mixed", torch.float32)
+    operator, reference, tensors, *_ = make(name, "mixed", torch.float32)
     assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
 def test_twenty_runs_agree_bit_for_bit(make, many, name, dtype):
-    operator, _, tensors = make(name, many, dtype, 64, 64)
+    operator, _, tensors, *_ = make(name, many, dtype, 64, 64)
     inputs = [x.requires_grad_() for x in tensors]
     grad = torch.randn_like(operator(*inputs))
     runs = []
@@ -126,7 +122,7 @@ def test_twenty_runs_agree_bit_for_bit(make, many, name, dtype):
 
 @pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
 def test_no_synchronisation(assert_no_synchronisation, make, many, name):
-    operator, _, tensors = make(name, many, torch.float16)
+    operator, _, tensors, *_ = make(name, many, torch.float16)
     inputs = [x.requires_grad_() for x in tensors]
 
     def step():
@@ -146,7 +142,7 @@ def test_no_compilation_per_batch(make, name):
         return sum(len(cache[0]) for kernel in kernels for cache in kernel.device_caches.values())
 
     def step(lengths):
-        operator, _, tensors = make(name, lengths, torch.float16, 64, 64)
+        operator, _, tensors, *_ = make(name, lengths, torch.float16, 64, 64)
         inputs = [x.requires_grad_() for x in tensors]
         torch.autograd.grad(operator(*inputs).sum(), inputs)
 

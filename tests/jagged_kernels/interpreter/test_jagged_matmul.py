@@ -1,5 +1,6 @@
 """The products of jagged tensors in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
 
+import accuracy
 import pytest
 import torch
 from hypothesis import given
@@ -23,35 +24,31 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", ["mixed", "empty-ends"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_forward_and_gradients(jagged_products, assert_accurate, name, lengths, dtype):
-    operator, reference, tensors = jagged_products(name, lengths, dtype, "cpu")
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_forward_and_gradients(jagged_products, name, lengths, dtype):
+    jagged_products(name, lengths, dtype, "cpu").check()
 
 
 @pytest.mark.parametrize("lengths", ["skewed", "no-columns", "no-rows", "nothing", "no-segments"])
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_lengths(jagged_products, assert_accurate, name, lengths):
-    operator, reference, tensors = jagged_products(name, lengths, torch.float32, "cpu")
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_lengths(jagged_products, name, lengths):
+    jagged_products(name, lengths, torch.float32, "cpu").check()
 
 
 @pytest.mark.parametrize("depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str)
 @pytest.mark.parametrize("name", ["dense-bias", "jagged", "outer", "array"])
-def test_sizes(jagged_products, assert_accurate, name, depth, columns):
-    operator, reference, tensors = jagged_products(name, ([3, 0, 66], [1, 2, 65]), torch.float16, "cpu", depth, columns)
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_sizes(jagged_products, name, depth, columns):
+    jagged_products(name, ([3, 0, 66], [1, 2, 65]), torch.float16, "cpu", depth, columns).check()
 
 
 @pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "sigmoid", "hardswish", "gelu_taylor"])
-def test_activations(jagged_products, assert_accurate, activation):
-    operator, reference, tensors = jagged_products(f"dense-{activation}", ([3, 0, 20], [0] * 3), torch.float32, "cpu")
-    assert_accurate(operator, reference, *tensors, fp32_roundings=32)
+def test_activations(jagged_products, activation):
+    jagged_products(f"dense-{activation}", ([3, 0, 20], [0] * 3), torch.float32, "cpu").check()
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
-def test_operands_and_gradients_of_any_stride(jagged_products, assert_accurate, name):
+def test_operands_and_gradients_of_any_stride(jagged_products, name):
     """Rows in a wider buffer, transposed and expanded operands; expanded and strided gradients."""
-    operator, reference, tensors = jagged_products(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu")
+    case = jagged_products(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu")
 
     def wider(x):
         return torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
@@ -59,7 +56,7 @@ def test_operands_and_gradients_of_any_stride(jagged_products, assert_accurate, 
     def transposed(x):
         return x.transpose(-1, -2).contiguous().transpose(-1, -2) if x.dim() > 1 else x.repeat_interleave(2)[::2]
 
-    out = operator(*tensors)
+    out = case.operator(*case.tensors)
     grads = [
         torch.ones(()).expand_as(out),
         torch.randn(out.shape[::-1]).permute(*range(out.dim())[::-1]),
@@ -67,11 +64,11 @@ def test_operands_and_gradients_of_any_stride(jagged_products, assert_accurate, 
     ]
     changes = wider, transposed, lambda x: x[:1].expand_as(x)
     for change, grad in zip(changes, grads):
-        assert_accurate(operator, reference, *(change(x) for x in tensors), grad=grad, fp32_roundings=4)
+        case.check([change(x) for x in case.tensors], grad)
 
 
 def test_a_transposed_dense_operand_is_read_in_place(jagged_products, tensor_sizes):
-    operator, _, (x, y) = jagged_products("dense", "mixed", torch.float32, "cpu")
+    operator, _, (x, y), *_ = jagged_products("dense", "mixed", torch.float32, "cpu")
     expected = operator(x, y)
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     with tensor_sizes() as sizes:
@@ -94,13 +91,12 @@ def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
 
 @pytest.mark.parametrize("shift", [0, 3, 6])
 @pytest.mark.parametrize("name", ["jagged", "sum"])
-def test_sums_of_chunks(jagged_products, assert_accurate, monkeypatch, name, shift):
+def test_sums_of_chunks(jagged_products, monkeypatch, name, shift):
     from jagged_kernels import jagged_matmul
 
     monkeypatch.setattr(jagged_matmul, "chunk_shift", lambda *_: shift)
     lengths = [3, 0, 16, 1, 9, 0, 0, 8, 33] if shift < 6 else [64, 65, 0, 300, 1, 63]
-    operator, reference, tensors = jagged_products(name, (lengths, [0] * len(lengths)), torch.float16, "cpu")
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+    jagged_products(name, (lengths, [0] * len(lengths)), torch.float16, "cpu").check()
 
 
 def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
@@ -160,12 +156,12 @@ def test_offsets_of_both_kinds(offsets, dtype):
 
 @pytest.mark.parametrize("name", FAMILY)
 def test_second_derivatives(jagged_products, assert_second_derivatives, name):
-    operator, reference, tensors = jagged_products(name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4)
+    operator, reference, tensors, *_ = jagged_products(name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4)
     assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-4)
 
 
 def test_no_second_derivative_of_an_activation(jagged_products):
-    operator, _, (x, *others) = jagged_products("dense-silu", "mixed", torch.float32, "cpu")
+    operator, _, (x, *others), *_ = jagged_products("dense-silu", "mixed", torch.float32, "cpu")
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(operator(x, *others).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
@@ -184,14 +180,14 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_products, jagged_pair, assert
         return mask
 
     for name in PRODUCTS:
-        operator, _, tensors = jagged_products(name, lengths, torch.float32, "cpu")
+        operator, _, tensors, *_ = jagged_products(name, lengths, torch.float32, "cpu")
         spoil = lambda x: x.masked_fill_(second_segment(x).view(-1, *[1] * (x.dim() - 1)), float("nan"))  # noqa: E731
         assert_neighbours_kept(operator, tensors, spoil, second_segment)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_only_the_gradients_asked_for(jagged_products, name):
-    operator, reference, tensors = jagged_products(name, ([3, 0, 9], [5, 4, 7]), torch.float32, "cpu")
+    operator, reference, tensors, *_ = jagged_products(name, ([3, 0, 9], [5, 4, 7]), torch.float32, "cpu")
     for chosen in range(len(tensors)):
         inputs = [x.clone().requires_grad_(i == chosen) for i, x in enumerate(tensors)]
         operator(*inputs).sum().backward()
@@ -201,7 +197,7 @@ def test_only_the_gradients_asked_for(jagged_products, name):
 
 
 @pytest.mark.parametrize("kind", ["itself", "detached", "another-plan"])
-def test_scores_of_rows_with_themselves(monkeypatch, assert_accurate, kind):
+def test_scores_of_rows_with_themselves(monkeypatch, kind):
     """The same tensor twice has an operator of its own, but where one of them has no gradient, or the plan is of two offsets."""
     from jagged_kernels import jagged_matmul as jagged
 
@@ -213,7 +209,15 @@ def test_scores_of_rows_with_themselves(monkeypatch, assert_accurate, kind):
     def scores(implementation):
         return lambda x: F.jagged_jagged_bmm_jagged_out(x, x.detach() if kind == "detached" else x, plan, implementation=implementation)
 
-    assert_accurate(scores("triton"), scores("reference"), torch.randn(203, 20), fp32_roundings=4)
+    x = torch.randn(203, 20)
+    actual, do = accuracy.results(scores("triton"), dict(x=x))
+    expected = accuracy.jagged_outer(x, x, offsets, offsets, plan.p_offsets, do)
+    of_other = expected.pop("dy")
+    if kind == "itself":
+        expected = accuracy.jagged_gram(x, offsets, plan.p_offsets, do)
+    elif kind == "another-plan":
+        expected["dx"] += of_other
+    accuracy.assert_accurate(actual, expected)
     assert bool(calls) == (kind == "itself")
 
 

@@ -1,5 +1,6 @@
 """The public functions of the jagged operators on their kernels, in Triton's interpreter."""
 
+import accuracy
 import pytest
 import torch
 
@@ -9,32 +10,68 @@ LENGTHS, OTHERS = [3, 0, 40, 1, 17], [5, 4, 33, 0, 8]
 
 
 def cases(offsets):
-    """Name → function of tensors and an implementation, and the tensors."""
-    segments, plan = offsets(LENGTHS), F.ScorePlan.from_offsets(offsets(LENGTHS), offsets(OTHERS))
-    rows, others = sum(LENGTHS), sum(OTHERS)
+    """Name → function, tensors by name, and the function's bounds: tensors, do → bounds."""
+    x_offsets, y_offsets = offsets(LENGTHS), offsets(OTHERS)
+    plan = F.ScorePlan.from_offsets(x_offsets, y_offsets)
+    rows, others, triton = sum(LENGTHS), sum(OTHERS), dict(implementation="triton")
     x, y, other, p = torch.randn(rows, 12), torch.randn(rows, 7), torch.randn(others, 12), torch.randn(plan.total)
-    matrices, bias, weights = torch.randn(5, 12, 7), torch.randn(5, 7), torch.randn(5, 12, 7)
+    matrices, bias = torch.randn(5, 12, 7), torch.randn(5, 7)
     return {
-        "dense": (lambda *t, **i: F.jagged_dense_bmm(*t, segments, **i), (x, matrices)),
-        "jagged": (lambda *t, **i: F.jagged_jagged_bmm(*t, segments, **i), (x, y)),
-        "softmax": (lambda *t, **i: F.jagged_softmax(*t, segments, **i), (x,)),
-        "out": (lambda *t, **i: F.jagged_jagged_bmm_jagged_out(*t, plan, **i), (x, other)),
-        "array": (lambda *t, **i: F.array_jagged_bmm_jagged_out(*t, plan, **i), (p, other)),
-        "transposed": (lambda *t, **i: F.array_jagged_bmm_jagged_out(*t, plan, transposed=True, **i), (p, x)),
-        "softmax2": (lambda *t, **i: F.jagged2_softmax(*t, plan, **i), (p,)),
-        "softmax2-columns": (lambda *t, **i: F.jagged2_softmax(*t, plan, dim=-2, **i), (p,)),
-        "linear": (lambda *t, **i: F.jagged_linear(*t, segments, "silu", **i), (x, weights, bias)),
+        "dense": (
+            lambda x, y: F.jagged_dense_bmm(x, y, x_offsets, **triton),
+            dict(x=x, y=matrices),
+            lambda x, y, do: accuracy.jagged_dense_bmm(x, y, x_offsets, do),
+        ),
+        "jagged": (
+            lambda x, y: F.jagged_jagged_bmm(x, y, x_offsets, **triton),
+            dict(x=x, y=y),
+            lambda x, y, do: accuracy.jagged_jagged_bmm(x, y, x_offsets, do),
+        ),
+        "softmax": (
+            lambda x: F.jagged_softmax(x, x_offsets, **triton),
+            dict(x=x),
+            lambda x, do: accuracy.jagged_softmax(x, x_offsets, do),
+        ),
+        "out": (
+            lambda x, y: F.jagged_jagged_bmm_jagged_out(x, y, plan, **triton),
+            dict(x=x, y=other),
+            lambda x, y, do: accuracy.jagged_outer(x, y, *plan.offsets, do),
+        ),
+        "array": (
+            lambda p, y: F.array_jagged_bmm_jagged_out(p, y, plan, **triton),
+            dict(p=p, y=other),
+            lambda p, y, do: accuracy.array_jagged_bmm(p, y, *plan.offsets, do),
+        ),
+        "transposed": (
+            lambda p, y: F.array_jagged_bmm_jagged_out(p, y, plan, transposed=True, **triton),
+            dict(p=p, y=x),
+            lambda p, y, do: accuracy.array_jagged_bmm(p, y, *plan.offsets, do, transposed=True),
+        ),
+        "softmax2": (
+            lambda p: F.jagged2_softmax(p, plan, **triton),
+            dict(p=p),
+            lambda p, do: accuracy.jagged2_softmax(p, *plan.offsets, do),
+        ),
+        "softmax2-columns": (
+            lambda p: F.jagged2_softmax(p, plan, dim=-2, **triton),
+            dict(p=p),
+            lambda p, do: accuracy.jagged2_softmax(p, *plan.offsets, do, dim=-2),
+        ),
+        "linear": (
+            lambda x, y, bias: F.jagged_linear(x, y, bias, x_offsets, "silu", **triton),
+            dict(x=x, y=matrices, bias=bias),
+            lambda x, y, bias, do: accuracy.jagged_dense_bmm(x, y, x_offsets, do, bias=bias, activation="silu"),
+        ),
     }
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("name", ["dense", "jagged", "softmax", "out", "array", "transposed", "softmax2", "softmax2-columns", "linear"])
-def test_functions(offsets, assert_accurate, name, dtype):
-    function, tensors = cases(offsets)[name]
-    tensors = [x.to(dtype) for x in tensors]
-    assert_accurate(
-        lambda *t: function(*t, implementation="triton"), lambda *t: function(*t, implementation="reference"), *tensors, fp32_roundings=4
-    )
+def test_functions(offsets, name, dtype):
+    function, tensors, bounds = cases(offsets)[name]
+    tensors = {of: x.to(dtype) for of, x in tensors.items()}
+    actual, do = accuracy.results(function, tensors)
+    accuracy.assert_accurate(actual, bounds(*tensors.values(), do))
 
 
 def test_attention_in_three_steps(offsets):

@@ -13,34 +13,30 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", "no-segments"])
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_forward_and_gradient(jagged_softmaxes, assert_accurate, name, lengths, dtype):
-    operator, reference, tensors = jagged_softmaxes(name, lengths, dtype, "cpu")
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_forward_and_gradient(jagged_softmaxes, name, lengths, dtype):
+    jagged_softmaxes(name, lengths, dtype, "cpu").check()
 
 
 @pytest.mark.parametrize("columns", [0, 1, 16, 33, 70])
-def test_numbers_of_columns(jagged_softmaxes, assert_accurate, columns):
+def test_numbers_of_columns(jagged_softmaxes, columns):
     for dtype in DTYPES:
-        operator, reference, tensors = jagged_softmaxes("softmax", ([3, 0, 130], [0] * 3), dtype, "cpu", columns)
-        assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+        jagged_softmaxes("softmax", ([3, 0, 130], [0] * 3), dtype, "cpu", columns).check()
 
 
 @pytest.mark.parametrize("sizes", [([1], [300]), ([300], [1]), ([33, 2], [129, 128]), ([127, 128], [33, 3])], ids=str)
 @pytest.mark.parametrize("name", ["rows", "columns"])
-def test_sizes_of_matrices(jagged_softmaxes, assert_accurate, name, sizes):
-    operator, reference, tensors = jagged_softmaxes(name, sizes, torch.float32, "cpu")
-    assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+def test_sizes_of_matrices(jagged_softmaxes, name, sizes):
+    jagged_softmaxes(name, sizes, torch.float32, "cpu").check()
 
 
 @pytest.mark.parametrize("shift", [2, 7])
-def test_chunks_of_long_segments(jagged_softmaxes, assert_accurate, monkeypatch, shift):
+def test_chunks_of_long_segments(jagged_softmaxes, monkeypatch, shift):
     from jagged_kernels import jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
     lengths = [3, 0, 14, 1, 6, 0, 0, 4, 21] if shift == 2 else [64, 129, 0, 700, 1, 128]
     for dtype in DTYPES:
-        operator, reference, tensors = jagged_softmaxes("softmax", (lengths, [0] * len(lengths)), dtype, "cpu")
-        assert_accurate(operator, reference, *tensors, fp32_roundings=4)
+        jagged_softmaxes("softmax", (lengths, [0] * len(lengths)), dtype, "cpu").check()
 
 
 @pytest.mark.parametrize("lengths, longest", [([500, 13], 500), ([600, 1], 20)], ids=["known", "understated"])
@@ -71,25 +67,26 @@ def test_infinite_elements(jagged_softmaxes, monkeypatch, shift):
     from jagged_kernels import jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
-    operator, reference, (x,) = jagged_softmaxes("softmax", ([300, 5, 20], [0] * 3), torch.float32, "cpu", 6)
+    operator, reference, (x,), *_ = jagged_softmaxes("softmax", ([300, 5, 20], [0] * 3), torch.float32, "cpu", 6)
     x[:200, 0], x[150:, 1], x[:300, 2], x[7, 3], x[301, 4] = -torch.inf, -torch.inf, -torch.inf, torch.inf, -torch.inf
     torch.testing.assert_close(operator(x), reference(x), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_large_elements(jagged_softmaxes, assert_accurate, name):
-    operator, reference, (x,) = jagged_softmaxes(name, "mixed", torch.float32, "cpu")
-    assert_accurate(operator, reference, 1000 + 30 * x, fp32_roundings=4)
+def test_large_elements(jagged_softmaxes, name):
+    case = jagged_softmaxes(name, "mixed", torch.float32, "cpu")
+    case.check([1000 + 30 * case.tensors[0]])
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
-def test_operands_and_gradients_of_any_stride(jagged_softmaxes, assert_accurate, name):
-    operator, reference, (x,) = jagged_softmaxes(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu")
+def test_operands_and_gradients_of_any_stride(jagged_softmaxes, name):
+    case = jagged_softmaxes(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu")
+    (x,) = case.tensors
     wider = torch.cat([x, torch.full_like(x, float("nan"))], dim=-1)[..., : x.shape[-1]]
     transposed = x.t().contiguous().t()
     grads = torch.ones(()).expand_as(x), torch.randn(*x.shape[:-1], 2 * x.shape[-1])[..., ::2], torch.randn(x.t().shape).t()
     for tensor, grad in zip((wider, transposed, x[:1].expand_as(x)), grads):
-        assert_accurate(operator, reference, tensor, grad=grad, fp32_roundings=4)
+        case.check([tensor], grad)
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
@@ -106,13 +103,13 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_softmaxes, jagged_pair, asser
         x[start:end] = float("nan")
         return x
 
-    operator, _, tensors = jagged_softmaxes(name, lengths, torch.float32, "cpu")
+    operator, _, tensors, *_ = jagged_softmaxes(name, lengths, torch.float32, "cpu")
     assert_neighbours_kept(operator, tensors, spoil, second_segment)
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_no_second_derivative(jagged_softmaxes, name):
-    operator, _, (x,) = jagged_softmaxes(name, "mixed", torch.float32, "cpu")
+    operator, _, (x,), *_ = jagged_softmaxes(name, "mixed", torch.float32, "cpu")
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(operator(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):

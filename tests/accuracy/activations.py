@@ -1,0 +1,53 @@
+"""Pointwise activations and their derivatives, with the errors of those who compute them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jagged_modules.activations import POINTWISE
+
+from .bound import LARGEST_DEVIATION, Bound
+
+# Where a derivative jumps, and by how much: an argument that is off by more than its distance from there may take either side's.
+JUMPS = {
+    "relu": ((0.0, 1.0),),
+    "leaky_relu": ((0.0, 0.99),),
+    "hardswish": ((-3.0, 0.5), (3.0, 0.5)),
+    "gelu_taylor": ((-3.06, 0.03), (3.06, 0.03)),
+}
+# Everything is made of a few operations of numbers no larger than the argument, the result and 1: so many roundings of those. The value
+# of the first ones has no terms that cancel; theirs are of the result.
+ROUNDINGS = 16
+NO_CANCELLATION = ("identity", "relu", "relu_squared", "leaky_relu", "sigmoid")
+# tanh.approx has a relative error of 2^-11 (PTX ISA); results are half of it times what it is multiplied with.
+TANH_ERROR = 2.0**-12
+
+
+def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bound]:
+    """Value and derivative. approximate: with the hardware's tanh, where bfloat16 results are made with it."""
+    argument = x.value.detach().requires_grad_()
+    with torch.enable_grad():
+        value = POINTWISE[name].function(argument)
+        (slope,) = torch.autograd.grad(value.sum(), argument, create_graph=True)
+        curvature = torch.autograd.grad(slope.sum(), argument, allow_unused=True)[0] if slope.requires_grad else None
+    value, slope = value.detach(), slope.detach()
+    curvature = torch.zeros_like(value) if curvature is None else curvature.abs()
+    size = x.value.abs()
+    values = Bound(value, _reached(slope.abs(), curvature, x.error), slope.abs() * x.rms, x.dtype)
+    slopes = Bound(slope, curvature * x.error, curvature * x.rms, x.dtype)
+    for place, height in JUMPS.get(name, ()):
+        jump = height * ((x.value - place).abs() < torch.minimum(x.error, LARGEST_DEVIATION * x.rms)).double()
+        slopes, values = slopes.widened(jump, jump), values.widened(jump * x.error, jump * x.rms)
+    if name != "identity":
+        values = values.off_by(ROUNDINGS, value.abs() if name in NO_CANCELLATION else torch.maximum(size, value.abs()))
+        slopes = slopes.off_by(ROUNDINGS, slope.abs().clamp(min=1.0))
+    if approximate and name in ("silu", "gelu", "gelu_tanh", "sigmoid"):
+        of_slope = 1 + 2 * size * (0.8 + 0.107 * size.clamp(max=4) ** 2) if name == "gelu_tanh" else 1 + size
+        for_value = torch.ones_like(size) if name == "sigmoid" else size
+        values, slopes = (y.widened(TANH_ERROR * s, TANH_ERROR / 3 * s) for y, s in ((values, for_value), (slopes, of_slope)))
+    return values, slopes
+
+
+def _reached(slope: Tensor, curvature: Tensor, error: Tensor) -> Tensor:
+    return (slope + curvature * error / 2) * error

@@ -1,0 +1,289 @@
+"""Attention: what its definition gives, forward and backward, and how far a correct program may be from it.
+
+    S = scale · q kᵀ,  P = activation(S),  out = (P v) · output_scale                  per segment and head; softmax: P = e^S / Σ e^S
+    dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q,  doutput_scale = Σ dO ∘ (P v)
+    softmax: dS = P ∘ (dP - rowsum(dO ∘ out));  pointwise: dS = activation'(S) ∘ dP
+
+A program may round P and dS to the operands' dtype before their second product (`Arithmetic.rounds_factors`), reads `out` in the dtype it
+was rounded to, and rounds each result once. Everything else is fp32, or float64 where the operands are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jagged_modules.blocks import block_offsets, positions_in_segments
+from jagged_modules.masks import AttentionMask
+from jagged_modules.rotary import Rotary
+
+from .activations import activated
+from .arithmetic import Arithmetic, arithmetic_of
+from .bound import Bound
+
+
+class _Options(NamedTuple):
+    """What all segments have in common. factors, score_factors: the dtype that P, and that dS, is rounded to before a product."""
+
+    scale: float
+    activation: str
+    dtype: torch.dtype
+    factors: torch.dtype
+    score_factors: torch.dtype
+    arithmetic: Arithmetic
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    q_offsets: Tensor | str,
+    kv_offsets: Tensor | str | None = None,
+    *,
+    scale: float | None = None,
+    activation: str = "softmax",
+    mask: AttentionMask | None = None,
+    output_scale: float | Tensor = 1.0,
+    arithmetic: Arithmetic | None = None,
+) -> dict[str, Bound]:
+    """Bounds of `functional.jagged_attention` and of its gradients by the gradient `do` of the result: "out", "dq", "dk", "dv", and
+    "doutput_scale" if output_scale requires a gradient. Arguments are the function's."""
+    arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
+    operands = Bound.exact(q), Bound.exact(k), Bound.exact(v)
+    # Softmax takes the maximum before it scales: kernels are given q times a scale that is not positive.
+    scales_q = arithmetic.rounds_factors and activation == "softmax" and scale <= 0
+    if scales_q:
+        operands = operands[0].scaled(scale).rounded(q.dtype), *operands[1:]
+    options = _Options(1.0 if scales_q else scale, activation, q.dtype, factors, factors, arithmetic)
+    segments = _segments(q, q_offsets, k, kv_offsets)
+    factor, rest = _split_scale(output_scale, segments, do)
+
+    heads = k.shape[1]
+    grad = Bound.exact(do)
+    if rest is not None:
+        grad = grad.scaled(rest).rounded(q.dtype)
+    inner = _Rows(do.shape, do)
+    dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
+    for segment in segments.of_keys:
+        rows, q_rows, kv_rows = segment.rows, segment.q_rows, segment.kv_rows
+        if len(rows) == 0 or len(kv_rows) == 0:
+            continue
+        targets = 0 if mask is None or mask.num_targets is None else int(mask.num_targets[segment.number])
+        keep = None if mask is None else mask.keep(len(rows), len(kv_rows), targets, q.device).repeat(q.shape[1] // heads, 1)
+        blocks = [_take(x, r, heads) for x, r in zip((*operands, grad), (q_rows, kv_rows, kv_rows, rows))]
+        row_factor = factor[rows].repeat(q.shape[1] // heads)[:, None]
+        results = _segment(*blocks, keep, row_factor, options)
+        for total, place, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
+            total.add(place, result, heads)
+
+    inner = inner.bound.rounded(q.dtype)
+    out = inner if rest is None else inner.scaled(rest).rounded(q.dtype)
+    dq = dq.bound.rounded(q.dtype)
+    dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
+    bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
+    if isinstance(output_scale, Tensor) and output_scale.requires_grad:
+        products = (Bound.exact(do) * inner).map(lambda x: x.expand(do.shape) / factor[:, None, None])
+        sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
+        stacked = (torch.stack([torch.as_tensor(x) for x in part]) for part in list(zip(*sums))[:3])
+        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
+    return bounds
+
+
+def block_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
+    offsets: Tensor,
+    *,
+    block_size: int = 64,
+    scale: float | None = None,
+    rotary: Rotary | None = None,
+    precise: bool = False,
+    arithmetic: Arithmetic | None = None,
+) -> dict[str, Bound]:
+    """Bounds of `functional.block_diagonal_attention` and its gradients: "out", "dq", "dk", "dv".
+
+    A program may round what it rotates as it may P and dS; gradients of rotated operands are rotated back before their one rounding.
+    precise: q, k and dS of bfloat16 are rounded to float16 in units of their largest, as the kernels for Hopper do if asked to.
+    """
+    arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
+    scale = q.shape[2] ** -0.5 if scale is None else scale
+    factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
+    score_factors = torch.float16 if precise and q.dtype == torch.bfloat16 else factors
+    options = _Options(scale, "softmax", q.dtype, factors, score_factors, arithmetic)
+    operands = [Bound.exact(x) for x in (q, k, v)]
+    turned = [rotary is not None, rotary is not None, rotary is not None and rotary.rotate == "qkv"]
+    cos = sin = None
+    if rotary is not None:
+        positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
+        cos, sin = (x.to(q.device)[positions].double()[:, None] for x in (rotary.cos, rotary.sin))
+        dtypes = score_factors, score_factors, factors
+        operands = [_rotated(x, cos, sin).rounded(d) if t else x for x, d, t in zip(operands, dtypes, turned)]
+
+    heads = k.shape[1]
+    rows = torch.arange(q.shape[0], device=q.device)
+    totals = [_Rows(x.shape, x) for x in (do, q, k, v)]
+    one = torch.ones((), dtype=torch.float64, device=q.device)
+    bounds = block_offsets(offsets.to(q.device), block_size, q.shape[0]).tolist()
+    for start, end in zip(bounds, bounds[1:]):
+        if end > start:
+            blocks = [_take(x, rows[start:end], heads) for x in (*operands, Bound.exact(do))]
+            for total, result in zip(totals, _segment(*blocks, None, one, options)):
+                total.add(rows[start:end], result, heads)
+    results = [x.bound for x in totals]
+    gradients = [_rotated(x, cos, -sin) if t else x for x, t in zip(results[1:], turned)]
+    return {name: x.rounded(q.dtype) for name, x in zip(("out", "dq", "dk", "dv"), (results[0], *gradients))}
+
+
+# -- one segment: [key heads, group · rows, dim] ------------------------------------------------------------------------------------
+
+
+def _segment(
+    q: Bound, k: Bound, v: Bound, do: Bound, keep: Tensor | None, factor: Tensor, options: _Options
+) -> tuple[Bound, Bound, Bound, Bound]:
+    """out, dq, dk, dv before their rounding; factor: output_scale of each row, or of all."""
+    if keep is None:
+        keep = torch.ones((), dtype=torch.bool, device=q.value.device)
+    scores = (q @ k.mT).scaled(options.scale)
+    parts = _softmax if options.activation == "softmax" else _pointwise
+    out, p, ds, of_row = parts(scores, v, do, keep, options)
+    p, ds = p.rounded(options.factors).where(keep), ds.rounded(options.score_factors).where(keep)
+    dq = ds @ k
+    if of_row is not None:
+        common, delta = of_row  # what all scores of a row are off by: it does not average out over the keys
+        seen = (Bound.exact(p.value) @ k).value.abs()
+        dq = dq.widened(common.error * dq.value.abs() + delta.error * seen, torch.hypot(common.rms * dq.value, delta.rms * seen))
+        p = p.widened(p.value * common.error, p.value * common.rms)
+        ds = ds.widened(ds.value.abs() * common.error + p.value * delta.error, torch.hypot(ds.value * common.rms, p.value * delta.rms))
+    dv = p.mT @ do.scaled(factor)
+    dk = ds.mT @ q.scaled(options.scale * factor)
+    return out.scaled(factor), dq.scaled(options.scale * factor), dk, dv
+
+
+def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options):
+    """out; P and dS with the errors that each score has for itself; those that a row's scores have in common: of the logarithm of its sum,
+    relative to P and dS, and of rowsum(dO ∘ out)."""
+    largest = scores.value.masked_fill(~keep, float("-inf")).amax(-1, keepdim=True)
+    largest = torch.where(largest == float("-inf"), 0.0, largest)
+    size = scores.value.abs() + largest.abs()
+    # What is subtracted cancels in the quotient; the score is rounded, and so is the difference, of numbers in base 2 at that.
+    exponents = Bound((scores.value - largest).where(keep, 0.0), scores.error, scores.rms, scores.dtype).off_by(4, size)
+    weights = exponents.exp(options.arithmetic.exp_ulps).where(keep)
+    total = weights.sum(-1).map(lambda x: x.unsqueeze(-1))
+    total = total._replace(value=torch.where(total.value == 0, 1.0, total.value))
+    out = (weights.rounded(options.factors).where(keep) @ v) / total
+
+    # The backward subtracts the logarithm of the sum instead, an fp32 number whose own rounding counts. It is the row's.
+    lse = largest + total.value.log()
+    log_error = Bound(lse, total.error / total.value, total.rms / total.value, total.dtype).off_by(6, lse.abs() + largest.abs() + 1)
+    p = (exponents.off_by(2, lse.abs()).exp(options.arithmetic.exp_ulps)).where(keep)
+    p = Bound(p.value / total.value, p.error / total.value, p.rms / total.value, p.dtype).off_by(1)
+    delta = (do * out.rounded(options.dtype)).sum(-1).map(lambda x: x.unsqueeze(-1))
+    dp = do @ v.mT
+    ds = p * Bound(dp.value - delta.value, dp.error, dp.rms, dp.dtype).off_by(1, dp.value.abs() + delta.value.abs())
+    return out, p, ds, (log_error, delta)
+
+
+def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options):
+    approximate = options.arithmetic.approximate and options.dtype == torch.bfloat16
+    p, slope = (x.where(keep) for x in activated(scores, options.activation, approximate))
+    out = p.rounded(options.factors).where(keep) @ v
+    return out, p, slope * (do @ v.mT), None
+
+
+def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
+    """(x0, x1) → (x0 cos - x1 sin, x1 cos + x0 sin) of pairs of the last dimension. The tables are fp32, rounded; a kernel may take
+    others that give the same scores."""
+    even, odd = (x.map(lambda y, i=i: y.unflatten(-1, (-1, 2))[..., i]) for i in range(2))
+    turned = []
+    for first, second, sine in ((even, odd, -sin), (odd, even, sin)):
+        a, b = (Bound(y.value * t, y.error * t.abs(), y.rms * t.abs(), y.dtype) for y, t in ((first, cos), (second, sine)))
+        turned.append((a + b).off_by(6, first.value.abs() + second.value.abs()))
+    stacked = (torch.stack([a, b], -1).flatten(-2) for a, b in zip(turned[0][:3], turned[1][:3]))
+    return Bound(*stacked, x.dtype)
+
+
+# -- segments -----------------------------------------------------------------------------------------------------------------------
+
+
+class _Segment(NamedTuple):
+    """The rows of one segment of keys, and those of the result and of q that read them."""
+
+    number: int
+    rows: Tensor
+    q_rows: Tensor
+    kv_rows: Tensor
+
+
+class _Segments(NamedTuple):
+    of_keys: list[_Segment]
+    of_queries: list[Tensor]
+    shares_factor: bool
+
+
+def _segments(q: Tensor, q_offsets: Tensor | str, k: Tensor, kv_offsets: Tensor | str | None) -> _Segments:
+    """Every segment of keys with all queries that see it: of the several lists of queries, or of all segments that share the keys."""
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
+    count = (kv_offsets if q_shared else q_offsets).shape[0] - 1
+
+    def rows_of(offsets: Tensor) -> list[Tensor]:
+        bounds = offsets.tolist()
+        return [torch.arange(start, end, device=q.device) for start, end in zip(bounds, bounds[1:])]
+
+    queries = [torch.arange(q.shape[0], device=q.device) + b * q.shape[0] for b in range(count)] if q_shared else rows_of(q_offsets)
+    keys = [torch.arange(k.shape[0], device=q.device)] if kv_shared else rows_of(kv_offsets)
+    segments = []
+    for number, kv_rows in enumerate(keys):
+        readers = queries[number :: len(keys)]
+        rows = torch.cat(readers) if readers else torch.arange(0, device=q.device)
+        segments.append(_Segment(number, rows, rows % max(1, q.shape[0]), kv_rows))
+    return _Segments(segments, queries, kv_shared or len(queries) > len(keys))
+
+
+def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The factor of each row of the result before its rounding, and what the rounded result is multiplied with after it: where segments
+    of different scales share keys, the largest scale comes first, and the rest of a segment's is a second rounding."""
+    factor = torch.ones(do.shape[0], dtype=torch.float64, device=do.device)
+    if not isinstance(output_scale, Tensor):
+        return factor * output_scale, None
+    scales = output_scale.detach().double()
+    for number, rows in enumerate(segments.of_queries):
+        factor[rows] = scales[number]
+    if not (segments.shares_factor or output_scale.requires_grad):
+        return factor, None
+    first = scales.abs().amax() if segments.shares_factor and scales.numel() else factor
+    first = torch.where(first == 0, 1.0, first).expand_as(factor)
+    return first, (factor / first)[:, None, None]
+
+
+class _Rows:
+    """Sums of results at rows of a tensor `[rows, heads, dim]`."""
+
+    def __init__(self, shape: torch.Size, like: Tensor):
+        self._sums = [torch.zeros(shape, dtype=torch.float64, device=like.device) for _ in range(3)]
+        self._dtype = torch.promote_types(like.dtype, torch.float32)
+
+    def add(self, rows: Tensor, block: Bound, heads: int) -> None:
+        """Add a block `[key heads, group · rows, dim]`, whose rows may repeat."""
+        parts = block.value, block.error, block.rms**2
+        for total, part in zip(self._sums, parts):
+            group = total.shape[1] // heads
+            spread = part.expand_as(block.value).unflatten(1, (group, len(rows))).permute(2, 0, 1, 3).flatten(1, 2)
+            total.index_add_(0, rows, spread)
+
+    @property
+    def bound(self) -> Bound:
+        value, error, variance = self._sums
+        return Bound(value, error, variance.sqrt(), self._dtype)
+
+
+def _take(x: Bound, rows: Tensor, heads: int) -> Bound:
+    """`[key heads, group · rows, dim]` of `[rows, heads, dim]`."""
+    return x.map(lambda y: y[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2))
