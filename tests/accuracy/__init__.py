@@ -2,11 +2,14 @@
 
     actual, do = accuracy.results(operator, dict(q=q, k=k, v=v))
     accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, kv_offsets, activation="silu"))
+
+or `accuracy.check`, which does both. `accuracy.definition` gives bounds of what has no model of its own.
 """
 
 from .arithmetic import KERNELS, TORCH_CPU, Arithmetic
 from .attention import attention, block_attention
-from .bound import Bound, assert_accurate, compare, results
+from .bound import Bound, assert_accurate, check, compare, results
+from .definition import definition
 from .products import (
     array_jagged_bmm,
     jagged2_softmax,
@@ -28,7 +31,9 @@ __all__ = [
     "assert_accurate",
     "attention",
     "block_attention",
+    "check",
     "compare",
+    "definition",
     "jagged2_softmax",
     "jagged_dense_bmm",
     "jagged_gram",

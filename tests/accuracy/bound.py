@@ -211,3 +211,11 @@ def results(operator: Callable[..., Tensor], tensors: Mapping[str, Tensor], grad
     grad = torch.randn_like(out) if grad is None else grad
     gradients = torch.autograd.grad(out, inputs, grad)
     return {"out": out.detach(), **{f"d{name}": x for name, x in zip(tensors, gradients)}}, grad
+
+
+def check(
+    operator: Callable[..., Tensor], bounds: Callable[..., Mapping[str, Bound]], tensors: Mapping[str, Tensor], grad: Tensor | None = None
+) -> None:
+    """Hold an operator of tensors, forward and every gradient, to `bounds(*tensors, gradient of the result)`."""
+    actual, grad = results(operator, tensors, grad)
+    assert_accurate(actual, bounds(*tensors.values(), grad))

@@ -59,7 +59,7 @@ def _group_sums(x: Tensor, index: Tensor, groups: int, arithmetic: Arithmetic) -
 
     terms, exact = index.bincount(minlength=groups), x.double()
     value, size, squares = sums(exact), sums(exact.abs()), sums(exact**2)
-    bound = Bound(value, torch.zeros_like(value), torch.zeros_like(value), Bound.exact(x).eps).summed(terms[:, None, None], size, squares)
+    bound = Bound(value, torch.zeros_like(value), torch.zeros_like(value), Bound.exact(x).dtype).summed(terms[:, None, None], size, squares)
     if arithmetic.rounds_levels:
         eps, terms = torch.finfo(x.dtype).eps, terms[:, None, None]
         bound = bound.widened(terms * eps / 2 * size, RMS_OF_ROUNDING * eps * partial_sums(terms, value, squares))
@@ -186,8 +186,7 @@ def _softmax(x: Tensor, do: Tensor, dim: int, arithmetic: Arithmetic | None) -> 
         return Bound.exact(x), Bound.exact(x)
     exact, ulps = Bound.exact(x), (arithmetic_of(x) if arithmetic is None else arithmetic).exp_ulps
     largest = exact.value.amax(dim, keepdim=True)
-    # In base 2: a product with log2(e), and a difference.
-    weights = exact._replace(value=exact.value - largest).off_by(4, exact.value.abs() + largest.abs()).exp(ulps)
+    weights = exact._replace(value=exact.value - largest).off_by(3).exp(ulps)  # a difference, times log2(e), in base 2
     y = weights / weights.sum(dim).map(lambda t: t.unsqueeze(dim))
     grad, rounded = Bound.exact(do), y.rounded(x.dtype)
     delta = (rounded * grad).sum(dim).map(lambda t: t.unsqueeze(dim))

@@ -1,5 +1,6 @@
-"""F.jagged_attention on the CPU against the reference: shapes, layouts, dtypes, autograd."""
+"""F.jagged_attention on the CPU: shapes, layouts, dtypes, autograd."""
 
+import accuracy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +10,6 @@ import jagged_modules as jm
 from jagged_modules import cpu, cpu_blocks
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
-from jagged_modules.reference import attention_reference
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -20,27 +20,19 @@ def make_qkv(q_rows, kv_rows, heads=2, kv_heads=None, dim=8, v_dim=None, dtype=t
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def check_against_reference(assert_accurate, q, k, v, q_offsets, kv_offsets, scale=None, grad=None, output_scale=1.0, **options):
-    """Operator and reference on the same inputs, "shared" operands replicated for the reference.
-
-    output_scale: also a tensor, whose gradient is compared too where it requires one.
-    """
-    exact_scale = q.shape[-1] ** -0.5 if scale is None else scale
-    factor = [output_scale] if isinstance(output_scale, torch.Tensor) and output_scale.requires_grad else []
-
-    def reference(q, k, v, output_scale=output_scale):
-        q_rows, kv_rows = q_offsets, q_offsets if kv_offsets is None else kv_offsets
-        if q_rows == "shared":
-            q, q_rows = q.repeat(len(kv_rows) - 1, 1, 1), torch.arange(len(kv_rows)) * len(q)
-        if kv_rows == "shared":
-            segments = len(q_rows) - 1
-            kv_rows, k, v = torch.arange(segments + 1) * len(k), k.repeat(segments, 1, 1), v.repeat(segments, 1, 1)
-        return attention_reference(q, k, v, q_rows, kv_rows, scale=exact_scale, output_scale=output_scale, **options)
+def check(q, k, v, q_offsets, kv_offsets, grad=None, output_scale=1.0, **options):
+    """Hold the function, forward and gradients, to the accuracy rule; output_scale also a tensor, with its gradient where it requires one."""
+    tensors = dict(q=q, k=k, v=v)
+    if isinstance(output_scale, torch.Tensor) and output_scale.requires_grad:
+        tensors["output_scale"] = output_scale
 
     def operator(q, k, v, output_scale=output_scale):
-        return F.jagged_attention(q, k, v, q_offsets, kv_offsets, scale=scale, output_scale=output_scale, **options)
+        return F.jagged_attention(q, k, v, q_offsets, kv_offsets, output_scale=output_scale, **options)
 
-    assert_accurate(operator, reference, q, k, v, *factor, grad=grad)
+    def bounds(q, k, v, *rest):
+        return accuracy.attention(q, k, v, rest[-1], q_offsets, kv_offsets, output_scale=output_scale, **options)
+
+    accuracy.check(operator, bounds, tensors, grad)
 
 
 LENGTHS = {
@@ -58,10 +50,10 @@ LENGTHS = {
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_segments(lengths, dtype, assert_accurate, offsets_of):
+def test_segments(lengths, dtype, offsets_of):
     q_lengths, kv_lengths = LENGTHS[lengths]
     tensors = make_qkv(sum(q_lengths), sum(kv_lengths), dtype=DTYPES[dtype])
-    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths))
+    check(*tensors, offsets_of(q_lengths), offsets_of(kv_lengths))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,34 +63,34 @@ def test_one_key(q_lengths, dtype, assert_one_key):
 
 
 @pytest.mark.parametrize("dim, v_dim", [(1, 1), (8, 8), (24, 40), (40, 24), (72, 72), (17, 33), (128, 64), (200, 8), (256, 256)])
-def test_head_dims(dim, v_dim, assert_accurate, offsets_of):
+def test_head_dims(dim, v_dim, offsets_of):
     tensors = make_qkv(15, 12, dim=dim, v_dim=v_dim)
-    check_against_reference(assert_accurate, *tensors, offsets_of([5, 0, 10]), offsets_of([7, 2, 3]))
+    check(*tensors, offsets_of([5, 0, 10]), offsets_of([7, 2, 3]))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("heads, kv_heads", [(1, 1), (4, 2), (6, 2), (5, 1)])
-def test_grouped_heads(heads, kv_heads, dtype, assert_accurate, offsets_of):
+def test_grouped_heads(heads, kv_heads, dtype, offsets_of):
     tensors = make_qkv(20, 31, heads, kv_heads, v_dim=16, dtype=DTYPES[dtype])
-    check_against_reference(assert_accurate, *tensors, offsets_of([9, 11]), offsets_of([30, 1]))
+    check(*tensors, offsets_of([9, 11]), offsets_of([30, 1]))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("kv_lengths", [[3, 9, 1], [2, 0, 5], [0], []])
-def test_shared_queries(kv_lengths, dtype, assert_accurate, offsets_of):
+def test_shared_queries(kv_lengths, dtype, offsets_of):
     tensors = make_qkv(3, sum(kv_lengths), heads=4, kv_heads=2, dtype=DTYPES[dtype])
-    check_against_reference(assert_accurate, *tensors, "shared", offsets_of(kv_lengths))
+    check(*tensors, "shared", offsets_of(kv_lengths))
 
 
 @pytest.mark.parametrize("q_lengths", [[3, 9, 1], [2, 0, 5], [0], []])
-def test_shared_keys(q_lengths, assert_accurate, offsets_of):
+def test_shared_keys(q_lengths, offsets_of):
     tensors = make_qkv(sum(q_lengths), 6, heads=4, kv_heads=2)
-    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), "shared")
+    check(*tensors, offsets_of(q_lengths), "shared")
 
 
 @pytest.mark.parametrize("scale", [-0.7, 0.0, 1.0, 10.0])
-def test_scale(scale, assert_accurate, offsets_of):
-    check_against_reference(assert_accurate, *make_qkv(12, 12), offsets_of([5, 7]), None, scale=scale)
+def test_scale(scale, offsets_of):
+    check(*make_qkv(12, 12), offsets_of([5, 7]), None, scale=scale)
 
 
 @pytest.mark.parametrize("scale", [-1e4, 1e4])
@@ -143,34 +135,34 @@ def masked_lengths(request):
 
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_and_masks(activation, mask, assert_accurate, offsets_of):
+def test_activations_and_masks(activation, mask, offsets_of):
     q_lengths, kv_lengths, targets = [7, 0, 9, 7, 3], [7, 4, 5, 7, 0], [2, 1, 3, 2, 0]
     tensors = make_qkv(sum(q_lengths), sum(kv_lengths), heads=4, kv_heads=2, v_dim=5)
     options = dict(activation=activation, mask=mask_of(mask, targets), output_scale=1.0 if activation == "softmax" else 0.3)
-    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths), **options)
+    check(*tensors, offsets_of(q_lengths), offsets_of(kv_lengths), **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_activations_in_every_dtype(activation, dtype, assert_accurate, offsets_of):
+def test_activations_in_every_dtype(activation, dtype, offsets_of):
     tensors = make_qkv(12, 13, dtype=DTYPES[dtype])
     mask = mask_of("hstu", [1, 2])
-    check_against_reference(assert_accurate, *tensors, offsets_of([5, 7]), offsets_of([6, 7]), activation=activation, mask=mask)
+    check(*tensors, offsets_of([5, 7]), offsets_of([6, 7]), activation=activation, mask=mask)
 
 
 @pytest.mark.parametrize("mask", MASKS[1:])
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
-def test_lengths_under_masks(activation, mask, masked_lengths, assert_accurate, offsets_of):
+def test_lengths_under_masks(activation, mask, masked_lengths, offsets_of):
     q_lengths, kv_lengths, targets = masked_lengths
     tensors = make_qkv(sum(q_lengths), sum(kv_lengths))
     options = dict(activation=activation, mask=mask_of(mask, targets)) if targets else dict(activation=activation)
-    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths), **options)
+    check(*tensors, offsets_of(q_lengths), offsets_of(kv_lengths), **options)
 
 
 @pytest.mark.parametrize("rows, scores, most", [(1, 1, 1), (2, 60, 10**6), (10**6, 150, 40), (3, 10**6, 30)])
 @pytest.mark.parametrize("mask", ["none", "hstu"])
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
-def test_blocks_of_any_size(activation, mask, rows, scores, most, monkeypatch, assert_accurate, offsets_of):
+def test_blocks_of_any_size(activation, mask, rows, scores, most, monkeypatch, offsets_of):
     """Cut by rows, by heads and by segments."""
     monkeypatch.setattr(cpu_blocks, "ROWS", rows)
     monkeypatch.setattr(cpu_blocks, "MOST_SCORES", most)
@@ -178,35 +170,35 @@ def test_blocks_of_any_size(activation, mask, rows, scores, most, monkeypatch, a
         monkeypatch.setattr(module, "scores_at_a_time", lambda: scores)
     lengths, targets = [5, 5, 3, 5, 9, 5], [2, 2, 0, 2, 1, 2]
     tensors = make_qkv(32, 32, heads=4, kv_heads=2, v_dim=5)
-    check_against_reference(assert_accurate, *tensors, offsets_of(lengths), None, activation=activation, mask=mask_of(mask, targets))
+    check(*tensors, offsets_of(lengths), None, activation=activation, mask=mask_of(mask, targets))
     tensors = make_qkv(4, 32, heads=4, kv_heads=2, v_dim=5)
-    check_against_reference(assert_accurate, *tensors, "shared", offsets_of(lengths), activation=activation, mask=mask_of(mask, targets))
+    check(*tensors, "shared", offsets_of(lengths), activation=activation, mask=mask_of(mask, targets))
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("mask", ["none", "causal", "hstu"])
 @pytest.mark.parametrize("activation", ["softmax", "gelu"])
-def test_shared_queries_of_every_kind(activation, mask, dtype, assert_accurate, offsets_of):
+def test_shared_queries_of_every_kind(activation, mask, dtype, offsets_of):
     tensors = make_qkv(4, 13, heads=4, kv_heads=2, v_dim=12, dtype=DTYPES[dtype])
     options = dict(activation=activation, mask=mask_of(mask, [2, 0, 1, 0]))
-    check_against_reference(assert_accurate, *tensors, "shared", offsets_of([6, 0, 1, 6]), **options)
+    check(*tensors, "shared", offsets_of([6, 0, 1, 6]), **options)
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("activation", ["relu", "gelu_taylor"])
-def test_shared_keys_of_every_activation(activation, dtype, assert_accurate, offsets_of):
+def test_shared_keys_of_every_activation(activation, dtype, offsets_of):
     tensors = make_qkv(13, 6, heads=4, kv_heads=2, v_dim=12, dtype=DTYPES[dtype])
-    check_against_reference(assert_accurate, *tensors, offsets_of([6, 0, 7]), "shared", activation=activation, output_scale=0.2)
+    check(*tensors, offsets_of([6, 0, 7]), "shared", activation=activation, output_scale=0.2)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shared", ["none", "q", "kv"])
-def test_a_scale_for_each_segment(shared, dtype, requires_grad, assert_accurate, offsets_of):
+def test_a_scale_for_each_segment(shared, dtype, requires_grad, offsets_of):
     offsets, factor = offsets_of([6, 0, 7]), torch.tensor([0.5, 2.0, -3.0], dtype=DTYPES[dtype], requires_grad=requires_grad)
     q_offsets, kv_offsets = ("shared" if name == shared else offsets for name in ("q", "kv"))
     tensors = make_qkv(4 if shared == "q" else 13, 4 if shared == "kv" else 13, heads=4, kv_heads=2, dtype=DTYPES[dtype])
-    check_against_reference(assert_accurate, *tensors, q_offsets, kv_offsets, activation="silu", output_scale=factor)
+    check(*tensors, q_offsets, kv_offsets, activation="silu", output_scale=factor)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
@@ -292,21 +284,21 @@ def test_a_bound_on_the_lengths_changes_nothing(offsets_of):
     assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5]), max_seqlen_q=5, max_seqlen_kv=100), expected)
 
 
-def test_packed_projection_is_read_in_place(assert_accurate, offsets_of):
+def test_packed_projection_is_read_in_place(offsets_of):
     packed = torch.randn(14, 3, 2, 8)
-    check_against_reference(assert_accurate, *packed.unbind(1), offsets_of([9, 5]), None)
+    check(*packed.unbind(1), offsets_of([9, 5]), None)
 
 
-def test_any_strides(assert_accurate, offsets_of):
+def test_any_strides(offsets_of):
     q = torch.randn(2, 14, 8).transpose(0, 1)
     k = torch.randn(14, 8, 2).transpose(1, 2)
     v = torch.randn(28, 4, 16)[::2, ::2, ::2]
-    check_against_reference(assert_accurate, q, k, v, offsets_of([9, 5]), None)
+    check(q, k, v, offsets_of([9, 5]), None)
 
 
 @pytest.mark.parametrize("grad", [torch.tensor(0.5).expand(14, 2, 8), torch.randn(8, 2, 14).permute(2, 1, 0)], ids=["expanded", "permuted"])
-def test_gradients_of_any_strides(grad, assert_accurate, offsets_of):
-    check_against_reference(assert_accurate, *make_qkv(14, 14), offsets_of([9, 5]), None, grad=grad)
+def test_gradients_of_any_strides(grad, offsets_of):
+    check(*make_qkv(14, 14), offsets_of([9, 5]), None, grad=grad)
 
 
 @pytest.mark.parametrize("activation, mask", [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))])
@@ -479,7 +471,7 @@ def test_no_scores_are_kept(activation, offsets_of, one_thread):
 
 @settings(max_examples=150)
 @given(data=st.data())
-def test_any_activation_and_mask(data, assert_accurate, offsets_of):
+def test_any_activation_and_mask(data, offsets_of):
     segments = data.draw(st.integers(1, 5))
     q_lengths, kv_lengths = (data.draw(st.lists(st.integers(0, 20), min_size=segments, max_size=segments)) for _ in "qk")
     targets = torch.tensor([data.draw(st.integers(0, n)) for n in kv_lengths])
@@ -503,11 +495,11 @@ def test_any_activation_and_mask(data, assert_accurate, offsets_of):
         q_offsets, q_rows = "shared", 5
     tensors = make_qkv(q_rows, sum(kv_lengths), kv_heads * group, kv_heads, dim, v_dim, data.draw(st.sampled_from([*DTYPES.values()])))
     options = dict(activation=activation, mask=mask, output_scale=output_scale)
-    check_against_reference(assert_accurate, *tensors, q_offsets, offsets_of(kv_lengths), **options)
+    check(*tensors, q_offsets, offsets_of(kv_lengths), **options)
 
 
 @given(data=st.data())
-def test_any_lengths_and_heads(data, assert_accurate, offsets_of):
+def test_any_lengths_and_heads(data, offsets_of):
     segments = data.draw(st.integers(0, 6))
     lengths = st.lists(st.integers(0, 40), min_size=segments, max_size=segments)
     q_lengths, kv_lengths = data.draw(lengths), data.draw(lengths)
@@ -515,7 +507,7 @@ def test_any_lengths_and_heads(data, assert_accurate, offsets_of):
     dim, v_dim = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 40))
     dtype = data.draw(st.sampled_from(list(DTYPES.values())))
     tensors = make_qkv(sum(q_lengths), sum(kv_lengths), kv_heads * group, kv_heads, dim, v_dim, dtype)
-    check_against_reference(assert_accurate, *tensors, offsets_of(q_lengths), offsets_of(kv_lengths))
+    check(*tensors, offsets_of(q_lengths), offsets_of(kv_lengths))
 
 
 # -- modes -------------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import dataclasses
 import sys
 
+import accuracy
 import pytest
 import torch
 from hypothesis import given
@@ -29,7 +30,7 @@ LENGTHS = {
 }
 
 
-# -- the definitions, each as a loop written out here ----------------------------------------------------------------------------
+# -- the operators, their bounds, and tensors for them -----------------------------------------------------------------------------
 
 
 def split(x, offsets):
@@ -46,59 +47,41 @@ def matrices(p, plan):
     return [part.reshape(shape) for part, shape in zip(split(p, plan.p_offsets), shapes)]
 
 
-def dense_bmm(x, y, offsets):
-    return joined([a @ b for a, b in zip(split(x, offsets), y)], x[:0] @ y.sum(0))
-
-
-def jagged_bmm(x, y, offsets):
-    return joined([(a.T @ b)[None] for a, b in zip(split(x, offsets), split(y, offsets))], (x[:0].T @ y[:0])[None][:0])
-
-
-def softmax(x, offsets):
-    return joined([a.exp() / a.exp().sum(0) for a in split(x, offsets)], x[:0])
-
-
-def outer(x, y, plan):
-    parts = zip(split(x, plan.x_offsets), split(y, plan.y_offsets))
-    return joined([torch.einsum("id,jd->ij", a, b).flatten() for a, b in parts], (x[:0] @ y[:0].T).flatten())
-
-
-def weighted(p, y, plan):
-    return joined([m @ b for m, b in zip(matrices(p, plan), split(y, plan.y_offsets))], p[:0, None] * y[:0])
-
-
-def weighted_transposed(p, y, plan):
-    return joined([m.T @ b for m, b in zip(matrices(p, plan), split(y, plan.x_offsets))], p[:0, None] * y[:0])
-
-
-def softmax_of_scores(p, plan, dim):
-    return joined([(m.exp() / m.exp().sum(dim, keepdim=True)).flatten() for m in matrices(p, plan)], p[:0])
-
-
 def make_case(name, lengths, offsets_of, dtype=torch.float32):
-    """Operator, its definition, both of tensors alone, and the tensors."""
+    """Operator of tensors, its bounds, and the tensors by name."""
     x_lengths, y_lengths = lengths
     x_offsets, y_offsets = offsets_of(x_lengths, torch.int32), offsets_of(y_lengths)
     plan = F.ScorePlan.from_offsets(x_offsets, y_offsets)
     (d, t), b = WIDTHS, len(x_lengths)
-    operator, definition, shapes, arguments = {
-        "jagged_dense_bmm": (F.jagged_dense_bmm, dense_bmm, [(plan.x_rows, d), (b, d, t)], [x_offsets]),
-        "jagged_jagged_bmm": (F.jagged_jagged_bmm, jagged_bmm, [(plan.x_rows, d), (plan.x_rows, t)], [x_offsets]),
-        "jagged_softmax": (F.jagged_softmax, softmax, [(plan.x_rows, d)], [x_offsets]),
-        "jagged_jagged_bmm_jagged_out": (F.jagged_jagged_bmm_jagged_out, outer, [(plan.x_rows, d), (plan.y_rows, d)], [plan]),
-        "array_jagged_bmm_jagged_out": (F.array_jagged_bmm_jagged_out, weighted, [(plan.total,), (plan.y_rows, d)], [plan]),
-        "transposed": (
-            lambda *x, **options: F.array_jagged_bmm_jagged_out(*x, transposed=True, **options),
-            weighted_transposed,
-            [(plan.total,), (plan.x_rows, d)],
-            [plan],
+    array, softmax = F.array_jagged_bmm_jagged_out, F.jagged2_softmax
+    operator, bounds, shapes, arguments, options = {
+        "jagged_dense_bmm": (
+            F.jagged_dense_bmm, accuracy.jagged_dense_bmm, dict(x=(plan.x_rows, d), y=(b, d, t)), [x_offsets], {},
         ),
-        "jagged2_softmax": (F.jagged2_softmax, softmax_of_scores, [(plan.total,)], [plan, -1]),
-        "jagged2_softmax-columns": (F.jagged2_softmax, softmax_of_scores, [(plan.total,)], [plan, -2]),
-    }[name]
-    tensors = [torch.randn(shape).to(dtype) for shape in shapes]
-    run = lambda *x, **options: operator(*x, *arguments, **options)  # noqa: E731
-    return run, lambda *x: definition(*x, *arguments), tensors
+        "jagged_jagged_bmm": (
+            F.jagged_jagged_bmm, accuracy.jagged_jagged_bmm, dict(x=(plan.x_rows, d), y=(plan.x_rows, t)), [x_offsets], {},
+        ),
+        "jagged_softmax": (F.jagged_softmax, accuracy.jagged_softmax, dict(x=(plan.x_rows, d)), [x_offsets], {}),
+        "jagged_jagged_bmm_jagged_out": (
+            F.jagged_jagged_bmm_jagged_out, accuracy.jagged_outer, dict(x=(plan.x_rows, d), y=(plan.y_rows, d)), [plan], {},
+        ),
+        "array_jagged_bmm_jagged_out": (array, accuracy.array_jagged_bmm, dict(p=(plan.total,), y=(plan.y_rows, d)), [plan], {}),
+        "transposed": (array, accuracy.array_jagged_bmm, dict(p=(plan.total,), y=(plan.x_rows, d)), [plan], dict(transposed=True)),
+        "jagged2_softmax": (softmax, accuracy.jagged2_softmax, dict(p=(plan.total,)), [plan], dict(dim=-1)),
+        "jagged2_softmax-columns": (softmax, accuracy.jagged2_softmax, dict(p=(plan.total,)), [plan], dict(dim=-2)),
+    }[name]  # fmt: skip
+    tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    offsets = plan.offsets if arguments == [plan] else arguments
+
+    def run(*x, **chosen):
+        return operator(*x, *arguments, **options, **chosen)
+
+    return run, lambda *x: bounds(*x[:-1], *offsets, x[-1], **options), tensors
+
+
+def check_definition(operator, definition, tensors):
+    """Hold an operator to what its definition in plain torch says."""
+    accuracy.check(operator, lambda *x: accuracy.definition(definition, tensors, x[-1]), tensors)
 
 
 PRODUCTS = ["jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "transposed"]
@@ -119,20 +102,20 @@ def implementation(request):
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_segments(name, lengths, implementation, assert_accurate, offsets_of):
-    run, definition, tensors = make_case(name, LENGTHS[lengths], offsets_of)
-    assert_accurate(lambda *x: run(*x, implementation=implementation), definition, *tensors)
+def test_segments(name, lengths, implementation, offsets_of):
+    run, bounds, tensors = make_case(name, LENGTHS[lengths], offsets_of)
+    accuracy.check(lambda *x: run(*x, implementation=implementation), bounds, tensors)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", ["skewed", "scattered"])
-def test_dtypes(name, lengths, dtype, assert_accurate, offsets_of):
-    run, definition, tensors = make_case(name, LENGTHS[lengths], offsets_of, DTYPES[dtype])
-    assert_accurate(run, definition, *tensors)
+def test_dtypes(name, lengths, dtype, offsets_of):
+    run, bounds, tensors = make_case(name, LENGTHS[lengths], offsets_of, DTYPES[dtype])
+    accuracy.check(run, bounds, tensors)
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "sliced"])
-def test_tensors_and_gradients_of_any_stride(name, kind, assert_accurate, offsets_of):
+def test_tensors_and_gradients_of_any_stride(name, kind, offsets_of):
     def strided(x):
         if kind == "expanded":
             return torch.randn([1] * x.dim()).expand(x.shape)
@@ -140,26 +123,28 @@ def test_tensors_and_gradients_of_any_stride(name, kind, assert_accurate, offset
             return torch.randn(x.shape[::-1]).permute(*range(x.dim())[::-1])
         return torch.randn([2 * n for n in x.shape])[(slice(None, None, 2),) * x.dim()]
 
-    run, definition, tensors = make_case(name, LENGTHS["scattered"], offsets_of)
-    assert_accurate(run, definition, *(tensors if kind == "expanded" else map(strided, tensors)), grad=strided(run(*tensors)))
+    run, bounds, tensors = make_case(name, LENGTHS["scattered"], offsets_of)
+    grad = strided(run(*tensors.values()))
+    accuracy.check(run, bounds, tensors if kind == "expanded" else {of: strided(x) for of, x in tensors.items()}, grad)
 
 
 @pytest.mark.parametrize("lengths", [([2, 0, 3], [1, 2, 2]), ([2, 1, 2], [3, 1, 3])])
 def test_gradcheck(name, lengths, implementation, offsets_of):
     run, _, tensors = make_case(name, lengths, offsets_of, torch.float64)
-    inputs = [x.requires_grad_() for x in tensors]
+    inputs = [x.requires_grad_() for x in tensors.values()]
     assert torch.autograd.gradcheck(lambda *x: run(*x, implementation=implementation), inputs)
 
 
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_second_derivatives(name, offsets_of):
     run, _, tensors = make_case(name, ([2, 0, 3], [1, 2, 2]), offsets_of, torch.float64)
-    assert torch.autograd.gradgradcheck(run, [x.requires_grad_() for x in tensors])
+    assert torch.autograd.gradgradcheck(run, [x.requires_grad_() for x in tensors.values()])
 
 
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_second_derivatives_of_the_softmaxes_are_those_of_the_reference(name, offsets_of):
-    run, _, (x,) = make_case(name, ([2, 0, 3], [1, 2, 2]), offsets_of, torch.float64)
+    run, _, tensors = make_case(name, ([2, 0, 3], [1, 2, 2]), offsets_of, torch.float64)
+    (x,) = tensors.values()
     x.requires_grad_()
     assert torch.autograd.gradgradcheck(lambda x: run(x, implementation="reference"), x)
     (grad,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
@@ -168,11 +153,11 @@ def test_second_derivatives_of_the_softmaxes_are_those_of_the_reference(name, of
 
 
 @given(data=st.data())
-def test_anything(data, assert_accurate, offsets_of):
+def test_anything(data, offsets_of):
     name = data.draw(st.sampled_from([*PRODUCTS, *SOFTMAXES]))
     lengths = data.draw(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 30, 70])] * 2), max_size=8))
-    run, definition, tensors = make_case(name, [*zip(*lengths)] or ([], []), offsets_of, data.draw(st.sampled_from([*DTYPES.values()])))
-    assert_accurate(run, definition, *tensors)
+    run, bounds, tensors = make_case(name, [*zip(*lengths)] or ([], []), offsets_of, data.draw(st.sampled_from([*DTYPES.values()])))
+    accuracy.check(run, bounds, tensors)
 
 
 @pytest.mark.parametrize("width", [0, 1])
@@ -243,11 +228,11 @@ def test_segments_one_after_the_other_are_not_copied():
 
 
 @pytest.mark.parametrize("rows, columns", [(700, 3), (3, 700)])
-def test_gradients_of_one_segment_much_longer_than_all_others(rows, columns, assert_accurate, offsets_of):
+def test_gradients_of_one_segment_much_longer_than_all_others(rows, columns, offsets_of):
     """A published gradient of array_jagged_bmm is wrong where a segment exceeds max_seq_len; here no operator takes one."""
     for name in PRODUCTS:
-        run, definition, tensors = make_case(name, ([2, rows, 1], [1, columns, 2]), offsets_of)
-        assert_accurate(run, definition, *tensors)
+        run, bounds, tensors = make_case(name, ([2, rows, 1], [1, columns, 2]), offsets_of)
+        accuracy.check(run, bounds, tensors)
 
 
 def test_every_row_of_a_softmax_is_written(offsets_of):
@@ -287,7 +272,7 @@ def test_bf16_backward_compiles(name, offsets_of):
     graph = torch.compile(run, fullgraph=True, backend="aot_eager")
     grads = []
     for call in (run, graph):
-        inputs = [x.clone().requires_grad_() for x in tensors]
+        inputs = [x.clone().requires_grad_() for x in tensors.values()]
         grads.append(torch.autograd.grad(call(*inputs).square().sum(), inputs))
     torch.testing.assert_close(*grads)
     torch._dynamo.reset()
@@ -297,7 +282,7 @@ def test_bf16_backward_compiles(name, offsets_of):
 
 
 @pytest.mark.parametrize("lengths", ["skewed", "scattered", "x-empty", "y-empty", "no-segments"])
-def test_unfused_attention_is_jagged_attention(lengths, assert_accurate, offsets_of):
+def test_unfused_attention_is_jagged_attention(lengths, offsets_of):
     q_offsets, kv_offsets = map(offsets_of, LENGTHS[lengths])
     plan = F.ScorePlan.from_offsets(q_offsets, kv_offsets)
 
@@ -305,10 +290,12 @@ def test_unfused_attention_is_jagged_attention(lengths, assert_accurate, offsets
         p = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(q * 0.3, k, plan), plan)
         return F.array_jagged_bmm_jagged_out(p, v, plan)
 
-    def fused(q, k, v):
-        return F.jagged_attention(*(x[:, None] for x in (q, k, v)), q_offsets, kv_offsets, scale=0.3)[:, 0]
+    def bounds(q, k, v, do):
+        operands = (x[:, None] for x in (q, k, v, do))
+        whole = accuracy.attention(*operands, q_offsets, kv_offsets, scale=0.3)
+        return {name: x.map(lambda y: y[:, 0]) for name, x in whole.items()}
 
-    assert_accurate(unfused, fused, *(torch.randn(n, 8) for n in (plan.x_rows, plan.y_rows, plan.y_rows)))
+    accuracy.check(unfused, bounds, {name: torch.randn(n, 8) for name, n in zip("qkv", (plan.x_rows, plan.y_rows, plan.y_rows))})
 
 
 # -- the plan --------------------------------------------------------------------------------------------------------------------
@@ -334,30 +321,24 @@ def test_plan_of_more_scores_than_an_int32_counts():
 # -- layers' functions -----------------------------------------------------------------------------------------------------------
 
 
-def linear_loop(activation, x, weight, bias, offsets):
-    rows = zip(split(x, offsets), weight, bias)
-    return POINTWISE[activation].function(torch.cat([a @ w + b for a, w, b in rows]))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("activation", ["identity", "relu", "gelu_tanh", "gelu_taylor", "hardswish"])
-def test_linear_of_each_segment(activation, dtype, implementation, assert_accurate, offsets_of):
+def test_linear_of_each_segment(activation, dtype, implementation, offsets_of):
     offsets = offsets_of([3, 0, 1, 40])
-    tensors = [torch.randn(shape).to(DTYPES[dtype]) for shape in ((44, 5), (4, 5, 3), (4, 3))]
-    assert_accurate(
+    tensors = {name: torch.randn(shape).to(DTYPES[dtype]) for name, shape in dict(x=(44, 5), y=(4, 5, 3), bias=(4, 3)).items()}
+    accuracy.check(
         lambda *x: F.jagged_linear(*x, offsets, activation, implementation=implementation),
-        lambda *x: linear_loop(activation, *x, offsets),
-        *tensors,
+        lambda x, y, bias, do: accuracy.jagged_dense_bmm(x, y, offsets, do, bias=bias, activation=activation),
+        tensors,
     )
 
 
 @pytest.mark.parametrize("activation", POINTWISE)
-def test_linear_of_all_rows(activation, assert_accurate):
-    tensors = [torch.randn(shape) for shape in ((7, 5), (3, 5), (3,))]
-    assert_accurate(
+def test_linear_of_all_rows(activation):
+    check_definition(
         lambda *x: F.jagged_linear(*x, activation=activation),
         lambda x, w, b: POINTWISE[activation].function(x @ w.T + b),
-        *tensors,
+        dict(x=torch.randn(7, 5), w=torch.randn(3, 5), b=torch.randn(3)),
     )
 
 
@@ -367,12 +348,12 @@ def test_linear_without_bias_or_activation(offsets_of):
     assert torch.equal(F.jagged_linear(x, weight[0].T), x @ weight[0])
 
 
-def test_layer_norm(assert_accurate):
+def test_layer_norm():
     def normed(x, weight, bias):
         centred = x - x.mean(1, keepdim=True)
         return centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight + bias
 
-    assert_accurate(F.jagged_layer_norm, normed, torch.randn(7, 5), torch.randn(5), torch.randn(5))
+    check_definition(F.jagged_layer_norm, normed, dict(x=torch.randn(7, 5), weight=torch.randn(5), bias=torch.randn(5)))
     x = 1e-3 * torch.randn(7, 5)
     torch.testing.assert_close(F.jagged_layer_norm(x), normed(x, 1, 0))
 
@@ -495,15 +476,15 @@ def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("lengths", ROW_LENGTHS)
-def test_dense_arithmetic(lengths, dtype, assert_accurate, offsets_of):
+def test_dense_arithmetic(lengths, dtype, offsets_of):
     offsets, b, longest = offsets_of(lengths), len(lengths), max([0, *lengths])
     x, y = torch.randn(sum(lengths), 3).to(DTYPES[dtype]), torch.randn(b, longest + 1, 3).to(DTYPES[dtype])
 
     def rows(y):
         return joined([block[:n] for block, n in zip(y, lengths)], y.flatten(0, 1)[:0])
 
-    assert_accurate(lambda x, y: F.jagged_dense_add(x, y, offsets), lambda x, y: x + rows(y), x, y)
-    assert_accurate(lambda x, y: F.jagged_dense_mul(x, y, offsets), lambda x, y: x * rows(y), x, y)
+    check_definition(lambda x, y: F.jagged_dense_add(x, y, offsets), lambda x, y: x + rows(y), dict(x=x, y=y))
+    check_definition(lambda x, y: F.jagged_dense_mul(x, y, offsets), lambda x, y: x * rows(y), dict(x=x, y=y))
 
 
 @pytest.mark.parametrize("index", [torch.int32, torch.int64])

@@ -1,0 +1,79 @@
+"""Bounds of anything that has a definition in plain torch, by Monte Carlo arithmetic (Parker 1997): the definition runs in float64, once as it
+is and several times with a random error after each operation, as large as rounding would make it. What it is then off by is how far a
+program may be off that rounds each operation's result. No processor's sums take part in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .bound import LARGEST_DEVIATION, RMS_OF_ROUNDING, Bound
+
+SAMPLES = 24
+# Results of these are elements of their operands, or constants.
+EXACT = {
+    "abs", "alias", "cat", "clone", "constant_pad_nd", "copy", "detach", "empty", "expand", "full", "index", "index_select", "masked_fill",
+    "masked_scatter", "max", "neg", "new_zeros", "ones_like", "permute", "relu", "repeat", "reshape", "scalar_tensor", "select_backward",
+    "slice_backward", "stack", "threshold_backward", "unbind", "view", "where", "zeros", "zeros_like", "_unsafe_view", "_to_copy",
+}  # fmt: skip
+
+
+def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], do: Tensor) -> dict[str, Bound]:
+    """Bounds of `function(*tensors)`, "out", and of the gradients "d" and a tensor's name by the gradient `do` of it. The function is plain
+    torch, on the CPU; its random numbers must not be torch's global ones."""
+
+    def run() -> list[Tensor]:
+        inputs = [x.detach().double().requires_grad_() for x in tensors.values()]
+        out = function(*inputs)
+        gradients = torch.autograd.grad(out, inputs, do.double(), materialize_grads=True)
+        return [out.detach(), *gradients]
+
+    exact = run()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        with _RandomErrors(do.dtype):
+            samples = [run() for _ in range(SAMPLES)]
+    names, bounds = ["out", *(f"d{name}" for name in tensors)], {}
+    for name, value, *others in zip(names, exact, *samples):
+        rms = sum(((x - value) ** 2 for x in others), torch.zeros_like(value)).div(SAMPLES).sqrt()
+        bounds[name] = Bound(value, LARGEST_DEVIATION * rms, rms, torch.promote_types(do.dtype, torch.float32)).rounded(do.dtype)
+    return bounds
+
+
+class _RandomErrors(TorchDispatchMode):
+    """Adds to every result of an operation the error of rounding it to a dtype, and of summing it in fp32 (or in float64)."""
+
+    def __init__(self, dtype: torch.dtype):
+        super().__init__()
+        self._eps = torch.finfo(dtype).eps
+        self._sums = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        sizes = _sum_sizes(name, args, out) if isinstance(out, Tensor) else None
+
+        def disturbed(x):
+            if name in EXACT or not isinstance(x, Tensor) or x.dtype != torch.float64 or x.untyped_storage().data_ptr() in given:
+                return x
+            error = RMS_OF_ROUNDING * self._eps * torch.randn_like(x) * x
+            return x + error if sizes is None else x + error + self._sums * torch.randn_like(x) * sizes
+
+        return tree_map(disturbed, out)
+
+
+def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
+    """How large the error of a sum is, in eps: roots of the number of terms and of the sum of their squares (`Bound.summed`); None where
+    there is no sum."""
+    if name in ("mm", "bmm", "addmm", "baddbmm"):
+        a, b = args[-2:]
+        return ((a**2) @ (b**2)).sqrt() * (math.sqrt(a.shape[-1]) / 4 + 1)
+    if name in ("sum", "mean", "_softmax_backward_data", "native_layer_norm_backward"):
+        source = args[0]
+        return out.abs() + source.abs().mean() * math.sqrt(max(1, source.numel() // max(1, out.numel()))) / 4
+    return None
