@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import dataclasses
 import itertools
 import json
@@ -27,7 +28,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
-from cases import OPERATORS, Case, random_configuration, smaller_cases, with_random_data  # noqa: E402
+from cases import Case, random_configuration, smaller_cases, with_random_data  # noqa: E402
+from space import OPERATORS  # noqa: E402
 
 DEVICES = ("cpu", "interpreter", "cuda")
 CASES = dict(cpu=3, interpreter=1, cuda=40)  # of one configuration, one after the other
@@ -166,11 +168,8 @@ class Run:
     def run(self) -> None:
         processes, devices = self.options.processes, self.options.device
         groups = [devices[i::processes] for i in range(processes)] if processes < len(devices) else _shares(devices, processes)
-        threads = [threading.Thread(target=self._explore, args=(group,)) for group in groups]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
+            list(pool.map(self._explore, groups))  # raises what a thread raised
 
     def _explore(self, devices: list[str]) -> None:
         workers = {device: Worker(self.options.timeout) for device in devices}

@@ -6,7 +6,8 @@ import dataclasses
 
 import accuracy
 import torch
-from cases import MASKS, Case
+from cases import Case
+from space import MASKS
 from torch import Tensor
 
 import jagged_modules as jm
@@ -35,9 +36,8 @@ def _output_scale(make: Maker, o: dict, num_segments: int) -> float | Tensor:
 def _attention_tensors(make: Maker, o: dict, q_rows: int, kv_rows: int) -> dict[str, Tensor]:
     heads, kv_heads = o["heads"]
     v_dim = o["v_dim"] or o["head_dim"]
-    return dict(
-        q=make.tensor(q_rows, heads, o["head_dim"]), k=make.tensor(kv_rows, kv_heads, o["head_dim"]), v=make.tensor(kv_rows, kv_heads, v_dim)
-    )  # fmt: skip
+    shapes = dict(q=(q_rows, heads, o["head_dim"]), k=(kv_rows, kv_heads, o["head_dim"]), v=(kv_rows, kv_heads, v_dim))
+    return {name: make.tensor(*shape) for name, shape in shapes.items()}
 
 
 def _schedule(o: dict, case: Case, q_lengths: list[int], kv_lengths: list[int], mask: jm.AttentionMask | None) -> jm.TileSchedule | None:
@@ -105,8 +105,8 @@ def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     kv_offsets = make.offsets(keys)
     query_lengths = [n * rows for n in counts]
     options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
-    call_options = dict(implementation=o["implementation"], max_seqlen_q=make.max_seqlen(query_lengths), max_seqlen_kv=make.max_seqlen(keys))
-    call_options["schedule"] = _schedule(o, make.case, query_lengths, keys, mask)
+    call_options = dict(implementation=o["implementation"], schedule=_schedule(o, make.case, query_lengths, keys, mask))
+    call_options |= dict(max_seqlen_q=make.max_seqlen(query_lengths), max_seqlen_kv=make.max_seqlen(keys))
 
     def function(q, k, v, output_scale=scales):
         return dict(out=F.target_attention(q, k, v, candidates, kv_offsets, output_scale=output_scale, **options, **call_options))

@@ -50,7 +50,8 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 def jagged_dense_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=make.tensor(len(lengths), o["depth"], o["columns"], factor=o["depth"] ** -0.5))
+    y = make.tensor(len(lengths), o["depth"], o["columns"], factor=o["depth"] ** -0.5)
+    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=y)
     offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
     rows = make.segments(lengths)
     return Call(
