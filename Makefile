@@ -3,6 +3,8 @@
 #   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
 #   make train EXAMPLE=hstu ...         train the example next-item model
 #   make test [ARGS=...]                run the tests; ARGS are options of pytest
+#   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
+#                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make test-newest-triton             compile Hopper's own kernels under the newest Triton too
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check the style
@@ -18,11 +20,12 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-interpreter test-all-others test-newest-triton notebooks lint bench profile record clean
+.PHONY: train test test-interpreter test-all-others fuzz test-newest-triton notebooks lint bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
+SECONDS ?= 60
 EXAMPLE ?= dlrm
 
 # Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.
@@ -55,6 +58,9 @@ test-interpreter: $(ENV)
 
 test-all-others: $(ENV)
 	$(pytest) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
+
+fuzz: $(ENV)
+	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
 
 # Gluon, in which they are written, changes between versions of Triton.
 test-newest-triton: $(ENV) .newest-triton/.installed

@@ -325,7 +325,11 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
             check_tensor(name, tensor, 1, "[D]")
             if tensor.shape[0] != x.shape[1]:
                 raise ValueError(f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}")
-    return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
+    if x.device.type != "cpu":
+        return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
+    # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones ends at 256
+    wide = [None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (x, weight, bias)]
+    return nnf.layer_norm(wide[0], x.shape[1:], *wide[1:], eps).to(x.dtype)
 
 
 def _jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -689,3 +689,23 @@ def test_triton_in_float64_is_refused():
         F.jagged_attention(*make_qkv(6, 6, dtype=torch.float64), GOOD["q_offsets"], implementation="triton")
     with pytest.raises(ValueError, match="'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0.*; got torch.float32 on cpu"):
         F.jagged_attention(*make_qkv(6, 6), GOOD["q_offsets"], implementation="hopper")
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_scale_that_is_no_number_spoils_no_other_segment(offsets_of, value):
+    """Where several segments of queries read the same keys, all scales are divided by the largest."""
+    q, k, v = torch.randn(20, 2, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
+    q_offsets, kv_offsets = offsets_of([4, 6, 7, 3]), offsets_of([5, 4])
+    scales = torch.tensor([0.5, 2.0, 1.0, -3.0])
+    expected = F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=scales)
+    scales[1] = value
+    out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=scales)
+    assert not out[4:10].isfinite().any()
+    torch.testing.assert_close(torch.cat([out[:4], out[10:]]), torch.cat([expected[:4], expected[10:]]))
+
+
+def test_scales_of_less_precision_than_the_operands(offsets_of):
+    q, k, v = (torch.randn(n, 2, 8, dtype=torch.float64) for n in (20, 9, 9))
+    q_offsets, kv_offsets, scales = offsets_of([4, 6, 7, 3]), offsets_of([5, 4]), torch.tensor([0.3, 2.0, 0.7, -3.0])
+    outputs = [F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=x) for x in (scales, scales.double())]
+    torch.testing.assert_close(*outputs, rtol=1e-14, atol=1e-14)

@@ -358,6 +358,18 @@ def test_layer_norm():
     torch.testing.assert_close(F.jagged_layer_norm(x), normed(x, 1, 0))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_a_layer_norm_in_16_bits_are_summed_in_fp32(dtype):
+    rows = 1000
+    x, weight, bias = (torch.randn(shape).to(dtype).requires_grad_() for shape in ((rows, 8), (8,), (8,)))
+    out = F.jagged_layer_norm(x, weight, bias)
+    d_weight, d_bias = torch.autograd.grad(out, (weight, bias), torch.ones_like(out))
+    assert out.dtype == d_weight.dtype == dtype and (d_bias == rows).all()
+    normal = torch.nn.functional.layer_norm(x.double(), (8,), eps=1e-6)
+    torch.testing.assert_close(d_weight.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+
 def test_autocast(offsets_of):
     x, y, offsets = torch.randn(5, 4, requires_grad=True), torch.randn(2, 4, 3), offsets_of([2, 3])
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -1,0 +1,225 @@
+"""Calls of attention."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import accuracy
+import torch
+from cases import Case
+from space import MASKS
+from torch import Tensor
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
+
+from .maker import Call, Maker, lay_out, stacked
+
+
+def _mask(make: Maker, o: dict, key_lengths: list[int]) -> jm.AttentionMask | None:
+    if o.get("mask") is None:
+        return None
+    fields = dict(MASKS[o["mask"]])
+    if "num_targets" in fields:  # from none to all of a segment
+        longest = torch.tensor(key_lengths, dtype=torch.int64, device=make.device).clamp(max=fields["num_targets"])
+        fields["num_targets"] = torch.minimum(make.integers(0, fields["num_targets"] + 20, len(key_lengths)), longest)
+    return jm.AttentionMask(**fields)
+
+
+def _output_scale(make: Maker, o: dict, num_segments: int) -> float | Tensor:
+    if o["output_scale"] not in ("tensor", "tensor with gradient"):
+        return o["output_scale"]
+    return make.values(num_segments) if o["output_scale"] == "tensor with gradient" else make.values(num_segments).float()
+
+
+def _attention_tensors(make: Maker, o: dict, q_rows: int, kv_rows: int) -> dict[str, Tensor]:
+    heads, kv_heads = o["heads"]
+    v_dim = o["v_dim"] or o["head_dim"]
+    shapes = dict(q=(q_rows, heads, o["head_dim"]), k=(kv_rows, kv_heads, o["head_dim"]), v=(kv_rows, kv_heads, v_dim))
+    return {name: make.tensor(*shape) for name, shape in shapes.items()}
+
+
+def _schedule(o: dict, case: Case, q_lengths: list[int], kv_lengths: list[int], mask: jm.AttentionMask | None) -> jm.TileSchedule | None:
+    """As a data loader would build it."""
+    if not o["schedule"] or case.device == "cpu" or o["implementation"] == "reference":
+        return None
+    sizes = dict(num_heads=o["heads"][0], num_kv_heads=o["heads"][1], head_dim=max(o["head_dim"], o["v_dim"] or 0))
+    lengths = (torch.tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
+    return host_schedule(*lengths, **sizes, itemsize=getattr(torch, case.dtype).itemsize, mask=mask)
+
+
+def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    operands = o["operands"]
+    *queries, keys = lengths if len(lengths) > 1 else lengths * 2
+    q_lengths = [n for side in queries for n in side]
+    q_shared, kv_shared = operands == "q shared", operands == "kv shared"
+    tensors = _attention_tensors(
+        make, o, o["shared_rows"] if q_shared else sum(q_lengths), o["shared_rows"] if kv_shared else sum(keys)
+    )  # fmt: skip
+    q_segments = torch.cat([make.segments(side) for side in queries])
+    rows = make.segments([o["shared_rows"]] * len(keys)) if q_shared else q_segments
+    segments = dict(out=rows) | ({} if q_shared else dict(q=rows)) | ({} if kv_shared else dict.fromkeys("kv", make.segments(keys)))
+    mask, scales = _mask(make, o, keys), _output_scale(make, o, len(q_lengths))
+    if o["output_scale"] == "tensor with gradient":
+        tensors["output_scale"] = scales
+        segments["output_scale"] = torch.arange(len(q_lengths), device=make.device) % max(len(keys), 1)
+
+    q_offsets = "shared" if q_shared else make.offsets(q_lengths)
+    kv_offsets = "shared" if kv_shared else None if operands == "self" else make.offsets(keys)
+    options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
+    call_options = dict(implementation=o["implementation"], schedule=_schedule(o, make.case, q_lengths, keys, mask))
+    if not q_shared:
+        call_options["max_seqlen_q"] = make.max_seqlen(q_lengths)
+    if not kv_shared:
+        call_options["max_seqlen_kv"] = make.max_seqlen(keys)
+
+    def function(q, k, v, output_scale=scales):
+        return dict(out=F.jagged_attention(q, k, v, q_offsets, kv_offsets, output_scale=output_scale, **options, **call_options))
+
+    def model(inputs, gradients):
+        q, k, v = (inputs[name] for name in "qkv")
+        own = q_offsets if kv_offsets is None else kv_offsets
+        factor = inputs.get("output_scale", scales)
+        return accuracy.attention(q, k, v, gradients["out"], q_offsets, own, output_scale=factor, **options)
+
+    return Call(tensors, function, model, segments)
+
+
+def target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    counts, keys = lengths
+    users, rows = make.segments(counts), o["rows"]
+    if o["index"] == "shuffled map":
+        users = users[torch.randperm(len(users), generator=make.generator, device=make.device)]
+    candidates = {
+        "counts": lambda: jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64)),
+        "offsets": lambda: jm.CandidateIndex.from_offsets(make.offsets(counts)),
+    }.get(o["index"], lambda: jm.CandidateIndex.from_map(users, len(counts)))()
+    tensors = _attention_tensors(make, o | dict(layout="contiguous"), len(users) * rows, sum(keys))
+    tensors["q"] = tensors["q"].unflatten(0, (len(users), rows))
+    tensors = {name: lay_out(x, o["layout"]) for name, x in tensors.items()}
+    segments = dict(q=users, out=users) | dict.fromkeys("kv", make.segments(keys))
+    mask, scales = _mask(make, o, keys), _output_scale(make, o, len(counts))
+    if o["output_scale"] == "tensor with gradient":
+        tensors["output_scale"], segments["output_scale"] = scales, torch.arange(len(counts), device=make.device)
+    kv_offsets = make.offsets(keys)
+    query_lengths = [n * rows for n in counts]
+    options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
+    call_options = dict(implementation=o["implementation"], schedule=_schedule(o, make.case, query_lengths, keys, mask))
+    call_options |= dict(max_seqlen_q=make.max_seqlen(query_lengths), max_seqlen_kv=make.max_seqlen(keys))
+
+    def function(q, k, v, output_scale=scales):
+        return dict(out=F.target_attention(q, k, v, candidates, kv_offsets, output_scale=output_scale, **options, **call_options))
+
+    def model(inputs, gradients):
+        order = users.sort(stable=True).indices
+        inverse = order.argsort()
+        q, do = (x[order].flatten(0, 1) for x in (inputs["q"], gradients["out"]))
+        k, v = inputs["k"], inputs["v"]
+        offsets = torch.tensor([0, *query_lengths]).cumsum(0).to(q.device)
+        factor = inputs.get("output_scale", scales)
+        bounds = accuracy.attention(q, k, v, do, offsets, kv_offsets, output_scale=factor, **options)
+        return bounds | {name: bounds[name].map(lambda x: x.unflatten(0, (len(users), rows))[inverse]) for name in ("out", "dq")}
+
+    return Call(tensors, function, model, segments)
+
+
+def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    users, candidates = lengths
+    rows = sum(users), sum(candidates)
+    tensors = _attention_tensors(make, o, sum(rows), rows[0])
+    one_tensor = o["lists"] == "one tensor"  # whose parts are read in place
+    if not one_tensor:
+        parts = tensors.pop("q").split(rows)
+        tensors = dict(q_user=lay_out(parts[0], o["layout"]), q_candidates=lay_out(parts[1], o["layout"])) | tensors
+    of_users, of_candidates = make.segments(users), make.segments(candidates)
+    segments = dict(q_user=of_users, q_candidates=of_candidates, k=of_users, v=of_users, user=of_users, candidates=of_candidates)
+    segments["q"] = torch.cat([of_users, of_candidates])
+    scales = _output_scale(make, o, 2 * len(users))
+    if o["output_scale"] == "tensor with gradient":
+        tensors["output_scale"] = scales
+        segments["output_scale"] = torch.arange(2 * len(users), device=make.device) % max(len(users), 1)
+    offsets = make.offsets(users), make.offsets(candidates)
+    options = dict(activation=o["activation"], scale=o["scale"])
+
+    def function(k, v, q=None, q_user=None, q_candidates=None, output_scale=scales):
+        queries = q.split(rows) if one_tensor else (q_user, q_candidates)
+        flags = dict(options, output_scale=output_scale, implementation=o["implementation"])
+        return dict(zip(("user", "candidates"), F.self_target_attention(*queries, k, v, *offsets, **flags)))
+
+    def model(inputs, gradients):
+        q = inputs["q"] if one_tensor else torch.cat([inputs["q_user"], inputs["q_candidates"]])
+        do = torch.cat([gradients["user"], gradients["candidates"]])
+        both = torch.cat([torch.tensor([0, *users, *candidates])]).cumsum(0).to(q.device)
+        factor = inputs.get("output_scale", scales)
+        bounds = accuracy.attention(q, inputs["k"], inputs["v"], do, both, offsets[0], output_scale=factor, **options)
+        names = dict(out=("user", "candidates")) | ({} if one_tensor else dict(dq=("dq_user", "dq_candidates")))
+        for name, (first, second) in names.items():
+            bound = bounds.pop(name)
+            bounds[first], bounds[second] = bound.map(lambda x: x[: rows[0]]), bound.map(lambda x: x[rows[0] :])
+        return bounds
+
+    return Call(tensors, function, model, segments)
+
+
+def _rotary(make: Maker, o: dict, lengths: list[int]) -> jm.Rotary | None:
+    if o["rotary"] is None:
+        return None
+    num_positions = max(1, *lengths, 1)
+    if o["angles"] == "linear":
+        rotary = jm.Rotary.from_frequencies(o["head_dim"], num_positions, o["rotary"], device=make.device)
+        return dataclasses.replace(rotary, precise=o["precise"])
+    angles = 6 * torch.rand(num_positions, o["head_dim"] // 2, generator=make.generator, device=make.device)
+    positions = make.integers(0, num_positions, sum(lengths)) if o["angles"] == "positions" else None
+    return jm.Rotary(angles.cos(), angles.sin(), o["rotary"], positions, precise=o["precise"])
+
+
+def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    tensors = _attention_tensors(make, o | dict(v_dim=None), sum(lengths), sum(lengths))
+    options = dict(block_size=o["block_size"], scale=o["scale"], rotary=_rotary(make, o, lengths))
+    offsets = make.offsets(lengths)
+
+    def function(q, k, v):
+        return dict(out=F.block_diagonal_attention(q, k, v, offsets, implementation=o["implementation"], **options))
+
+    def model(inputs, gradients):
+        return accuracy.block_attention(*inputs.values(), gradients["out"], offsets, precise=o["precise"], **options)
+
+    return Call(tensors, function, model, dict.fromkeys(("q", "k", "v", "out"), make.segments(lengths)))
+
+
+def block_diagonal_attention_packed(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    tensors = dict(qkv=make.tensor(sum(lengths), 3, o["heads"][0], o["head_dim"]))
+    options, offsets = dict(block_size=o["block_size"], rotary=_rotary(make, o, lengths)), make.offsets(lengths)
+
+    def function(qkv):
+        return dict(out=F.block_diagonal_attention_packed(qkv, offsets, implementation=o["implementation"], **options))
+
+    def model(inputs, gradients):
+        bounds = accuracy.block_attention(*inputs["qkv"].unbind(1), gradients["out"], offsets, precise=o["precise"], **options)
+        return dict(out=bounds["out"], dqkv=stacked([bounds[name] for name in ("dq", "dk", "dv")], 1))
+
+    return Call(tensors, function, model, dict.fromkeys(("qkv", "out"), make.segments(lengths)))
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> accuracy.Bound:
+    cos, sin = (accuracy.Bound.exact(table[:, None].to(torch.promote_types(x.dtype, torch.float32))) for table in (cos, sin))
+    first, second = (accuracy.Bound.exact(part) for part in x.unflatten(-1, (-1, 2)).unbind(-1))
+    pair = first * cos - second * sin, second * cos + first * sin
+    return stacked(pair, -1).map(lambda y: y.flatten(-2)).rounded(x.dtype)
+
+
+def apply_rotary(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    rows, dim = sum(lengths[0]), o["head_dim"]
+    angles = 6 * torch.rand(rows, dim // 2, generator=make.generator, device=make.device)
+    cos, sin = angles.cos(), angles.sin()
+    return Call(
+        dict(x=make.tensor(rows, o["heads"][0], dim)),
+        lambda x: dict(out=F.apply_rotary(x, cos, sin)),
+        lambda inputs, gradients: dict(
+            out=_rotated(inputs["x"], cos, sin), dx=_rotated(gradients["out"], cos, -sin)
+        ),  # fmt: skip
+        dict.fromkeys(("x", "out"), make.segments(lengths[0])),
+    )

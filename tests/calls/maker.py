@@ -1,0 +1,118 @@
+"""What the builders of calls share: `Call`, and the tensors of a case in its layouts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from accuracy import Bound
+from cases import Case
+from torch import Tensor
+
+from jagged_modules import functional as F
+
+
+@dataclasses.dataclass
+class Call:
+    """A function of named tensors.
+
+    Attributes:
+        inputs: by name, in the order of the function's parameters.
+        function: takes the inputs as keywords, gives the results by name.
+        model: of the inputs and the gradients of the results, what is expected: `accuracy.Bound`s of results, and of gradients under
+            "d" + the input's name. A result that is no floating-point tensor is expected exactly.
+        segments: for inputs and results whose rows belong to one segment each, the segment of each row.
+    """
+
+    inputs: dict[str, Tensor]
+    function: Callable[..., dict[str, Tensor]]
+    model: Callable[[dict[str, Tensor], dict[str, Tensor]], dict]
+    segments: dict[str, Tensor]
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------------------
+
+
+class Maker:
+    """Makes the tensors of a case."""
+
+    def __init__(self, case: Case, stream: int = 0):
+        """stream: another one has other values."""
+        self.case, self.options = case, case.options
+        self.device = "cuda" if case.device == "cuda" else "cpu"
+        self.dtype = getattr(torch, case.dtype)
+        self.generator = torch.Generator(self.device).manual_seed(2 * case.seed + stream)
+
+    def values(self, *shape: int, factor: float = 1.0) -> Tensor:
+        kind = self.options.get("values", "normal")
+        if kind == "zeros":
+            return torch.zeros(shape, device=self.device, dtype=self.dtype)
+        x = torch.randn(shape, generator=self.generator, device=self.device) * factor
+        if kind == "large":
+            bounded = self.options.get("activation", "softmax") == "softmax" and self.dtype != torch.float16
+            x = x * (8 if bounded else 2)
+        if kind == "equal rows" and x.dim() > 1 and x.shape[0]:
+            x = x[:1].expand_as(x)
+        return x.to(self.dtype)
+
+    def tensor(self, *shape: int, factor: float = 1.0) -> Tensor:
+        """Values in the case's layout."""
+        return lay_out(self.values(*shape, factor=factor), self.options["layout"])
+
+    def gradient(self, out: Tensor) -> Tensor:
+        """A gradient of a result, in its own layout."""
+        kind = self.options["grad"]
+        x = torch.randn(out.shape, generator=self.generator, device=self.device).to(out.dtype)
+        if kind == "one number":
+            return x.new_ones(()).expand_as(x)
+        if kind == "one row" and x.shape[0]:
+            return x[:1].expand_as(x)
+        return lay_out(x, kind)
+
+    def integers(self, low: int, high: int, *shape: int) -> Tensor:
+        return torch.randint(low, high, shape, generator=self.generator, device=self.device)
+
+    def offsets(self, lengths: list[int]) -> Tensor:
+        kind = self.options.get("offsets", "int64")
+        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32 if "int32" in kind else torch.int64)
+        return offsets if "host" in kind else offsets.to(self.device)
+
+    def segments(self, lengths: list[int], repeats: int = 1) -> Tensor:
+        """The segment of each row."""
+        return torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64) * repeats).to(self.device)
+
+    def max_seqlen(self, lengths: list[int]) -> int | None:
+        return max(lengths, default=0) if self.options.get("max_seqlen") else None
+
+    def plan(self, x_lengths: list[int], y_lengths: list[int] | None = None) -> F.ScorePlan:
+        offsets = [None if x is None else torch.tensor([0, *x]).cumsum(0) for x in (x_lengths, y_lengths)]
+        return F.ScorePlan.from_offsets(*offsets).to(self.device)
+
+
+def lay_out(x: Tensor, layout: str) -> Tensor:
+    """x's values with other strides or another start, and NaN around them."""
+    if x.numel() == 0:
+        return x
+    if layout == "misaligned":
+        buffer = x.new_full((x.numel() + 1,), float("nan"))
+        return buffer[1:].view(x.shape).copy_(x)
+    if layout == "every other column":
+        buffer = x.new_full((*x.shape[:-1], 2 * x.shape[-1]), float("nan"))
+        return buffer[..., ::2].copy_(x)
+    if layout == "contiguous" or x.dim() == 1:
+        return x.contiguous()
+    if layout == "columns" or layout == "transposed" and x.dim() == 2:
+        order = tuple(reversed(range(x.dim())))
+        return x.permute(order).contiguous().permute(order)
+    if layout == "transposed":
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+    width = x[0].numel()
+    before, after = {"packed": (width, width), "odd rows": (0, 1)}.get(layout, (0, 0))
+    buffer = x.new_full((x.shape[0], before + width + after), float("nan"))
+    return buffer[:, before : before + width].unflatten(1, x.shape[1:]).copy_(x)
+
+
+def stacked(bounds: Sequence[Bound], dim: int) -> Bound:
+    """Of results of one shape."""
+    return bounds[0]._replace(**{part: torch.stack([getattr(x, part) for x in bounds], dim) for part in ("value", "error", "rms")})

@@ -1,0 +1,171 @@
+"""Calls of linear compression, of products and of softmaxes of jagged tensors."""
+
+from __future__ import annotations
+
+import accuracy
+import torch
+from accuracy.activations import activated
+from torch import Tensor
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+from .maker import Call, Maker
+
+
+def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    """Levels are users, vendors and candidates; each user has as many candidates as a segment is long."""
+    (counts,) = lengths
+    users = make.segments(counts)
+    if o["index"] == "shuffled map":
+        users = users[torch.randperm(len(users), generator=make.generator, device=make.device)]
+    num_vendors = len(counts) // 2 + 1
+    batches = [len(counts), num_vendors, len(users)][-o["levels"] :] if o["levels"] != 2 else [len(counts), len(users)]
+    maps = [users, make.integers(0, num_vendors, len(users))][: o["levels"] - 1]
+    indices = [x.int() for x in maps] if o["index"] == "int32 map" else list(maps)
+    if o["index"] == "counts" and indices:
+        indices[0] = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64))
+    levels, depths = range(o["levels"]), o["depths"]
+    weights = {f"w{i}": make.tensor(o["compressed"], depths[i], factor=depths[i] ** -0.5) for i in levels}
+    embeddings = {f"e{i}": make.tensor(batches[i], depths[i], o["columns"]) for i in levels}
+
+    def function(**inputs):
+        tensors = list(inputs.values())
+        out = F.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], indices or None, implementation=o["implementation"])
+        return dict(out=out)
+
+    def model(inputs, gradients):
+        tensors = list(inputs.values())
+        bounds = accuracy.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"])
+        names = {f"dweights[{i}]": f"dw{i}" for i in levels} | {f"dembeddings[{i}]": f"de{i}" for i in levels}
+        return {names.get(name, name): bound for name, bound in bounds.items()}
+
+    rows = users if o["levels"] > 1 else torch.arange(len(users), device=make.device)
+    segments = {"out": rows, f"e{levels[-1]}": rows} | (dict(e0=torch.arange(len(counts), device=make.device)) if o["levels"] > 1 else {})
+    return Call(weights | embeddings, function, model, segments)
+
+
+# -- products and softmaxes ----------------------------------------------------------------------------------------------------------
+
+
+def jagged_dense_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    y = make.tensor(len(lengths), o["depth"], o["columns"], factor=o["depth"] ** -0.5)
+    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=y)
+    offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    rows = make.segments(lengths)
+    return Call(
+        tensors,
+        lambda x, y: dict(out=F.jagged_dense_bmm(x, y, offsets, **options)),
+        lambda inputs, gradients: accuracy.jagged_dense_bmm(*inputs.values(), offsets, gradients["out"]),
+        dict(x=rows, out=rows, y=torch.arange(len(lengths), device=make.device)),
+    )
+
+
+def jagged_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), y=make.tensor(sum(lengths), o["columns"]))
+    offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    rows = make.segments(lengths)
+    return Call(
+        tensors,
+        lambda x, y: dict(out=F.jagged_jagged_bmm(x, y, offsets, **options)),
+        lambda inputs, gradients: accuracy.jagged_jagged_bmm(*inputs.values(), offsets, gradients["out"]),
+        dict(x=rows, y=rows, out=torch.arange(len(lengths), device=make.device)),
+    )
+
+
+def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    offsets, options = make.offsets(lengths), dict(max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+    return Call(
+        dict(x=make.tensor(sum(lengths), o["columns"], factor=3)),
+        lambda x: dict(out=F.jagged_softmax(x, offsets, **options)),
+        lambda inputs, gradients: accuracy.jagged_softmax(inputs["x"], offsets, gradients["out"]),
+        dict.fromkeys(("x", "out"), make.segments(lengths)),
+    )
+
+
+def _scores(make: Maker, x_lengths: list[int], y_lengths: list[int]) -> tuple[F.ScorePlan, Tensor]:
+    """The plan of two sides, and the segment of each score."""
+    return make.plan(x_lengths, y_lengths), make.segments([n * m for n, m in zip(x_lengths, y_lengths)])
+
+
+def jagged2_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    plan, segments = _scores(make, *lengths)
+    return Call(
+        dict(p=make.tensor(plan.total, factor=3)),
+        lambda p: dict(out=F.jagged2_softmax(p, plan, o["dim"], implementation=o["implementation"])),
+        lambda inputs, gradients: accuracy.jagged2_softmax(inputs["p"], *plan.offsets, gradients["out"], dim=o["dim"]),
+        dict.fromkeys(("p", "out"), segments),
+    )
+
+
+def jagged_outer(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    x_lengths, y_lengths = lengths if len(lengths) > 1 else lengths * 2
+    itself = o["operands"] == "itself"
+    plan, segments = make.plan(x_lengths, None if itself else y_lengths), _scores(make, x_lengths, y_lengths)[1]
+    tensors = dict(x=make.tensor(plan.x_rows, o["depth"])) | ({} if itself else dict(y=make.tensor(plan.y_rows, o["depth"])))
+
+    def function(x, y=None):
+        return dict(out=F.jagged_jagged_bmm_jagged_out(x, x if itself else y, plan, implementation=o["implementation"]))
+
+    def model(inputs, gradients):
+        if itself:
+            return accuracy.jagged_gram(inputs["x"], plan.x_offsets, plan.p_offsets, gradients["out"])
+        return accuracy.jagged_outer(*inputs.values(), *plan.offsets, gradients["out"])
+
+    return Call(tensors, function, model, dict(x=make.segments(x_lengths), y=make.segments(y_lengths), out=segments))
+
+
+def array_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    x_lengths, y_lengths = lengths
+    plan, segments = _scores(make, x_lengths, y_lengths)
+    rows = [make.segments(side) for side in lengths]
+    of_y, of_out = rows if o["transposed"] else rows[::-1]
+    options = dict(transposed=o["transposed"])
+    return Call(
+        dict(p=make.tensor(plan.total), y=make.tensor(len(of_y), o["depth"])),
+        lambda p, y: dict(out=F.array_jagged_bmm_jagged_out(p, y, plan, implementation=o["implementation"], **options)),
+        lambda inputs, gradients: accuracy.array_jagged_bmm(*inputs.values(), *plan.offsets, gradients["out"], **options),
+        dict(p=segments, y=of_y, out=of_out),
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activation: str | None) -> dict[str, accuracy.Bound]:
+    """torch's own product, and an activation of what it was rounded to."""
+    exact, dtype = accuracy.Bound.exact, x.dtype
+    z = (exact(x) @ exact(weight).mT).rounded(dtype)
+    if bias:
+        z = (z + exact(bias[0]).map(lambda b: b.expand_as(z.value))).rounded(dtype)
+    out, grad = z, exact(do)
+    if activation is not None:
+        out, slope = activated(z, activation)
+        out, grad = out.rounded(dtype), (slope * grad).rounded(dtype)
+    bounds = dict(out=out, dx=(grad @ exact(weight)).rounded(dtype), dweight=(grad.mT @ exact(x)).rounded(dtype))
+    return bounds | (dict(dbias=grad.sum(0).rounded(dtype)) if bias else {})
+
+
+def jagged_linear(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    shared, factor = o["weights"] == "shared", o["depth"] ** -0.5
+    shape = (o["columns"], o["depth"]) if shared else (len(lengths), o["depth"], o["columns"])
+    tensors = dict(x=make.tensor(sum(lengths), o["depth"]), weight=make.tensor(*shape, factor=factor))
+    if o["bias"]:
+        tensors["bias"] = make.tensor(*shape[:1] if shared else shape[::2])
+    offsets = make.offsets(lengths)
+    options = dict(activation=o["activation"], max_seqlen=make.max_seqlen(lengths), implementation=o["implementation"])
+
+    def function(x, weight, bias=None):
+        return dict(out=F.jagged_linear(x, weight, bias, offsets, **options))
+
+    def model(inputs, gradients):
+        x, weight, *bias = inputs.values()
+        if shared:
+            return _linear(x, weight, bias, gradients["out"], o["activation"])
+        flags = dict(bias=bias[0] if bias else None, activation=o["activation"])
+        bounds = accuracy.jagged_dense_bmm(x, weight, offsets, gradients["out"], **flags)
+        return bounds | dict(dweight=bounds["dy"])
+
+    rows, segments = make.segments(lengths), torch.arange(len(lengths), device=make.device)
+    return Call(tensors, function, model, dict(x=rows, out=rows) | ({} if shared else dict(weight=segments, bias=segments)))

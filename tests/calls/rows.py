@@ -1,0 +1,172 @@
+"""Calls that move or change rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import accuracy
+import torch
+from torch import Tensor
+
+from jagged_modules import functional as F
+
+from .maker import Call, Maker
+
+
+def dense(name: str) -> Callable:
+    def build(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+        (lengths,) = lengths
+        offsets, width, places, rows = _padding(make, o, lengths)
+        y = make.tensor(len(lengths), width, o["columns"])
+
+        def model(inputs, gradients):
+            x, y, do = inputs["x"], inputs["y"], gradients["out"]
+            x, taken, do = (accuracy.Bound.exact(t) for t in (x, y.flatten(0, 1)[places], do))
+            products = name == "jagged_dense_mul"
+            out, dx, dtaken = (x * taken, do * taken, do * x) if products else (x + taken, do, do)
+
+            def in_blocks(part: Tensor) -> Tensor:
+                blocks = part.new_zeros((len(lengths) * width, o["columns"]))
+                blocks[places] = part
+                return blocks.unflatten(0, (len(lengths), width))
+
+            bounds = dict(out=out, dx=dx, dy=dtaken.map(in_blocks))
+            return {key: bound.rounded(y.dtype) for key, bound in bounds.items()}
+
+        return Call(
+            dict(x=make.tensor(sum(lengths), o["columns"]), y=y),
+            lambda x, y: dict(out=getattr(F, name)(x, y, offsets)),
+            model,
+            dict(x=rows, out=rows, y=torch.arange(len(lengths), device=make.device)),
+        )
+
+    return build
+
+
+def _layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, do: Tensor, eps: float) -> dict[str, accuracy.Bound]:
+    """n = (x - mean) / sqrt(variance + eps), out = n ∘ w + b;  dx = (g - mean(g) - n ∘ mean(g ∘ n)) / sqrt(variance + eps), g = do ∘ w."""
+    exact, dtype = accuracy.Bound.exact, x.dtype
+    size = x.shape[1]
+
+    def mean(t: accuracy.Bound) -> accuracy.Bound:
+        return t.sum(1).scaled(1 / size).map(lambda y: y[:, None])
+
+    centred = exact(x) - mean(exact(x))
+    variance = mean(centred * centred)
+    deviation = (variance.value + eps).sqrt()
+    deviation = variance._replace(value=deviation, error=variance.error / (2 * deviation), rms=variance.rms / (2 * deviation)).off_by(3)
+    normal, grad = centred / deviation, exact(do)
+    out, g = normal, grad
+    if weight is not None:
+        w = exact(weight).map(lambda y: y.expand_as(x))
+        out, g = normal * w, grad * w
+    if bias is not None:
+        out = out + exact(bias).map(lambda y: y.expand_as(x))
+    bounds = dict(out=out, dx=(g - mean(g) - normal * mean(g * normal)) / deviation, dweight=(grad * normal).sum(0), dbias=grad.sum(0))
+    return {name: bound.rounded(dtype) for name, bound in bounds.items()}
+
+
+def jagged_layer_norm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    tensors = dict(x=make.tensor(sum(lengths[0]), o["columns"]))
+    tensors |= {name: make.tensor(o["columns"]) for name in ("weight", "bias") if o["affine"] in ("both", name)}
+    rows = make.segments(lengths[0])
+
+    def model(inputs, gradients):
+        return _layer_norm(inputs["x"], inputs.get("weight"), inputs.get("bias"), gradients["out"], o["eps"])
+
+    return Call(tensors, lambda **inputs: dict(out=F.jagged_layer_norm(**inputs, eps=o["eps"])), model, dict(x=rows, out=rows))
+
+
+def jagged_concat(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    offsets = [make.offsets(side) for side in lengths]
+    tensors = {f"x{i}": make.tensor(sum(side), o["columns"]) for i, side in enumerate(lengths)}
+    parts = [make.segments(side) for side in lengths]
+    order = torch.cat(parts).sort(stable=True).indices
+
+    def function(**inputs):
+        return dict(zip(("out", "offsets"), F.jagged_concat(list(inputs.values()), offsets)))
+
+    def model(inputs, gradients):
+        back = gradients["out"][order.argsort()].split([len(part) for part in parts])
+        exact = {f"d{name}": accuracy.Bound.exact(x) for name, x in zip(inputs, back)}
+        total = torch.tensor([0, *map(sum, zip(*lengths))]).cumsum(0)
+        return dict(out=accuracy.Bound.exact(torch.cat(list(inputs.values()))[order]), offsets=total) | exact
+
+    return Call(tensors, function, model, dict(zip(tensors, parts)) | dict(out=torch.cat(parts)[order]))
+
+
+def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    """The two lists are the lengths of the parts."""
+    first, rest = lengths
+    if o["first"] == "number":
+        rest = [n + m for n, m in zip(first, rest)]
+        first = [min(rest, default=0) // 2] * len(rest)
+        rest = [n - first[0] for n in rest]
+    whole = [n + m for n, m in zip(first, rest)]
+    first_lengths = torch.tensor(first, dtype=torch.int32 if o["first"] == "int32 lengths" else torch.int64).to(make.device)
+    offsets, total = make.offsets(whole), None if o["first"] == "number" else sum(first)
+    if o["first"] == "number":
+        first_lengths = first[0] if first else 0
+    segments = make.segments(whole)
+    position = torch.arange(len(segments), device=make.device) - torch.tensor([0, *whole]).cumsum(0).to(make.device)[segments]
+    in_first = position < torch.tensor([*first, 0], device=make.device)[segments]
+
+    def function(x):
+        (head, head_offsets), (tail, tail_offsets) = F.jagged_split(x, offsets, first_lengths, total)
+        return dict(head=head, head_offsets=head_offsets, tail=tail, tail_offsets=tail_offsets)
+
+    def model(inputs, gradients):
+        x, exact = inputs["x"], accuracy.Bound.exact
+        dx = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dx[in_first], dx[~in_first] = gradients["head"], gradients["tail"]
+        head_offsets, tail_offsets = (torch.tensor([0, *part]).cumsum(0) for part in (first, rest))
+        return dict(
+            head=exact(x[in_first]), head_offsets=head_offsets, tail=exact(x[~in_first]), tail_offsets=tail_offsets, dx=exact(dx)
+        )  # fmt: skip
+
+    tensors = dict(x=make.tensor(sum(whole), o["columns"]))
+    return Call(tensors, function, model, dict(x=segments, head=segments[in_first], tail=segments[~in_first]))
+
+
+def _padding(make: Maker, o: dict, lengths: list[int]) -> tuple[Tensor, int, Tensor, Tensor]:
+    """Offsets, rows of a dense block, and where in the flat blocks each row is, and its segment."""
+    offsets, width = make.offsets(lengths), max(lengths, default=0) + o["extra"]
+    segments = make.segments(lengths)
+    position = torch.arange(len(segments), device=make.device) - offsets.to(make.device)[segments]
+    return offsets, width, segments * width + position, segments
+
+
+def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    offsets, width, places, rows = _padding(make, o, lengths)
+
+    def model(inputs, gradients):
+        values, exact = inputs["values"], accuracy.Bound.exact
+        padded = values.new_full((len(lengths) * width, o["columns"]), o["padding"])
+        padded[places] = values
+        return dict(out=exact(padded.unflatten(0, (len(lengths), width))), dvalues=exact(gradients["out"].flatten(0, 1)[places]))
+
+    return Call(
+        dict(values=make.tensor(sum(lengths), o["columns"])),
+        lambda values: dict(out=F.jagged_to_padded(values, offsets, width, o["padding"])),
+        model,
+        dict(values=rows, out=torch.arange(len(lengths), device=make.device)),
+    )
+
+
+def padded_to_jagged(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
+    (lengths,) = lengths
+    offsets, width, places, rows = _padding(make, o, lengths)
+
+    def model(inputs, gradients):
+        flat, exact = inputs["dense"].flatten(0, 1), accuracy.Bound.exact
+        back = torch.zeros_like(flat, memory_format=torch.contiguous_format)
+        back[places] = gradients["out"]
+        return dict(out=exact(flat[places]), ddense=exact(back.unflatten(0, (len(lengths), width))))
+
+    return Call(
+        dict(dense=make.tensor(len(lengths), width, o["columns"])),
+        lambda dense: dict(out=F.padded_to_jagged(dense, offsets, sum(lengths))),
+        model,
+        dict(dense=torch.arange(len(lengths), device=make.device), out=rows),
+    )

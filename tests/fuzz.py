@@ -1,0 +1,322 @@
+"""Runs random cases of every public function against float64 models, forward and gradients. `make fuzz SECONDS=60 SEED=1 ARGS=...`
+
+A thread for each worker process draws cases and gives them to it one at a time. A worker may die (an illegal memory access leaves its
+CUDA context unusable): the case that was running is reported, and a new worker goes on. A failing case is made smaller as long as it
+fails in the same way, and printed as one command that repeats it.
+
+On a GPU most of the time would go into compiling kernels. So each configuration (dtype, sizes and the options that decide which kernel is
+compiled) runs with many lengths, values and strides before the next one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import itertools
+import json
+import os
+import shlex
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
+
+from cases import Case, random_configuration, smaller_cases, with_random_data  # noqa: E402
+from space import OPERATORS  # noqa: E402
+
+DEVICES = ("cpu", "interpreter", "cuda")
+CASES = dict(cpu=3, interpreter=1, cuda=40)  # of one configuration, one after the other
+MAX_FAILURES = 30  # more say nothing new
+RESERVED_BYTES = 2**31  # of GPU memory in one worker's cache
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """kind: "wrong", an exception's name, "crash" or "timeout"."""
+
+    case: Case
+    kind: str
+    message: str
+
+    @property
+    def command(self) -> str:
+        return f"{Path(sys.executable).name} {sys.argv[0]} --case {shlex.quote(self.case.to_json())}"
+
+
+# -- the worker process ------------------------------------------------------------------------------------------------------------
+
+
+def run_case(case: Case) -> dict | None:
+    """What is wrong with the case in this process, {kind, message}; None if nothing is."""
+    from calls import check
+
+    try:
+        check(case)
+    except AssertionError as error:
+        return dict(kind="wrong", message=str(error))
+    except Exception as error:  # whatever the library raises for a legal call
+        return dict(kind=type(error).__name__, message=str(error))
+    return None
+
+
+def serve() -> None:
+    """Answers each line of stdin, a case, by a line of stdout."""
+    import torch
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    torch.set_num_threads(1)
+    for line in sys.stdin:
+        failure = run_case(Case.from_json(line))
+        print(json.dumps(failure), file=answers, flush=True)
+        if torch.cuda.is_initialized():
+            if failure is not None and "CUDA" in failure["message"]:
+                os._exit(1)  # the context may be unusable
+            if torch.cuda.memory_reserved() > RESERVED_BYTES:
+                torch.cuda.empty_cache()
+
+
+class Worker:
+    """A process that runs cases of a device; a new one takes the place of one that died."""
+
+    def __init__(self, timeout: float):
+        self.timeout = timeout
+        self.process: subprocess.Popen | None = None
+
+    def run(self, case: Case) -> Failure | None:
+        if self.process is None:
+            self._start(case.device)
+        killed = threading.Event()
+        watchdog = threading.Timer(self.timeout, lambda: (killed.set(), self.process.kill()))
+        watchdog.start()
+        try:
+            self.process.stdin.write(case.to_json() + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            watchdog.cancel()
+        if not answer:
+            kind, message = ("timeout", f"took more than {self.timeout} s") if killed.is_set() else ("crash", self._last_words())
+            self.stop()
+            return Failure(case, kind, message)
+        failure = json.loads(answer)
+        return None if failure is None else Failure(case, **failure)
+
+    def _start(self, device: str) -> None:
+        environment = os.environ | dict(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
+        environment["TRITON_INTERPRET"] = "1" if device == "interpreter" else "0"
+        self.stderr = tempfile.TemporaryFile("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, sys.argv[0], "--worker"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True, env=environment,
+        )  # fmt: skip
+
+    def _last_words(self) -> str:
+        code = self.process.wait()
+        self.stderr.seek(0)
+        return f"the process ended with {code}: {self.stderr.read()[-1500:]}"
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+
+# -- shrinking ---------------------------------------------------------------------------------------------------------------------
+
+
+def shrink(failure: Failure, worker: Worker, seconds: float) -> Failure:
+    """A smaller case that fails in the same way, found in that time."""
+    deadline = time.monotonic() + seconds
+    smaller = failure
+    while smaller is not None:
+        failure = smaller
+        smaller = next(filter(None, (_fails_alike(case, failure, worker, deadline) for case in smaller_cases(failure.case))), None)
+    return failure
+
+
+def _fails_alike(case: Case, failure: Failure, worker: Worker, deadline: float) -> Failure | None:
+    other = worker.run(case) if time.monotonic() < deadline else None
+    return other if other is not None and other.kind == failure.kind else None
+
+
+# -- the run -----------------------------------------------------------------------------------------------------------------------
+
+
+class Run:
+    """Random cases until the time is over, by threads that each have a worker process for each of their devices."""
+
+    def __init__(self, options: argparse.Namespace):
+        self.options = options
+        self.deadline = time.monotonic() + options.seconds
+        self.functions = [name for name in options.function for _ in range(OPERATORS[name].weight)]
+        self.numbers = {device: itertools.count() for device in options.device}
+        self.counts, self.visited = collections.Counter(), collections.Counter()
+        self.failures: list[Failure] = []
+        self.lock = threading.Lock()
+
+    def run(self) -> None:
+        processes, devices = self.options.processes, self.options.device
+        groups = [devices[i::processes] for i in range(processes)] if processes < len(devices) else _shares(devices, processes)
+        with concurrent.futures.ThreadPoolExecutor(len(groups)) as pool:
+            list(pool.map(self._explore, groups))  # raises what a thread raised
+
+    def _explore(self, devices: list[str]) -> None:
+        workers = {device: Worker(self.options.timeout) for device in devices}
+        try:
+            for device in itertools.cycle(devices):
+                for case in self._cases(device):
+                    if self._is_over():
+                        return
+                    self._note(case, workers[device].run(case), workers[device])
+        finally:
+            for worker in workers.values():
+                worker.stop()
+
+    def _cases(self, device: str):
+        """The next configuration's cases. After the last one the first comes again, with other lengths and values."""
+        with self.lock:
+            number = next(self.numbers[device])
+        limit = self.options.configurations or number + 1
+        functions = [x for x in self.functions if self._dtypes(x, device)]
+        if not functions:
+            return
+        function = functions[number % limit % len(functions)]
+        seed = self.options.seed * 1_000_003 + number % limit
+        dtypes = self._dtypes(function, device)
+        configuration = random_configuration(function, seed, device, dtype=dtypes[seed // len(functions) % len(dtypes)])
+        for i in range(self.options.cases or CASES[device]):
+            yield with_random_data(configuration, self.options.seed * 1_000_003 + number * 1009 + i)
+
+    def _dtypes(self, function: str, device: str) -> list[str]:
+        wanted = self.options.dtype
+        return [x for x in OPERATORS[function].dtypes.get(device, ()) if wanted is None or x in wanted]
+
+    def _note(self, case: Case, failure: Failure | None, worker: Worker) -> None:
+        with self.lock:
+            self.counts[case.function, case.device, case.dtype] += 1
+            self.visited.update((case.function, case.device, name, str(value)) for name, value in case.options.items())
+            known = {(x.case.function, x.case.device, x.kind) for x in self.failures}
+            if failure is None:
+                return
+            self.failures.append(failure)
+            number = len(self.failures) - 1
+        print(f"FAILED {failure.kind}: {_first_line(failure.message)}\n  {failure.command}", flush=True)
+        if (case.function, case.device, failure.kind) not in known:
+            self.failures[number] = small = shrink(failure, worker, self.options.shrink_seconds)
+            print(f"SMALLER {small.kind}: {_first_line(small.message)}\n  {small.command}", flush=True)
+
+    def _is_over(self) -> bool:
+        return time.monotonic() > self.deadline or len(self.failures) >= MAX_FAILURES
+
+    def summary(self) -> dict:
+        counts = [dict(function=f, device=d, dtype=t, cases=n) for (f, d, t), n in sorted(self.counts.items())]
+        failures = [dict(kind=x.kind, message=x.message, command=x.command, case=dataclasses.asdict(x.case)) for x in self.failures]
+        return dict(
+            seed=self.options.seed, seconds=self.options.seconds, cases=self.counts.total(), counts=counts, failures=failures,
+            not_visited=self._not_visited(),
+        )  # fmt: skip
+
+    def _not_visited(self) -> list[str]:
+        """Values of options that no case had, of the functions and devices that were run; size classes are not listed."""
+        return [
+            f"{function} {device} {name}={value}"
+            for function, device in sorted({key[:2] for key in self.counts})
+            for name in OPERATORS[function].names(device)
+            for value in dict.fromkeys(OPERATORS[function].axis(name, device))
+            if isinstance(value, (str, int, float, bool, type(None))) and not self.visited[function, device, name, str(value)]
+        ]
+
+
+def _shares(devices: list[str], processes: int) -> list[list[str]]:
+    """A device for each process: one for each, and the rest for the last, which is the GPU if there is one."""
+    return [[device] for device in devices] + [[devices[-1]]] * (processes - len(devices))
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0] if text.strip() else ""
+
+
+def _table(counts: list[dict]) -> str:
+    columns = sorted({(x["device"], x["dtype"]) for x in counts}, key=lambda column: (DEVICES.index(column[0]), column[1]))
+    cells = {(x["function"], x["device"], x["dtype"]): x["cases"] for x in counts}
+    lines = [f"{'cases':34}" + "".join(f"{device[:6]} {dtype:<9}" for device, dtype in columns)]
+    for function in dict.fromkeys(x["function"] for x in counts):
+        lines.append(f"{function:34}" + "".join(f"{cells.get((function, *column), 0):<16}" for column in columns))
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def _report(summary: dict) -> None:
+    print(_table(summary["counts"]))
+    if summary["not_visited"]:
+        listed = summary["not_visited"][:12]
+        print(f"{len(summary['not_visited'])} values of options in no case, among them: " + "; ".join(listed))
+    for failure in summary["failures"]:
+        print(f"{failure['kind']}: {_first_line(failure['message'])}\n  {failure['command']}")
+    print(f"{summary['cases']} cases, {len(summary['failures'])} failures, seed {summary['seed']}")
+
+
+def _repeat(case: Case) -> int:
+    """Run one case in this process; a failure is printed in full."""
+    os.environ["TRITON_INTERPRET"] = "1" if case.device == "interpreter" else "0"
+    failure = run_case(case)
+    print("right" if failure is None else f"{failure['kind']}: {failure['message']}")
+    return int(failure is not None)
+
+
+def _parse(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=60.0, help="stop drawing cases after that time")
+    parser.add_argument("--seed", type=int, default=None, help="another one each time if not given")
+    parser.add_argument("--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="all if not given")
+    parser.add_argument("--dtype", nargs="+", default=None, help="all if not given")
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="all of this machine if not given")
+    parser.add_argument("--processes", type=int, default=None, help="2; with a GPU as many as cores")
+    parser.add_argument("--configurations", type=int, default=None, help="at most so many on each device, again and again")
+    parser.add_argument("--cases", type=int, default=None, help=f"of a configuration before the next; by device {CASES} if not given")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take, compilation included")
+    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for making one failing case smaller")
+    parser.add_argument("--json", type=Path, default=None, help="write the summary there, too")
+    parser.add_argument("--case", type=Case.from_json, default=None, help="run this one, as a failure prints it")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = _parse(sys.argv[1:] if arguments is None else arguments)
+    if options.worker:
+        serve()
+        return 0
+    if options.case is not None:
+        return _repeat(options.case)
+
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    if "cuda" in (options.device or ()) and not has_gpu:
+        raise SystemExit("--device cuda: there is no CUDA device")
+    options.device = [x for x in DEVICES if (options.device is None and (x != "cuda" or has_gpu)) or x in (options.device or ())]
+    options.processes = options.processes or (os.cpu_count() if "cuda" in options.device else 2)
+    options.seed = int(time.time()) if options.seed is None else options.seed
+    print(f"seed {options.seed}, devices {' '.join(options.device)}, {options.processes} processes, {options.seconds:.0f} s", flush=True)
+    run = Run(options)
+    run.run()
+    summary = run.summary()
+    _report(summary)
+    if options.json is not None:
+        options.json.write_text(json.dumps(summary, indent=1) + "\n")
+    return int(bool(summary["failures"]) or not summary["cases"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,378 @@
+"""The supported space: dtypes, sizes and options of every public function."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Callable
+
+from jagged_kernels.configs import padded_dim
+
+from jagged_modules.activations import POINTWISE
+
+FLOATS, HALVES = ("float64", "float32"), ("float16", "bfloat16")
+KERNEL_DTYPES = dict(cpu=(*FLOATS, *HALVES), interpreter=("float32", "float16"), cuda=("float32", *HALVES))
+TORCH_DTYPES = dict(cpu=(*FLOATS, *HALVES), cuda=(*FLOATS, *HALVES))  # functions of torch operators, which have no kernels
+
+MASKS = {  # fields of AttentionMask; num_targets: at most so many in a segment
+    "causal": dict(causal=True),
+    "window": dict(window=(20, 9)),
+    "causal-window": dict(causal=True, window=(33, None)),
+    "targets": dict(causal=True, num_targets=40),
+    "grouped-targets": dict(causal=True, num_targets=90, target_group_size=7),
+    "hstu": dict(causal=True, num_targets=30, contextual_seqlen=5, max_attn_len=50, min_full_attn_seqlen=11),
+    "long-context": dict(causal=True, contextual_seqlen=70, max_attn_len=100),
+    "band": dict(max_attn_len=40),
+    "open-targets": dict(num_targets=20, contextual_seqlen=3, max_attn_len=30, min_full_attn_seqlen=4),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Range:
+    """A size class."""
+
+    low: int
+    high: int
+
+    def draw(self, rng: random.Random) -> int:
+        """A size, as often a multiple of 16, 8, 4 or 2 as any: kernels load those differently."""
+        step = rng.choice([1, 2, 4, 8, 16])
+        multiples = range(-(-self.low // step) * step, self.high + 1, step)
+        return rng.choice(multiples) if multiples else rng.randint(self.low, self.high)
+
+
+HEAD_DIMS = (Range(1, 8), Range(9, 16), Range(17, 32), Range(33, 64), Range(65, 128), Range(129, 256))
+WIDTHS = (Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 300))
+
+
+def mostly(first, *others) -> tuple:
+    """An axis of which every second draw is `first`."""
+    return (first,) * max(1, len(others)) + others
+
+
+LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns")
+GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows")
+OFFSETS = mostly("int64", "int32", "host int64", "host int32")
+COMMON = dict(layout=LAYOUTS, grad=GRADS)
+DATA = dict(values=mostly("normal", "large", "zeros", "equal rows"), requires=mostly("all", "first", "last", "all but first"))
+MAX_SEQLEN = dict(max_seqlen=(False, True))
+IMPLEMENTATIONS = dict(cpu=mostly("auto", "reference"), interpreter=("triton",), cuda=mostly("auto", "triton"))
+POISONS = (None, None, None, "nan", "inf")
+
+ATTENTION = dict(
+    activation=("softmax",) * 5 + tuple(POINTWISE),
+    mask=mostly(None, *MASKS),
+    heads=((1, 1), (2, 2), (2, 1), (4, 2), (6, 2), (3, 3), (8, 1)),
+    head_dim=HEAD_DIMS,
+    v_dim=mostly(None, *HEAD_DIMS),  # None: head_dim
+    output_scale=mostly(1, 0.125, "tensor", "tensor with gradient"),
+    offsets=OFFSETS,
+)
+ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True)) | MAX_SEQLEN
+ATTENTION_IMPLEMENTATIONS = IMPLEMENTATIONS | dict(cuda=mostly("auto", "triton", "hopper"))
+BLOCK_ATTENTION = dict(
+    head_dim=HEAD_DIMS,
+    block_size=(64, 16, 32, 128),
+    rotary=(None, "qk", "qkv"),
+    angles=("linear", "any", "positions"),
+    precise=(False, True),
+    offsets=OFFSETS,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Operator:
+    """The space of one public function.
+
+    Attributes:
+        dtypes, implementations: by device, which is "cpu", "interpreter" (Triton's, on the CPU) or "cuda".
+        axes: values of each option that decides which kernel is compiled; the first is the simplest. A `Range` stands for its sizes.
+        data_axes: the same of other options.
+        weight: how often a random case is one of this function.
+        num_lists: from the options, how many lists of segment lengths there are.
+        work: from the options and the lengths, about how many multiplications it takes.
+        parts: the same, and whether Triton's interpreter runs it: how many parts its model, or the interpreter, goes over one by one.
+        fix: changes options that cannot go together; called with the device, the dtype and the options.
+    """
+
+    axes: dict[str, tuple]
+    data_axes: dict[str, tuple] = dataclasses.field(default_factory=dict)
+    dtypes: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: KERNEL_DTYPES)
+    implementations: dict[str, tuple[str, ...]] = dataclasses.field(default_factory=lambda: IMPLEMENTATIONS)
+    weight: int = 1
+    num_lists: Callable[[dict], int] = lambda o: 1
+    work: Callable[[dict, list], int] = lambda o, lengths: 0
+    parts: Callable[[dict, list, bool], int] = lambda o, lengths, interpreted: len(lengths[0])
+    fix: Callable[[str, str, dict], None] = lambda device, dtype, o: None
+
+    def axis(self, name: str, device: str) -> tuple:
+        """Values of an option on a device; sizes that Triton's interpreter takes too long for are left out."""
+        if name == "implementation":
+            return self.implementations[device]
+        limit = LIMITS[device].size
+        values = (self.axes | self.data_axes)[name]
+        return tuple(x for x in values if not isinstance(x, Range) or x.low <= limit)
+
+    def names(self, device: str) -> dict[str, bool]:
+        """All options on a device: name → whether it decides which kernel is compiled."""
+        names = dict.fromkeys(self.axes, True) | dict.fromkeys(self.data_axes, False)
+        return names | (dict(implementation=True) if self.implementations else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The largest cases on a device: rows of a list of segments, segments, a size, multiplications, parts."""
+
+    rows: int
+    segments: int
+    size: int
+    work: int
+    parts: int
+
+
+LIMITS = dict(
+    cpu=Limits(rows=700, segments=40, size=300, work=2 * 10**7, parts=40),
+    interpreter=Limits(rows=150, segments=8, size=130, work=10**6, parts=8),
+    cuda=Limits(rows=2500, segments=60, size=500, work=10**9, parts=40),
+)
+
+
+# -- options that cannot go together ---------------------------------------------------------------------------------------------
+
+
+def _fix_attention(device: str, dtype: str, o: dict) -> None:
+    if o["activation"] == "softmax":
+        o["output_scale"] = 1
+    operands = o.get("operands", "self")
+    if operands == "kv shared" or operands.endswith("lists") or "lists" in o:
+        o["mask"] = None
+    if operands == "kv shared" or operands == "q shared" or operands.endswith("lists"):
+        o["schedule"] = False  # the caller has none for them
+    if o["implementation"] == "hopper":
+        if dtype not in HALVES:
+            o["implementation"] = "triton"
+            return
+        o["head_dim"] = _hopper_dim(o["head_dim"])
+        v_dim = o["head_dim"] if o["v_dim"] is None else _hopper_dim(o["v_dim"])
+        o["v_dim"] = None if padded_dim(v_dim) != padded_dim(o["head_dim"]) else v_dim
+        _align(o)
+
+
+def _hopper_dim(dim: int) -> int:
+    return min(max(-(-dim // 8) * 8, 40), 128)
+
+
+def _align(o: dict) -> None:
+    """Rows at 16-byte boundaries."""
+    if o["layout"] in ("odd rows", "misaligned"):
+        o["layout"] = "contiguous"
+
+
+def _fix_block_attention(device: str, dtype: str, o: dict) -> None:
+    if o["implementation"] == "hopper":
+        if dtype not in HALVES:
+            o["implementation"] = "triton"
+        else:
+            o["head_dim"] = min(-(-o["head_dim"] // 8) * 8, 128)
+            o["heads"] = [o["heads"][0]] * 2
+            _align(o)
+    if o["rotary"] is None:
+        o["angles"], o["precise"] = "linear", False
+    else:
+        o["head_dim"] += o["head_dim"] % 2
+
+
+def _fix_packed(device: str, dtype: str, o: dict) -> None:
+    o["heads"] = [o["heads"][0]] * 2
+    _fix_block_attention(device, dtype, o)
+
+
+def _fix_linear_compress(device: str, dtype: str, o: dict) -> None:
+    if o["implementation"] == "hopper":
+        if dtype not in HALVES:
+            o["implementation"] = "fused"
+        else:
+            o["columns"] = -(-o["columns"] // 8) * 8
+            _align(o)
+            o["layout"] = "contiguous" if o["layout"] in ("transposed", "columns") else o["layout"]
+
+
+def _even_dim(device: str, dtype: str, o: dict) -> None:
+    o["head_dim"] += o["head_dim"] % 2
+
+
+def _shared_linear(device: str, dtype: str, o: dict) -> None:
+    if o["weights"] == "shared":
+        o["implementation"] = "auto"  # torch's own product
+
+
+# -- the table ---------------------------------------------------------------------------------------------------------------------
+
+
+def _pairs(o: dict, lengths: list[list[int]]) -> int:
+    """Pairs of rows of the sides."""
+    *queries, keys = lengths if len(lengths) > 1 else lengths * 2
+    return sum(n * m for side in queries for n, m in zip(side, keys))
+
+
+def _attention_work(o: dict, lengths: list[list[int]]) -> int:
+    pairs = _pairs(o, lengths)
+    if "shared" in o.get("operands", ""):
+        pairs = sum(lengths[0]) * o["shared_rows"]
+    return pairs * o["heads"][0] * (o["head_dim"] + (o.get("v_dim") or o["head_dim"])) * o.get("rows", 1)
+
+
+def _block_work(o: dict, lengths: list[list[int]]) -> int:
+    return 2 * sum(lengths[0]) * o["block_size"] * o["heads"][0] * o["head_dim"]
+
+
+def _attention_parts(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
+    tiles = sum(1 + n // 64 for side in lengths for n in side) * o["heads"][0]
+    return tiles if interpreted else len(lengths[0])
+
+
+def _blocks(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
+    return sum(-(-n // o["block_size"]) for n in lengths[0]) * (o["heads"][0] if interpreted else 1)
+
+
+def _dense_parts(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
+    return len(lengths[0]) * (_tiles(o.get("depth", 1)) * _tiles(o["columns"]) if interpreted else 1)
+
+
+def _compress_parts(o: dict, lengths: list[list[int]], interpreted: bool) -> int:
+    return (sum(lengths[0]) + len(lengths[0])) * _tiles(o["compressed"]) * _tiles(o["columns"]) if interpreted else 0
+
+
+def _tiles(size: int) -> int:
+    return -(-size // 64)
+
+
+def _dense_work(o: dict, lengths: list[list[int]]) -> int:
+    return (sum(lengths[0]) + len(lengths[0])) * o["depth"] * o["columns"]
+
+
+def _compress_work(o: dict, lengths: list[list[int]]) -> int:
+    return (sum(lengths[0]) + len(lengths[0])) * o["compressed"] * max(o["depths"][: o["levels"]]) * o["columns"]
+
+
+def _outer_work(o: dict, lengths: list[list[int]]) -> int:
+    return _pairs(o, lengths) * o.get("depth", 1)
+
+
+_jagged = COMMON | dict(offsets=OFFSETS)
+_product = _jagged | dict(depth=WIDTHS, columns=WIDTHS)
+_jagged_data = DATA | MAX_SEQLEN
+_plan = COMMON
+_rows = dict(dtypes=TORCH_DTYPES, implementations={})
+
+OPERATORS = {
+    "jagged_attention": Operator(
+        weight=4,
+        axes=COMMON
+        | ATTENTION
+        | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 lists", "3 lists"), shared_rows=(Range(1, 20), Range(50, 140))),
+        data_axes=DATA | ATTENTION_DATA,
+        implementations=ATTENTION_IMPLEMENTATIONS,
+        num_lists=lambda o: {"cross": 2, "2 lists": 3, "3 lists": 4}.get(o["operands"], 1),
+        work=_attention_work,
+        parts=_attention_parts,
+        fix=_fix_attention,
+    ),
+    "target_attention": Operator(
+        weight=2,
+        axes=COMMON | ATTENTION | dict(index=("counts", "map", "offsets", "shuffled map"), rows=(1, 2, 3, 8)),
+        data_axes=DATA | ATTENTION_DATA,
+        implementations=ATTENTION_IMPLEMENTATIONS,
+        num_lists=lambda o: 2,
+        work=_attention_work,
+        parts=_attention_parts,
+        fix=_fix_attention,
+    ),
+    "self_target_attention": Operator(
+        weight=2,
+        axes=COMMON
+        | {name: ATTENTION[name] for name in ("activation", "heads", "head_dim", "v_dim", "output_scale", "offsets")}
+        | dict(lists=("two tensors", "one tensor")),
+        data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
+        implementations=ATTENTION_IMPLEMENTATIONS,
+        num_lists=lambda o: 2,
+        work=lambda o, lengths: _attention_work(o, [*lengths, lengths[0]]),
+        parts=_attention_parts,
+        fix=_fix_attention,
+    ),
+    "block_diagonal_attention": Operator(
+        weight=3,
+        axes=COMMON | BLOCK_ATTENTION | dict(heads=ATTENTION["heads"]),
+        data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
+        implementations=ATTENTION_IMPLEMENTATIONS,
+        work=_block_work,
+        parts=_blocks,
+        fix=_fix_block_attention,
+    ),
+    "block_diagonal_attention_packed": Operator(
+        axes=COMMON | BLOCK_ATTENTION | dict(heads=((1, 1), (2, 2), (3, 3), (8, 8))),
+        data_axes=dict(values=DATA["values"]),
+        implementations=ATTENTION_IMPLEMENTATIONS,
+        work=_block_work,
+        parts=_blocks,
+        fix=_fix_packed,
+    ),
+    "linear_compress": Operator(
+        weight=3,
+        axes=COMMON
+        | dict(
+            levels=(1, 2, 3),
+            compressed=(Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 450)),
+            depths=((8, 8, 8), (1, 1, 1), (3, 5, 2), (20, 33, 7), (64, 40, 100), (65, 100, 1), (170, 99, 130)),
+            columns=WIDTHS,
+            index=("map", "int32 map", "counts", "shuffled map"),
+        ),
+        data_axes=DATA,
+        implementations=dict(
+            cpu=mostly("auto", "reference", "decomposed", "padded"),
+            interpreter=("fused",),
+            cuda=("auto", "auto", "fused", "fused", "hopper", "hopper", "decomposed", "padded"),
+        ),
+        work=_compress_work,
+        parts=_compress_parts,
+        fix=_fix_linear_compress,
+    ),
+    "apply_rotary": Operator(
+        axes=COMMON | dict(heads=((1, 1), (2, 2), (5, 5)), head_dim=HEAD_DIMS), data_axes=DATA, fix=_even_dim, **_rows
+    ),
+    "jagged_dense_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts),
+    "jagged_jagged_bmm": Operator(axes=_product, data_axes=_jagged_data, work=_dense_work, parts=_dense_parts),
+    "jagged_softmax": Operator(axes=_jagged | dict(columns=WIDTHS), data_axes=_jagged_data, parts=_dense_parts),
+    "jagged2_softmax": Operator(axes=_plan | dict(dim=(-1, -2)), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work),
+    "jagged_jagged_bmm_jagged_out": Operator(
+        axes=_plan | dict(operands=("two", "itself"), depth=WIDTHS),
+        data_axes=DATA,
+        num_lists=lambda o: 2 if o["operands"] == "two" else 1,
+        work=_outer_work,
+    ),
+    "array_jagged_bmm_jagged_out": Operator(
+        axes=_plan | dict(transposed=(False, True), depth=WIDTHS), data_axes=DATA, num_lists=lambda o: 2, work=_outer_work
+    ),
+    "jagged_linear": Operator(
+        axes=_product | dict(weights=mostly("per segment", "shared"), bias=(True, False), activation=mostly(None, *POINTWISE)),
+        data_axes=_jagged_data,
+        work=_dense_work,
+        parts=_dense_parts,
+        fix=_shared_linear,
+    ),
+    "jagged_dense_add": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
+    "jagged_dense_mul": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
+    "jagged_layer_norm": Operator(
+        axes=COMMON | dict(columns=WIDTHS, affine=("both", "weight", "none")), data_axes=DATA | dict(eps=(1e-6, 1e-3)), **_rows
+    ),
+    "jagged_concat": Operator(
+        axes=_jagged | dict(parts=(2, 1, 3), columns=WIDTHS), data_axes=DATA, num_lists=lambda o: o["parts"], **_rows
+    ),
+    "jagged_split": Operator(
+        axes=_jagged | dict(first=("lengths", "int32 lengths", "number"), columns=WIDTHS), data_axes=DATA, num_lists=lambda o: 2, **_rows
+    ),
+    "jagged_to_padded": Operator(
+        axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9), padding=(0.0, -2.5)), data_axes=DATA, **_rows
+    ),
+    "padded_to_jagged": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
+}  # fmt: skip
