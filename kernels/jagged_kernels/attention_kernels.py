@@ -51,7 +51,7 @@ def _fwd_block(
     return acc, row_max, row_sum
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
@@ -159,7 +159,7 @@ def _dq_block(
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
@@ -254,7 +254,7 @@ def _dkdv_block(
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
