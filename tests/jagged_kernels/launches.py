@@ -18,7 +18,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
 
-GPU = torch.device("cuda", 0)
 FACTORIES = ["arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"]
 FACTORIES_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"]
 METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
@@ -47,11 +46,12 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
         _, specialisation, options = bind(*args, **options)
         launches.append(Launch(kernel.__name__, compute_cache_key(keys, specialisation, options)))
 
+    device = torch.device("cuda", 10 * capability[0] + capability[1])  # another number: the library keeps what it knows of a device
     properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
             (JITFunction, "run", record),
-            (torch.Tensor, "device", property(lambda x: GPU)),
+            (torch.Tensor, "device", property(lambda x: device)),
             (torch.Tensor, "is_cuda", property(lambda x: True)),
             (torch.cuda, "get_device_capability", lambda *_: capability),
             (torch.cuda, "get_device_properties", lambda *_: properties),

@@ -18,7 +18,7 @@ WITHOUT_KERNELS = "JaggedMLP([64, 128, 64])"  # cuBLAS alone
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("capability", [(8, 0), (9, 0), (10, 0)], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_later_batches_need_no_other_kernels(name, capability, dtype):
     with recorded_launches(capability) as launches:
@@ -30,7 +30,7 @@ def test_later_batches_need_no_other_kernels(name, capability, dtype):
         for batch in LATER_BATCHES:
             launches.clear()
             step(*batch)
-            assert not set(launches) - compiled, batch
+            assert [x for x in launches if x not in compiled] == [], batch
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17])
