@@ -5,6 +5,7 @@
 #   make test [ARGS=...]                run the tests; ARGS are options of pytest
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
+#   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
 #   make test-newest-triton             compile Hopper's own kernels under the newest Triton too
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check the style
@@ -17,15 +18,17 @@
 # VARIANT=cpu|cuda    overrides the look for a GPU
 # PY=python           runs in an environment you prepared yourself and installs nothing
 # WORKERS=0           runs the tests in one process, without pytest-xdist
+# GPU_WORKERS=15      processes of make test-gpu
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-interpreter test-all-others fuzz test-newest-triton notebooks lint bench profile record clean
+.PHONY: train test test-interpreter test-all-others fuzz test-gpu test-newest-triton notebooks lint bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
 SECONDS ?= 60
+GPU_WORKERS ?= $(shell echo $$(( $$(nproc) < 17 ? ($$(nproc) < 3 ? 1 : $$(nproc) - 1) : 16 )))
 EXAMPLE ?= dlrm
 
 # Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.
@@ -61,6 +64,11 @@ test-all-others: $(ENV)
 
 fuzz: $(ENV)
 	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+# One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
+test-gpu: $(ENV)
+	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU: none was found" >&2; exit 1; }
+	OMP_NUM_THREADS=1 TORCHINDUCTOR_COMPILE_THREADS=1 $(PY) -m pytest tests --gpu-suite -n $(GPU_WORKERS) --dist load --maxschedchunk 1 \
+		--max-worker-restart 30 --durations=25 -q -rf $(ARGS)
 
 # Gluon, in which they are written, changes between versions of Triton.
 test-newest-triton: $(ENV) .newest-triton/.installed

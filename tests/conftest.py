@@ -8,6 +8,8 @@ from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
 
+from . import gpu_suite
+
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("repeatable")
 
@@ -170,9 +172,25 @@ def saved_tensors():
     return _SavedTensors
 
 
+def pytest_addoption(parser):
+    parser.addoption("--gpu-suite", action="store_true", help="run the tests that need a GPU, as tests/gpu_suite.py says")
+
+
+def pytest_configure(config):
+    if config.getoption("--gpu-suite"):
+        gpu_suite.register(config)
+
+
 def pytest_collection_modifyitems(items):
+    """Leaves out what a test module says never applies, given a test's parameters; skips tests that need a GPU where there is none."""
+    items[:] = [item for item in items if _applies(item)]
     if torch.cuda.is_available():
         return
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _applies(item) -> bool:
+    rule = getattr(item.module, "applies", None)
+    return rule is None or not hasattr(item, "callspec") or rule(**item.callspec.params)

@@ -252,12 +252,14 @@ def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
-    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries."""
+    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries. Of a tensor
+    without rows, which has none, a descriptor of one row that is never read: a kernel without descriptors would be another kernel."""
     device = blocks[0][0].device
-    aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x, _ in blocks)
+    tensors = [x if x.shape[0] else x.new_empty_strided((1, *x.shape[1:]), x.stride()) for x, _ in blocks]
+    aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x in tensors)
     if device.type != "cuda" or device_properties(device)[0] < (9, 0) or not aligned:
         return [None] * len(blocks)
-    return [TensorDescriptor(x, *descriptor_sizes(x), [1, rows, padded_dim(x.shape[2])]) for x, rows in blocks]
+    return [TensorDescriptor(x, *descriptor_sizes(x), [1, rows, padded_dim(x.shape[2])]) for x, (_, rows) in zip(tensors, blocks)]
 
 
 def _chunk_rows(q: Tensor, k: Tensor, key_block: int) -> tuple[Tensor, Tensor, int]:

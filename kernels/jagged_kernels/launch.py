@@ -31,9 +31,10 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
 
     Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
-    multiply by the constant `align` instead, which tells the compiler how wide a load may be.
+    multiply by the constant `align` instead, which tells the compiler how wide a load may be. A batch of one row (dimension 0) keeps its
+    stride: another one would compile another kernel.
     """
-    strides = [x.stride(dim) if x.shape[dim] > 1 else 0 for x, dim in dims]
+    strides = [x.stride(dim) if dim == 0 or x.shape[dim] > 1 else 0 for x, dim in dims]
     align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
     return align, [stride // align for stride in strides]
 

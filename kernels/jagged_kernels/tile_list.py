@@ -32,7 +32,7 @@ def _segment_tiles(
 
 
 @safe_ptxas
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments", "num_heads"])
 def _tile_list_kernel(
     offsets_ptr, other_offsets_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,

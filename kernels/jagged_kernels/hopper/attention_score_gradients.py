@@ -65,7 +65,7 @@ def _cdiv_lengths(offsets_ptr, segments, real, BLOCK: tl.constexpr):
 
 
 @safe_ptxas
-@triton.jit
+@triton.jit(do_not_specialize=["num_segments", "capacity"])
 def attention_places_kernel(
     q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, places_ptr, num_other_tiles_ptr, num_segments, capacity,
     HEADS: tl.constexpr, QUERY_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
@@ -305,7 +305,7 @@ def kept_constants(q: Tensor, k: Tensor, activation: str) -> dict:
 
 
 @safe_ptxas
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows", "stride_delta"])
 def attention_delta_kernel(
     do_ptr, out_ptr, delta_ptr, num_rows, stride_row, stride_head, stride_delta, HEADS: tl.constexpr, DIM: tl.constexpr,
     BLOCK_D: tl.constexpr, ROWS: tl.constexpr,

@@ -1,0 +1,224 @@
+"""How tests that need a GPU run side by side, for `make test-gpu`, and what the run says at its end.
+
+Compilation takes most of the time. Workers share Triton's cache on disk, a kernel is compiled by one of them while others that want it
+wait, and the tests that compile most come first. Tests marked `large_memory` run one at a time. A worker whose CUDA context is broken
+ends, so that xdist names the test and starts another worker: in that context every later test would fail.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+COMPILE_COST = {"hopper": 3.0, "linear_compress": 2.0, "attention": 2.0, "float32": 1.5, "fp32": 1.5}  # factors of tests of such names
+RESERVED_BYTES = 2**30  # that a worker may keep between tests: fifteen share the GPU's memory
+
+
+@dataclass
+class CompileTimes:
+    """What a process compiled: kernels, the seconds that took, and the seconds it waited for others that compiled the same one."""
+
+    kernels: int = 0
+    seconds: float = 0.0
+    waited: float = 0.0
+
+
+class SharedCompilation:
+    """Triton's compiler such that of the processes that share a cache on disk one compiles a kernel, and the others load it."""
+
+    def __init__(self):
+        from triton import compiler, knobs
+
+        self.times, self._compile, self._knobs = CompileTimes(), compiler.compile, knobs
+        self._was_cached = False
+        knobs.compilation.listener = self._listen
+        compiler.compile = self  # JITFunction takes it from there, at its first launch
+
+    def __call__(self, src, target=None, options=None, **rest):
+        name = hashlib.sha256(f"{src.hash()}{target}{sorted((options or {}).items(), key=str)}".encode()).hexdigest()
+        start = time.perf_counter()
+        with locked(Path(self._knobs.cache.dir) / "locks" / name):
+            begun = time.perf_counter()
+            kernel = self._compile(src, target=target, options=options, **rest)
+        self.times.waited += begun - start
+        if not self._was_cached:
+            self.times.kernels += 1
+            self.times.seconds += time.perf_counter() - begun
+        return kernel
+
+    def _listen(self, *, cache_hit: bool, **_):
+        self._was_cached = cache_hit
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds a lock that one process at a time can hold; the system releases it when a process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+class GpuWorker:
+    """In each process that runs tests."""
+
+    def __init__(self, config: pytest.Config):
+        self.config, self.compilation = config, SharedCompilation()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, config, items):
+        chosen = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+        items[:] = in_order(chosen)
+        expected = {cell for item in items for cell in getattr(item.module, "EXPECTED_CELLS", ())}
+        if hasattr(config, "workeroutput"):
+            config.workeroutput["expected_cells"] = sorted(expected)
+        else:
+            config.pluginmanager.get_plugin(REPORT).expected |= expected
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        before = asdict(self.compilation.times)
+        item.compile_times_before = before
+        with locked(Path(tempfile.gettempdir()) / "large_memory.lock") if is_large(item) else contextlib.nullcontext():
+            result = yield
+            if torch.cuda.memory_reserved() > RESERVED_BYTES:
+                torch.cuda.empty_cache()
+        return result
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item):
+        try:
+            return (yield)
+        finally:
+            self._end_if_broken(item)
+
+    def _end_if_broken(self, item):
+        try:
+            torch.cuda.synchronize()
+        except Exception:
+            if not hasattr(self.config, "workerinput"):
+                raise
+            capture = self.config.pluginmanager.get_plugin("capturemanager")
+            with capture.global_and_fixture_disabled():
+                print(f"\n{item.nodeid} broke the CUDA context:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
+            os._exit(1)
+
+    def pytest_runtest_teardown(self, item):
+        times = asdict(self.compilation.times)
+        item.user_properties.append(("compiled", {name: times[name] - before for name, before in item.compile_times_before.items()}))
+
+
+def is_large(item) -> bool:
+    return item.get_closest_marker("large_memory") is not None
+
+
+def in_order(items: list) -> list:
+    """The tests that compile most first; those that run one at a time far from one another, so that no worker waits for another's."""
+    items = sorted(items, key=_compile_cost, reverse=True)
+    large, others = [x for x in items if is_large(x)], [x for x in items if not is_large(x)]
+    distance = max(1, len(others) // (len(large) + 1))
+    for place, item in enumerate(large, 1):
+        others.insert(place * (distance + 1) - 1, item)
+    return others
+
+
+def _compile_cost(item) -> float:
+    cost = 1.0
+    for name, factor in COMPILE_COST.items():
+        cost *= factor if name in item.nodeid else 1
+    return cost
+
+
+REPORT = "gpu-suite-report"
+
+
+class GpuReport:
+    """In the process that reports: what was compiled, and the matrix of cells.
+
+    A test records the cells that it looks at as properties "cell": "operator|dtype|head dims|option". EXPECTED_CELLS of a test module:
+    those that are to be looked at by some test.
+    """
+
+    def __init__(self):
+        self.times = CompileTimes()
+        self.expected: set[str] = set()
+        self.outcomes: dict[str, Counter] = defaultdict(Counter)  # cell → outcome → tests
+        self._outcome: dict[str, str] = {}  # of tests that run now
+
+    def pytest_testnodedown(self, node):
+        self.expected |= set(getattr(node, "workeroutput", {}).get("expected_cells", ()))
+
+    def pytest_runtest_logreport(self, report):
+        if report.outcome != "passed" or report.when == "setup":
+            self._outcome[report.nodeid] = report.outcome
+        if report.when != "teardown":
+            return
+        outcome = self._outcome.pop(report.nodeid, "passed")
+        for name, value in report.user_properties:
+            if name == "compiled":
+                for field, amount in value.items():
+                    setattr(self.times, field, getattr(self.times, field) + amount)
+        for cell in {value for name, value in report.user_properties if name == "cell"}:
+            self.outcomes[cell][outcome] += 1
+
+    def pytest_terminal_summary(self, terminalreporter):
+        terminalreporter.section("GPU suite")
+        times = self.times
+        terminalreporter.write_line(
+            f"{times.kernels} kernels compiled in {times.seconds:.0f} s of all workers, who waited {times.waited:.0f} s for one another"
+        )
+        for line in matrix_lines(self.outcomes, self.expected):
+            terminalreporter.write_line(line)
+
+
+def matrix_lines(outcomes: dict[str, Counter], expected: set[str]) -> list[str]:
+    """A table for each operator: a line for each option, a column for each dtype and class of head dims."""
+    tables: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    for cell in sorted({*outcomes, *expected}):
+        operator, dtype, dims, option = cell.split("|")
+        tables[operator][option][f"{dtype} {dims}"] = _cell_text(outcomes.get(cell, Counter()))
+    lines = ["Tests that passed in each cell; F: some failed, skip: all skipped, HOLE: expected and not run, –: not expected."]
+    for operator, options in tables.items():
+        columns = sorted({column for cells in options.values() for column in cells}, key=lambda x: (x.split()[0], _number(x)))
+        widths = [max(len(x), 5) for x in columns]
+        name_width = max(len(x) for x in options)
+        lines += ["", f"{operator:{name_width}}  " + "  ".join(f"{x:>{w}}" for x, w in zip(columns, widths))]
+        for option, cells in options.items():
+            lines.append(f"{option:{name_width}}  " + "  ".join(f"{cells.get(x, '–'):>{w}}" for x, w in zip(columns, widths)))
+    holes = sorted(expected - outcomes.keys())
+    return lines + ["", f"{len(outcomes)} cells run, {len(holes)} holes"]
+
+
+def _number(column: str) -> int:
+    digits = "".join(x for x in column.split(" ", 1)[1] if x.isdigit())
+    return int(digits or 0)
+
+
+def _cell_text(outcomes: Counter) -> str:
+    if outcomes["failed"]:
+        return "F"
+    if outcomes["passed"]:
+        return str(outcomes["passed"])
+    return "skip" if outcomes["skipped"] else "HOLE"
+
+
+def register(config: pytest.Config) -> None:
+    """Makes this process one that reports, or one that runs tests, or both where there are no workers."""
+    if not hasattr(config, "workerinput"):
+        config.pluginmanager.register(GpuReport(), REPORT)
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
+        config.pluginmanager.register(GpuWorker(config))

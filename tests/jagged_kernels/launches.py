@@ -1,0 +1,93 @@
+"""Launches of Triton kernels as they would be made on a Hopper GPU, recorded on a machine without one.
+
+Host tensors say that they are on CUDA, so that the library takes its GPU paths; a launch computes the key that Triton compiles and caches
+kernels by, and runs nothing. Results are whatever memory held.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
+
+FACTORIES = ["arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"]
+FACTORIES_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"]
+METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
+
+
+class Launch(NamedTuple):
+    """A kernel's name, and what Triton compiles it anew for: the types of its arguments and what is known of their values."""
+
+    kernel: str
+    specialisation: str
+
+
+@contextlib.contextmanager
+def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Iterator[list[Launch]]:
+    """A list that grows by every launch made inside the context."""
+    backend = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
+    launches: list[Launch] = []
+
+    @functools.cache
+    def binder(kernel):
+        return create_function_from_signature(kernel.signature, kernel.params, backend), {}
+
+    def record(kernel, *args, grid, warmup, **options):
+        bind, keys = binder(kernel)
+        options |= dict(debug=False, instrumentation_mode="")
+        _, specialisation, options = bind(*args, **options)
+        launches.append(Launch(kernel.__name__, compute_cache_key(keys, specialisation, options)))
+
+    device = torch.device("cuda", 10 * capability[0] + capability[1])  # another number: the library keeps what it knows of a device
+    properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
+    with contextlib.ExitStack() as stack:
+        for owner, name, replacement in (
+            (JITFunction, "run", record),
+            (torch.Tensor, "device", property(lambda x: device)),
+            (torch.Tensor, "is_cuda", property(lambda x: True)),
+            (torch.cuda, "get_device_capability", lambda *_: capability),
+            (torch.cuda, "get_device_properties", lambda *_: properties),
+            (torch.cuda, "is_initialized", lambda: True),
+            # CPU tensors reach operators by the key of the interpreter's.
+            (_operators(), "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True))),
+            (torch, "bmm", _without(torch.bmm, "out_dtype")),
+            *((torch, name, _on_the_host(getattr(torch, name))) for name in FACTORIES + FACTORIES_LIKE),
+            *((torch.Tensor, name, _on_the_host(getattr(torch.Tensor, name))) for name in METHODS),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+        yield launches
+
+
+def _operators():
+    from jagged_kernels import operators
+
+    return operators
+
+
+def _on_the_host(function):
+    """The function with devices left out of its arguments: host tensors take the place of the GPU's."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        args = [x for x in args if not isinstance(x, torch.device) and not (isinstance(x, str) and x.startswith("cuda"))]
+        kwargs.pop("device", None)
+        if function is _TO and len(args) == 1 and not kwargs:
+            return args[0]
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _without(function, option: str):
+    return lambda *args, **options: function(*args, **{name: x for name, x in options.items() if name != option})
+
+
+_TO = torch.Tensor.to

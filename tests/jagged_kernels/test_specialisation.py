@@ -1,0 +1,48 @@
+"""What kernels are compiled for: the first training steps of a layer compile all that later ones run, whatever the lengths.
+
+Triton compiles a kernel anew for an integer argument of 1, for one divisible by 16, and for a pointer at a 16-byte boundary.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.training_steps import training_steps  # noqa: E402
+
+from .batches import FIRST_BATCHES, LATER_BATCHES  # noqa: E402
+from .launches import recorded_launches  # noqa: E402
+
+LAYERS = list(training_steps("cpu", torch.float32))
+WITHOUT_KERNELS = "JaggedMLP([64, 128, 64])"  # cuBLAS alone
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_later_batches_need_no_other_kernels(name, capability, dtype):
+    with recorded_launches(capability) as launches:
+        step = training_steps("cuda", dtype)[name]()
+        for batch in FIRST_BATCHES:
+            step(*batch)
+        compiled = set(launches)
+        assert bool(compiled) != (name == WITHOUT_KERNELS)
+        for batch in LATER_BATCHES:
+            launches.clear()
+            step(*batch)
+            assert [x for x in launches if x not in compiled] == [], batch
+
+
+@pytest.mark.parametrize("rows", [1, 15, 16, 17])
+@pytest.mark.parametrize("heads, dim", [(1, 20), (1, 64), (3, 40)])
+def test_attention_of_one_row_is_compiled_as_that_of_many(offsets, heads, dim, rows):
+    """Strides of tensors whose rows do not begin at 16-byte boundaries, of one row among them."""
+    from jagged_modules import functional as F
+
+    def launched(rows):
+        q, k, v = torch.randn(rows, 3, heads, dim).bfloat16().requires_grad_().unbind(1)
+        with recorded_launches() as launches:
+            F.jagged_attention(q, k, v, offsets([rows]), implementation="triton").sum().backward()
+        return set(launches)
+
+    assert launched(rows) == launched(18)

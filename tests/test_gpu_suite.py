@@ -1,0 +1,114 @@
+"""The plugin of `make test-gpu`, on tests that need no GPU."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from .gpu_suite import in_order, matrix_lines  # noqa: E402
+
+CONFTEST = """
+    import sys
+    import torch
+    sys.path.insert(0, {folder!r})
+    import gpu_suite
+
+    torch.cuda.memory_reserved = lambda: 0
+    torch.cuda.synchronize = lambda: None
+
+    def pytest_addoption(parser):
+        parser.addoption("--gpu-suite", action="store_true")
+
+    def pytest_configure(config):
+        for marker in ("gpu", "large_memory"):
+            config.addinivalue_line("markers", marker)
+        gpu_suite.register(config)
+"""
+TESTS = """
+    import pytest
+    import torch
+    import triton
+    import triton.language as tl
+    from triton.backends.compiler import GPUTarget
+
+    EXPECTED_CELLS = [f"sum|fp32|≤{dim}|{option}" for dim in (16, 32) for option in ("plain", "masked")]
+    pytestmark = pytest.mark.gpu
+
+    @triton.jit
+    def kernel(ptr):
+        tl.store(ptr, tl.load(ptr) + 1)
+
+    @pytest.mark.parametrize("number", range(4))
+    def test_that_compiles(record_property, number):
+        record_property("cell", "sum|fp32|≤16|plain")
+        source = triton.compiler.ASTSource(kernel, signature=dict(ptr="*fp32"), constexprs={})
+        assert triton.compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+
+    def test_that_fails(record_property):
+        record_property("cell", "sum|fp32|≤32|plain")
+        assert False
+
+    def test_that_skips(record_property):
+        record_property("cell", "sum|fp32|≤16|masked")
+        pytest.skip("not here")
+
+    @pytest.mark.large_memory
+    def test_that_breaks_the_context(monkeypatch):
+        def raises():
+            raise RuntimeError("an illegal memory access was encountered")
+        torch.cuda.synchronize = raises
+"""
+
+
+@pytest.fixture(scope="module")
+def output(tmp_path_factory):
+    """What a run of TESTS in two workers prints."""
+    folder = tmp_path_factory.mktemp("suite")
+    (folder / "conftest.py").write_text(textwrap.dedent(CONFTEST.format(folder=str(Path(__file__).parent))))
+    (folder / "test_example.py").write_text(textwrap.dedent(TESTS))
+    command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "load", "--maxschedchunk", "1", "-p", "no:cacheprovider", "-rf"]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0", "PYTHONUTF8": "1"}
+    process = subprocess.run([*command, str(folder)], cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return process.stdout + process.stderr
+
+
+def test_a_kernel_is_compiled_once_for_all_workers(output):
+    assert "1 kernels compiled in" in output, output
+
+
+def test_a_test_that_breaks_its_context_is_named_and_others_run(output):
+    assert "test_that_breaks_the_context broke the CUDA context" in output, output
+    assert "an illegal memory access was encountered" in output
+    assert "2 failed, 4 passed, 1 skipped" in output
+
+
+def test_the_matrix_shows_what_ran(output):
+    lines = [line.split() for line in output.splitlines()]
+    assert ["plain", "4", "F"] in lines and ["masked", "skip", "HOLE"] in lines, output
+    assert "3 cells run, 1 holes" in output
+
+
+def test_columns_are_in_the_order_of_head_dims():
+    outcomes = {f"a|bf16|≤{dim}|x": Counter(passed=dim) for dim in (128, 16, 64)}
+    header, row = matrix_lines(outcomes, set())[2:4]
+    assert header.split() == ["a", "bf16", "≤16", "bf16", "≤64", "bf16", "≤128"] and row.split() == ["x", "16", "64", "128"]
+
+
+def test_tests_that_compile_most_come_first_and_large_ones_apart():
+    class Item:
+        def __init__(self, nodeid, large=False):
+            self.nodeid, self.large = nodeid, large
+
+        def get_closest_marker(self, name):
+            return self.large or None
+
+    items = [Item("test_sum"), *(Item(f"test_sum_{n}") for n in range(7)), Item("big_1", True), Item("big_2", True)]
+    ordered = [item.nodeid for item in in_order([*items, Item("test_attention[hopper]")])]
+    assert ordered[0] == "test_attention[hopper]" and len(ordered) == len(items) + 1
+    assert abs(ordered.index("big_1") - ordered.index("big_2")) > 2
