@@ -154,7 +154,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, 
 
     if q.dtype == torch.float64:
         raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
-    hopper = attention_on_hopper(implementation, int(q.shape[2]), int(v.shape[2]), q.dtype, q.device)
+    hopper = attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device)
     q, k, v = (rows_in_place(x) for x in (q, k, v))
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
         q, scale = q * scale, 1.0

@@ -28,7 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, hopper_attention_pays, padded_dim
-from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, mean_rows, precision, rows_in_place
+from .launch import aligned_strides, capability, descriptor_sizes, device_properties, has_descriptor, mean_rows, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .tile_list import fitting_tiles, query_lists
 
@@ -178,10 +178,9 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
     return q.new_empty((rows, q.shape[1], v.shape[2])), lse
 
 
-@torch.compiler.assume_constant_result
 def attention_on_hopper(implementation: str, head_dim: int, v_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
     """Whether the kernels for compute capability 9.0 take such operands, where rows begin at 16-byte boundaries, and may."""
-    supported = device.type == "cuda" and hopper_attention_fits(head_dim, v_dim, dtype.itemsize, device_properties(device)[0])
+    supported = device.type == "cuda" and hopper_attention_fits(head_dim, v_dim, dtype.itemsize, capability(device))
     if implementation == "hopper" and not supported:
         raise ValueError(
             "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims 40 to 64 or 72 to 128 in multiples "

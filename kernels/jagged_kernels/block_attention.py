@@ -22,7 +22,7 @@ from torch import Tensor
 
 from . import configs
 from .configs import block_attention_config, padded_dim
-from .launch import aligned_strides, device_properties, precision, rows_in_place
+from .launch import aligned_strides, capability, device_properties, precision, rows_in_place
 from .operators import below_autograd, differentiate, operator, refuse_derivative
 from .ptxas import safe_ptxas
 from .tiles import find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
@@ -231,10 +231,9 @@ def _range(num_items):
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-@torch.compiler.assume_constant_result
 def block_attention_fits(head_dim: int, itemsize: int, device: torch.device, block_size: int) -> bool:
     """Whether the kernels take blocks of that many rows on a device."""
-    return configs.block_attention_fits(head_dim, itemsize, device_properties(device)[0], block_size)
+    return configs.block_attention_fits(head_dim, itemsize, capability(device), block_size)
 
 
 def _fake(q, k, v, *rest):

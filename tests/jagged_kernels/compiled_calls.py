@@ -1,0 +1,213 @@
+"""Every public function and layer, as torch.compile is to take it: one graph for all lengths and batch sizes.
+
+A function of `FUNCTIONS` takes the tensors that its entry makes of a batch's sizes, and `implementation`; `LAYERS` make a layer.
+"""
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+SIZES = [(5, 41, 11), (7, 59, 37), (13, 14, 15)]  # segments, rows, candidates; no two sizes of a batch equal
+HEADS, DIM, WIDTH = 2, 48, 96  # a head dim that Hopper's kernels take
+ROTARY = jm.Rotary.from_frequencies(DIM, 100)
+
+
+def random_offsets(segments: int, total: int) -> torch.Tensor:
+    inner = torch.randint(total, (segments - 1,)).sort().values
+    return torch.cat([torch.zeros(1, dtype=torch.int64), inner, torch.tensor([total])])
+
+
+def _heads(*rows: int) -> list[torch.Tensor]:
+    return [torch.randn(n, HEADS, DIM) for n in rows]
+
+
+def _self_inputs(segments, rows, candidates):
+    return *_heads(rows, rows, rows), random_offsets(segments, rows)
+
+
+def _cross_inputs(segments, rows, candidates):
+    return *_heads(candidates, rows, rows), random_offsets(segments, candidates), random_offsets(segments, rows)
+
+
+def _matrix_inputs(segments, rows, candidates):
+    return torch.randn(rows, DIM), torch.randn(segments, DIM, 20), random_offsets(segments, rows)
+
+
+def _plan_inputs(segments, rows, candidates):
+    x, y = random_offsets(segments, candidates), random_offsets(segments, rows)
+    return torch.randn(candidates, DIM), torch.randn(rows, DIM), F.ScorePlan.from_offsets(x, y)
+
+
+def _compress_inputs(segments, rows, candidates):
+    weights, embeddings = (torch.randn(16, 9), torch.randn(16, 10)), (torch.randn(segments, 9, DIM), torch.randn(candidates, 10, DIM))
+    return *weights, *embeddings, torch.randint(segments, (candidates,))
+
+
+def _target_attention(q, k, v, candidate_offsets, offsets, **options):
+    return F.target_attention(q.unsqueeze(1), k, v, jm.CandidateIndex.from_offsets(candidate_offsets), offsets, **options).squeeze(1)
+
+
+def _targets_in_any_order(q, k, v, users, offsets, **options):
+    index = jm.CandidateIndex.from_map(users, offsets.shape[0] - 1)
+    return F.target_attention(q.unsqueeze(1), k, v, index, offsets, **options)
+
+
+def _masked(q, k, v, offsets, **options):
+    mask = jm.AttentionMask(causal=True, num_targets=offsets.diff() // 3, max_attn_len=9)
+    return F.jagged_attention(q, k, v, offsets, mask=mask, activation="silu", output_scale=0.125, **options)
+
+
+def _scaled_by_segment(q, k, v, offsets, **options):
+    return F.jagged_attention(q, k, v, offsets, activation="gelu_tanh", output_scale=1 / (1 + offsets.diff().to(q.dtype)), **options)
+
+
+def _two_lists(q, k, v, candidate_offsets, offsets, **options):
+    return torch.cat(F.self_target_attention(k, q, k, v, offsets, candidate_offsets, **options))
+
+
+def _unfused(x, y, plan, **options):
+    p = F.jagged2_softmax(F.jagged_jagged_bmm_jagged_out(x, y, plan, **options), plan, **options)
+    return F.array_jagged_bmm_jagged_out(F.jagged2_softmax(p, plan, dim=-2, **options), y, plan, **options)
+
+
+def _block_attention(rotate):
+    def call(q, k, v, offsets, **options):
+        rotary = rotate and jm.Rotary(ROTARY.cos, ROTARY.sin, rotate, linear=True)
+        return F.block_diagonal_attention(q, k, v, offsets, block_size=16, rotary=rotary, **options)
+
+    return call
+
+
+def _packed(q, k, v, offsets, **options):
+    return F.block_diagonal_attention_packed(torch.stack([q, k, v], 1), offsets, block_size=16, **options)
+
+
+def _compress(w_user, w_candidate, users, candidates, index, implementation="auto"):
+    implementation = "fused" if implementation == "triton" else implementation
+    return F.linear_compress((w_user, w_candidate), (users, candidates), index, implementation=implementation)
+
+
+FUNCTIONS = {
+    "jagged_attention": (F.jagged_attention, _self_inputs),
+    "jagged_attention-cross": (F.jagged_attention, _cross_inputs),
+    "jagged_attention-masked": (_masked, _self_inputs),
+    "jagged_attention-scaled": (_scaled_by_segment, _self_inputs),
+    "jagged_attention-negative-scale": (lambda *x, **options: F.jagged_attention(*x, scale=-0.2, **options), _self_inputs),
+    "jagged_attention-shared-q": (
+        lambda q, k, v, offsets, **options: F.jagged_attention(q, k, v, "shared", offsets, **options),
+        lambda segments, rows, _: (*_heads(3, rows, rows), random_offsets(segments, rows)),
+    ),
+    "jagged_attention-shared-kv": (
+        lambda q, k, v, offsets, **options: F.jagged_attention(q, k, v, offsets, "shared", activation="relu", **options),
+        lambda segments, rows, _: (*_heads(rows, 3, 3), random_offsets(segments, rows)),
+    ),
+    "target_attention": (_target_attention, _cross_inputs),
+    "target_attention-any-order": (
+        _targets_in_any_order,
+        lambda segments, rows, n: (*_heads(n, rows, rows), torch.randint(segments, (n,)), random_offsets(segments, rows)),
+    ),
+    "self_target_attention": (_two_lists, _cross_inputs),
+    "block_diagonal_attention": (_block_attention(None), _self_inputs),
+    "block_diagonal_attention-qk": (_block_attention("qk"), _self_inputs),
+    "block_diagonal_attention-qkv": (_block_attention("qkv"), _self_inputs),
+    "block_diagonal_attention_packed": (_packed, _self_inputs),
+    "linear_compress": (_compress, _compress_inputs),
+    "jagged_dense_bmm": (lambda x, w, offsets, **options: F.jagged_dense_bmm(x, w, offsets, **options), _matrix_inputs),
+    "jagged_jagged_bmm": (lambda x, w, offsets, **options: F.jagged_jagged_bmm(x, x * w.sum(), offsets, **options), _matrix_inputs),
+    "jagged_softmax": (lambda x, w, offsets, **options: F.jagged_softmax(x, offsets, **options) * w.sum(), _matrix_inputs),
+    "jagged_linear": (lambda x, w, offsets, **options: F.jagged_linear(x, w, w.mean(1), offsets, "silu", **options), _matrix_inputs),
+    "jagged_linear-max_seqlen": (
+        lambda x, w, offsets, **options: F.jagged_linear(x, w, w.mean(1), offsets, "silu", max_seqlen=100, **options),
+        _matrix_inputs,
+    ),
+    "score-matrices": (_unfused, _plan_inputs),
+    "jagged_jagged_bmm_jagged_out-itself": (
+        lambda x, plan, **options: F.jagged_jagged_bmm_jagged_out(x, x, plan, **options),
+        lambda segments, rows, _: (torch.randn(rows, DIM), F.ScorePlan.from_offsets(random_offsets(segments, rows))),
+    ),
+}
+
+
+def _with_candidates(targets, values, offsets, candidate_offsets, layer):
+    return layer(targets.unsqueeze(1), (values, offsets), jm.CandidateIndex.from_offsets(candidate_offsets))
+
+
+def _rows_inputs(segments, rows, candidates):
+    return torch.randn(rows, WIDTH), random_offsets(segments, rows)
+
+
+def _on_rows(values, offsets, layer):
+    out = layer((values, offsets))
+    return out[0] if isinstance(out, tuple) else out
+
+
+def _with_targets(values, offsets, layer):
+    return layer((values, offsets), offsets.diff() // 3)[0]
+
+
+HSTU = jm.HSTUConfig(scaling_seqlen=100)
+LAYERS = {
+    "JaggedTargetAttention": (
+        lambda device: jm.JaggedTargetAttention(WIDTH, HEADS, device=device),
+        lambda segments, rows, n: (torch.randn(n, WIDTH), *_rows_inputs(segments, rows, n), random_offsets(segments, n)),
+        _with_candidates,
+    ),
+    "JaggedGDPA": (lambda device: jm.JaggedGDPA(WIDTH, HEADS, device=device), _rows_inputs, _on_rows),
+    "JaggedGDPA-seeds": (
+        lambda device: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=3, qk_norm=True), device=device),
+        _rows_inputs,
+        _on_rows,
+    ),
+    "GDPABlock-weights": (
+        lambda device: jm.GDPABlock(WIDTH, HEADS, config=jm.GDPAConfig(num_weights=3), device=device),
+        _rows_inputs,
+        _on_rows,
+    ),
+    "HSTULayer": (lambda device: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device), _rows_inputs, _with_targets),
+    "HSTUStack": (lambda device: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device), _rows_inputs, _with_targets),
+    "BlockDiagonalSelfAttention": (
+        lambda device: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=100, device=device),
+        _rows_inputs,
+        _on_rows,
+    ),
+    "LinearCompressEmbedding": (
+        lambda device: jm.LinearCompressEmbedding(10, 16, 9, device=device),
+        lambda *sizes: _compress_inputs(*sizes)[2:],
+        lambda users, candidates, index, layer: layer(candidates, users, index),
+    ),
+    "JaggedMLP": (lambda device: jm.JaggedMLP([WIDTH, 40, 8], "gelu", device=device), _rows_inputs, _on_rows),
+}
+
+
+def compiled(function, backend="aot_eager"):
+    """The function compiled as one graph with symbolic sizes, and the counter of compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+
+
+def on_device(inputs, device, dtype=None) -> list:
+    """Tensors and plans on a device, floating-point tensors in a dtype."""
+    moved = [x.to(device) for x in inputs]
+    return [x.to(dtype) if dtype and _is_differentiable(x) else x for x in moved]
+
+
+def assert_compiles_once(function, batches, parameters=(), backend="aot_eager", tolerance=1e-5) -> None:
+    """One graph for all batches; values and gradients of every floating-point input and parameter as without compilation, up to
+    `tolerance` times the largest element: the same kernels may be given tiles of another size."""
+    graph, counter = compiled(function, backend)
+    for inputs in batches:
+        results = []
+        for call in (function, graph):
+            leaves = [x.detach().requires_grad_() if _is_differentiable(x) else x for x in inputs]
+            out = call(*leaves)
+            results.append([out, *torch.autograd.grad(out.square().sum(), [*parameters, *filter(_is_differentiable, leaves)])])
+        for expected, actual in zip(*results, strict=True):
+            assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
+    assert counter.frame_count == 1
+
+
+def _is_differentiable(x) -> bool:
+    return isinstance(x, torch.Tensor) and x.is_floating_point()

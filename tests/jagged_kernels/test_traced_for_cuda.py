@@ -1,0 +1,48 @@
+"""What torch.compile traces for CUDA tensors, traced without a GPU: tensors that have a device and a shape and no memory, and the
+capability of one generation after the other. Only the forward: autograd wants a device."""
+
+import functools
+import types
+
+import pytest
+import torch
+from jagged_kernels import launch
+from torch._subclasses import FakeTensorMode
+
+from .compiled_calls import FUNCTIONS, LAYERS, SIZES, compiled, on_device
+
+CALLS = [*FUNCTIONS, *LAYERS]
+DEVICE = torch.device("cuda", 0)
+
+
+GENERATIONS = [((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16), ((9, 0), torch.float32), ((10, 0), torch.float32)]
+
+
+@pytest.fixture(params=GENERATIONS, ids=lambda x: "sm{}{}-{}".format(*x[0], str(x[1]).removeprefix("torch.")))
+def dtype(request, monkeypatch):
+    """Of inputs and layers, on a GPU of some capability."""
+    capability, dtype = request.param
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: types.SimpleNamespace(multi_processor_count=100))
+    launch.device_properties.cache_clear()
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    yield dtype
+    torch.set_default_dtype(before)
+    launch.device_properties.cache_clear()
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_one_graph_for_all_lengths_and_batch_sizes(name, dtype):
+    if not torch.backends.cuda.is_built() and (name in LAYERS or name == "self_target_attention"):
+        pytest.skip("a build of torch without CUDA cannot index tensors of its devices, even those without memory")
+    call, make_inputs, *layer = FUNCTIONS[name] if name in FUNCTIONS else LAYERS[name]
+    batches = [make_inputs(*sizes) for sizes in SIZES]
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        if layer:
+            call = functools.partial(*layer, layer=call(DEVICE))
+        graph, counter = compiled(call, "eager")
+        for inputs in batches:
+            out = graph(*on_device(inputs, DEVICE))
+            assert out.device == DEVICE and out.dtype == dtype
+        assert counter.frame_count == 1
