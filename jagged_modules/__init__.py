@@ -4,7 +4,6 @@ from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 
 from .block_attention import BlockDiagonalSelfAttention
 from .broadcast import CandidateIndex
-from .checks import debug_checks
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
 from .hstu import HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
@@ -12,8 +11,8 @@ from .jagged_mlp import JaggedMLP
 from .linear_compress import LinearCompressEmbedding
 from .masks import AttentionMask
 from .rotary import Rotary
+from .settings import backward_workspace, batch_invariant, debug_checks
 from .target_attention import JaggedTargetAttention
-from .workspace import backward_workspace
 
 __all__ = [
     "AttentionMask",
@@ -32,6 +31,7 @@ __all__ = [
     "Rotary",
     "TileSchedule",
     "backward_workspace",
+    "batch_invariant",
     "debug_checks",
     "zigzag_schedule",
 ]

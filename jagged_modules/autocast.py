@@ -22,11 +22,15 @@ def autocast(x: Tensor) -> Tensor:
 
 def host_operator(name: str) -> Callable[[Callable], Callable]:
     """Decorator: an operator of host tensors, whose body computes in its tensors' dtypes also where autocast is on: a backward may be run
-    inside it, where nn.Linear's takes no harm."""
+    inside it, where nn.Linear's takes no harm. Nor do modes of torch functions reach into it, `batch_invariant`'s of layers for one."""
 
     def register(body: Callable) -> Callable:
         schema = library.infer_schema(body, mutates_args=())
-        without_autocast = torch.autocast("cpu", enabled=False)(body)
-        return library.custom_op(name, without_autocast, mutates_args=(), device_types="cpu", schema=schema)
+
+        def alone(*args):
+            with torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
+                return body(*args)
+
+        return library.custom_op(name, alone, mutates_args=(), device_types="cpu", schema=schema)
 
     return register

@@ -8,6 +8,7 @@ from torch import nn
 from .checks import check_size, resolve_head_dim
 from .functional import block_diagonal_attention_packed
 from .functional.attention import BLOCKS, MAX_HEAD_DIM
+from .invariant import fixed_rows
 from .jagged import wrap_rows
 from .rotary import Rotary, rotary_tables
 
@@ -72,6 +73,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         for projection in (self.qkv_proj, self.out_proj):
             projection.reset_parameters()
 
+    @fixed_rows
     def forward(self, x):
         """Attend.
 

@@ -9,45 +9,20 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
+from .settings import debug_checks
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
-_check_device_values = False
 
 
 class WrongDtype(TypeError, ValueError):
     """A tensor of a dtype that is not taken: to some a wrong kind of argument, to others a wrong value of one."""
 
 
-class debug_checks:
-    """Check the values of device tensors too (offsets, indices); each check waits for the device.
-
-    Args:
-        enabled: whether to check from now on.
-
-    Example::
-
-        jm.debug_checks(True)             # from here on
-        with jm.debug_checks(True): ...   # or for a block
-    """
-
-    def __init__(self, enabled: bool) -> None:
-        global _check_device_values
-        self._before = _check_device_values
-        _check_device_values = bool(enabled)
-
-    def __enter__(self) -> debug_checks:
-        return self
-
-    def __exit__(self, *exc) -> None:
-        global _check_device_values
-        _check_device_values = self._before
-
-
 def values_are_checkable(x: Tensor) -> bool:
     """Whether reading x costs nothing (host), or was asked for (`debug_checks`); never while a graph is being traced."""
     if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
         return False
-    return x.device.type == "cpu" or _check_device_values
+    return x.device.type == "cpu" or debug_checks.current()
 
 
 def check_size(name: str, value, at_least: int = 1) -> None:

@@ -24,15 +24,17 @@ from .masks import AttentionMask
 def attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
     mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is.
-    Others: as in `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
+    batch_invariant: segments are computed one by one, as are query rows where no mask gives them positions. Others: as in
+    `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
     """
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
     queries, keys, values, results = _computable(activation, q, k, v, out)
-    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets):
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets, batch_invariant):
         operands = group.operands(queries, keys, values)
         if activation == "softmax":
             block, block_lse = softmax_forward(*operands, *group.mask, scale)
@@ -53,12 +55,13 @@ def attention_cpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+    batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
     queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
     grad = _scaled(grad, q_offsets, segment_scale, output_scale)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets):
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets, batch_invariant):
         operands = _take(grad, group.rows), *group.operands(queries, keys, values)
         if activation == "softmax":
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
@@ -96,26 +99,29 @@ class _Group(NamedTuple):
 
 
 def _groups(
-    num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, spec: list[int] | None, num_targets: Tensor | None
+    num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, spec: list[int] | None, num_targets: Tensor | None,
+    batch_invariant: bool,
 ) -> Iterator[_Group]:
-    """Every segment that has queries and keys, in one group each; one list of queries after the other."""
+    """Every segment that has queries and keys, in one group each; one list of queries after the other. batch_invariant: groups of one
+    segment, or of one query row where the others of its segment have no effect on it: a user may have any other candidates."""
     mask = None if spec is None else AttentionMask.from_spec(spec, num_targets)
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    num_segments = len(kv_bounds) - 1
+    num_segments, by_rows = len(kv_bounds) - 1, batch_invariant and mask is None and not q_shared
     targets = [0] * num_segments if num_targets is None else num_targets.tolist()
     starts = defaultdict(list)
     for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
         bounds = q_bounds[first : first + num_segments + 1]
         for q_start, q_end, kv_start, kv_end, t in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets):
             if q_end > q_start and kv_end > kv_start:
-                starts[first, q_end - q_start, kv_end - kv_start, t].append((q_start, kv_start))
+                num_queries = 1 if by_rows else q_end - q_start
+                starts[first, num_queries, kv_end - kv_start, t] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
     for (list_start, num_queries, num_keys, t), pairs in starts.items():
-        at_a_time = max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
+        at_a_time = 1 if batch_invariant else max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
-            rows = Rows.of(q_starts, num_queries)
+            rows, kv_rows = Rows.of(q_starts, num_queries, batch_invariant), Rows.of(kv_starts, num_keys, batch_invariant)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
-            yield _Group(rows, q_rows, Rows.of(kv_starts, num_keys), (mask, t), list_start == 0)
+            yield _Group(rows, q_rows, kv_rows, (mask, t), list_start == 0 and not by_rows)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
@@ -159,17 +165,17 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, mask, num_targets, segment_scale, output_scale = inputs
+    q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, mask, num_targets, segment_scale, *options = inputs
     saved = output if activation == "softmax" else (None, None)
     ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, num_targets, segment_scale)
     ctx.flags = scale, q_shared, activation, mask
-    ctx.output_scale = output_scale
+    ctx.options = options
 
 
 def _backward(ctx, do, _dlse):
     *tensors, num_targets, segment_scale = ctx.saved_tensors
-    grads = attention_cpu_backward(do, *tensors, *ctx.flags, num_targets, segment_scale, ctx.output_scale)
-    return *grads, *[None] * 9
+    grads = attention_cpu_backward(do, *tensors, *ctx.flags, num_targets, segment_scale, *ctx.options)
+    return *grads, *[None] * 10
 
 
 def _no_second_derivative(ctx, *grads):

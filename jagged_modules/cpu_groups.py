@@ -13,20 +13,23 @@ GATHERED = 2048  # elements of a scattered segment up to which gathering it cost
 
 
 class Rows(NamedTuple):
-    """Rows of segments of equal length: a slice where they lie one after the other."""
+    """Rows of segments of equal length: a slice where they lie one after the other. copied: they are never read in place, but from memory
+    that is aligned and strided alike wherever they lie, on which the order of a product's sums may depend."""
 
     rows: slice | Tensor
     length: int
+    copied: bool = False
 
     @classmethod
-    def of(cls, starts: tuple[int, ...], length: int) -> Rows:
+    def of(cls, starts: tuple[int, ...], length: int, copied: bool = False) -> Rows:
         if _adjoin(starts, length):
-            return cls(slice(starts[0], starts[-1] + length), length)
-        return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length)
+            return cls(slice(starts[0], starts[-1] + length), length, copied)
+        return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length, copied)
 
     def take(self, x: Tensor) -> Tensor:
-        """`[segments, length, ...]` of `[rows, ...]`; a view of a slice."""
+        """`[segments, length, ...]` of `[rows, ...]`; a view of a slice that is not copied."""
         x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
+        x = x.clone(memory_format=torch.contiguous_format) if self.copied else x
         return x.view(x.shape[0] // self.length, self.length, *x.shape[1:])
 
     def put(self, x: Tensor, block: Tensor) -> None:
@@ -38,8 +41,9 @@ class Rows(NamedTuple):
             x.index_copy_(0, self.rows, block.reshape(len(self.rows), *x.shape[1:]).to(x.dtype))
 
 
-def groups(*offsets: Tensor) -> Iterator[tuple[Rows, ...]]:
-    """Rows by each of the offsets `[B + 1]`, for the segments whose lengths are equal; segments with a length of 0 are left out."""
+def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Rows, ...]]:
+    """Rows by each of the offsets `[B + 1]`, for the segments whose lengths are equal; segments with a length of 0 are left out.
+    batch_invariant: groups of one segment."""
     starts = defaultdict(list)
     bounds = [x.tolist() for x in offsets]
     for firsts, ends in zip(zip(*bounds), zip(*(x[1:] for x in bounds))):
@@ -47,9 +51,9 @@ def groups(*offsets: Tensor) -> Iterator[tuple[Rows, ...]]:
         if all(lengths):
             starts[lengths].append(firsts)
     for lengths, segments in starts.items():
-        together = max(lengths) <= GATHERED or all(map(_adjoin, zip(*segments), lengths))
+        together = not batch_invariant and (max(lengths) <= GATHERED or all(map(_adjoin, zip(*segments), lengths)))
         for some in [segments] if together else zip(segments):
-            yield tuple(map(Rows.of, zip(*some), lengths))
+            yield tuple(Rows.of(firsts, length, batch_invariant) for firsts, length in zip(zip(*some), lengths))
 
 
 def _adjoin(starts: tuple[int, ...], length: int) -> bool:

@@ -8,12 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .cpu_invariant import products_cpu
+
 
 def linear_compress_decomposed(
-    weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], align: int = 1
+    weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], align: int = 1, batch_invariant: bool = False
 ) -> Tensor:
-    """Σ_l (W_l @ E_l)[index_l]; see `functional.linear_compress` for shapes. K is padded with zeros to a multiple of `align`."""
-    *shared, out = (_SharedProduct.apply(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
+    """Σ_l (W_l @ E_l)[index_l]; see `functional.linear_compress` for shapes. K is padded with zeros to a multiple of `align`.
+
+    batch_invariant: products are computed one by one, on the host.
+    """
+    product = products_cpu if batch_invariant else _SharedProduct.apply
+    *shared, out = (product(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
     for product, index in zip(shared, indices):
         out = out + product.index_select(0, index)
     return out

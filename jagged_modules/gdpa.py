@@ -11,6 +11,7 @@ from .activations import ACTIVATIONS
 from .checks import check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
+from .invariant import fixed_rows
 from .jagged import check_same_segments, wrap_rows
 from .masks import AttentionMask
 
@@ -149,6 +150,7 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.key_weights)
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
+    @fixed_rows
     def forward(self, x, context=None, num_targets: Tensor | None = None):
         """Attend.
 

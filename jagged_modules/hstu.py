@@ -11,6 +11,7 @@ from torch.nn import functional as nnf
 from .checks import check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
+from .invariant import fixed_rows
 from .jagged import Jagged, check_same_segments, wrap_rows
 from .masks import AttentionMask
 
@@ -129,6 +130,7 @@ class HSTULayer(nn.Module):
             raise ValueError("config.scaling_seqlen must be given where the container has no max_seqlen, got None")
         return max(1, length)
 
+    @fixed_rows
     def _project(self, jagged: Jagged) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """u `[L, H · Dv]` before its silu, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         x, heads = jagged.values, self.num_heads
@@ -143,6 +145,7 @@ class HSTULayer(nn.Module):
         flags = dict(activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule)
         return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
 
+    @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         norm, u, a = self.output_norm, nnf.silu(u.to(dtype)), a.to(dtype)

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 import torch
+from jagged_kernels.launch import mean_rows
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -13,6 +14,7 @@ from .broadcast import CandidateIndex
 from .checks import check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
 from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
+from .settings import is_batch_invariant
 
 MAX_SCHEDULES = 16  # kept with a segmentation
 
@@ -167,7 +169,7 @@ class Jagged:
     ) -> Jagged:
         """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
 
-        Attention of other sizes, another size of dtype or other queries finds none here and builds its own.
+        Attention of other sizes, another size of dtype, other queries or another `batch_invariant` finds none here and builds its own.
 
         Args:
             num_heads, head_dim, num_kv_heads: of the attention that will use it; for HSTU the larger of head_dim and linear_dim.
@@ -219,6 +221,7 @@ class Jagged:
         queries = self if queries is None else queries
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         mask = None if mask is None or mask.hides_nothing() else mask
+        sizes["batch_invariant"] = batch_invariant = is_batch_invariant()
         key = (token, rows_per_candidate, *sizes.values(), *(mask.spec if mask else ()))
         schedules = self._segmentation.schedules
         if key not in schedules:
@@ -228,7 +231,7 @@ class Jagged:
             elif total is not None:
                 offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
                 on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
-                rows = total / max(1, len(offsets) - 1), self.values.shape[0] / max(1, len(kv_offsets) - 1)
+                rows = (mean_rows(n, x, batch_invariant) for n, x in ((total, offsets), (self.values.shape[0], kv_offsets)))
                 on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
                 schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
             else:

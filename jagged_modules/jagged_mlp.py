@@ -9,6 +9,7 @@ from torch import nn
 from .activations import POINTWISE
 from .checks import check_size
 from .functional import jagged_linear
+from .invariant import fixed_rows
 from .jagged import wrap_rows
 
 
@@ -49,6 +50,7 @@ class JaggedMLP(nn.Module):
         for layer in self.layers:
             layer.reset_parameters()
 
+    @fixed_rows
     def forward(self, x):
         """Apply the layers.
 

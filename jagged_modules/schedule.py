@@ -24,9 +24,9 @@ def new_token() -> tuple[int, int]:
     return os.getpid(), next(_tokens)
 
 
-def chooses_hopper(device: torch.device | int, query_rows: float, key_rows: float) -> bool:
-    """Whether attention on a GPU takes the kernels for compute capability 9.0 unasked, for segments of so many rows on average. Where CUDA
-    is not initialised, as in a data loader's worker, which must not do so: on the machine's first GPU."""
+def chooses_hopper(device: torch.device | int, query_rows: float | None, key_rows: float | None) -> bool:
+    """Whether attention on a GPU takes the kernels for compute capability 9.0 unasked, for segments of so many rows on average (None:
+    irrespective of that). Where CUDA is not initialised, as in a data loader's worker, which must not do so: on the machine's first GPU."""
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0) if torch.cuda.is_initialized() else _first_gpu_is_hopper()
     return is_hopper and hopper_attention_pays(query_rows, key_rows)
 
@@ -57,6 +57,7 @@ def host_schedule(
     itemsize: int,
     mask: AttentionMask | None = None,
     hopper: bool | None = None,
+    batch_invariant: bool = False,
 ) -> TileSchedule:
     """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
 
@@ -66,10 +67,12 @@ def host_schedule(
         mask: blocks that it hides cost nothing.
         hopper: for the kernels of compute capability 9.0; None: where attention chooses them on the machine's first GPU. Kernels that want
             another tile make their own list.
+        batch_invariant: the tile does not depend on the lengths.
     """
     initialized = torch.cuda.is_initialized()
     workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
-    query_rows, key_rows = (int(lengths.sum()) / max(1, len(lengths)) for lengths in (q_lengths, kv_lengths))
+    means = (None if batch_invariant else int(lengths.sum()) / max(1, len(lengths)) for lengths in (q_lengths, kv_lengths))
+    query_rows, key_rows = means
     if hopper is None:
         hopper = chooses_hopper(0, query_rows, key_rows)
     tile = attention_tile(head_dim, itemsize, query_rows, hopper)
@@ -95,16 +98,18 @@ def device_schedule(
     mask: list[int] | None = None,
     num_targets: Tensor | None = None,
     hopper: bool = False,
+    batch_invariant: bool = False,
 ) -> TileSchedule:
     """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record.
 
     total_q, total_kv: rows of all segments. Without total_kv the backward's tiles are left to the backward, which may never come.
-    mask: `AttentionMask.spec`, with num_targets on the offsets' device. hopper: for the kernels of compute capability 9.0.
+    mask: `AttentionMask.spec`, with num_targets on the offsets' device. hopper: for the kernels of compute capability 9.0. batch_invariant:
+    the tile does not depend on the lengths.
     """
     from jagged_kernels.tile_list import tile_list
 
     # Under torch.compile the sizes are symbols, and choosing by them would compile anew.
-    mean_queries = None if torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)
+    mean_queries = None if batch_invariant or torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)
     tile = attention_tile(head_dim, itemsize, mean_queries, hopper)
 
     def build(offsets, other_offsets, total, heads, block_m, block_n, backward, key_tiles=False):

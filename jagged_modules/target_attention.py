@@ -9,6 +9,7 @@ from .broadcast import CandidateIndex
 from .checks import check_layer_input, check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
+from .invariant import fixed_rows
 from .jagged import Jagged, check_same_segments, wrap_rows
 
 
@@ -50,6 +51,7 @@ class JaggedTargetAttention(nn.Module):
         for projection in (self.q_proj, self.kv_proj, self.out_proj):
             projection.reset_parameters()
 
+    @fixed_rows
     def forward(self, targets, history, candidates: CandidateIndex | None = None):
         """Attend.
 

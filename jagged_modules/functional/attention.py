@@ -25,6 +25,7 @@ from ..joined import joined_rows
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import TileSchedule, attention_tile, device_schedule
+from ..settings import is_batch_invariant, workspace_limit
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
@@ -89,6 +90,7 @@ def jagged_attention(
     q, k, v = (autocast(x) for x in (q, k, v))
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    batch_invariant = is_batch_invariant(implementation)
 
     if q_shared:
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
@@ -109,7 +111,7 @@ def jagged_attention(
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
         output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
-        output_scale, row_scale = _split_scale(output_scale, alike)
+        output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
@@ -127,29 +129,34 @@ def jagged_attention(
         flags |= dict(segment_scale=output_scale if isinstance(output_scale, Tensor) else None)
         flags |= dict(output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale))
         if implementation == "auto" and q.device.type != "cuda":
-            out = _cpu_attention(q, k, v, q_offsets, kv_offsets, **flags)
+            out = _cpu_attention(q, k, v, q_offsets, kv_offsets, batch_invariant=batch_invariant, **flags)
         else:
-            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, **flags)
+            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, **flags)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
 
 
-def _split_scale(output_scale: Tensor, alike: int | None) -> tuple[Tensor, Tensor]:
+def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32: the kernels give no
-    gradient for theirs, and take the same for all segments where there are so many `alike`."""
+    gradient for theirs, and take the same for all segments where there are so many `alike`: the
+    largest of the batch or, batch-invariant, 1."""
     output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
     factor = output_scale.detach()
-    if alike is not None:  # a segment's scale that is no finite number is none for the others
+    if alike is not None and batch_invariant:
+        factor = factor.new_ones(())
+    elif alike is not None:  # a segment's scale that is no finite number is none for the others
         factor = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
     factor = torch.where(factor == 0, 1, factor)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
-def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, **flags) -> Tensor:
-    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values())
+def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, batch_invariant, scale, q_shared, kv_shared, **flags) -> Tensor:
+    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values(), batch_invariant)
     return out
 
 
-def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, **flags) -> Tensor:
+def _triton_attention(
+    q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, *, scale, q_shared, kv_shared, **flags
+) -> Tensor:
     from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
 
     if q.dtype == torch.float64:
@@ -167,8 +174,9 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, 
     if schedule is None or kv_shared:
         total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         if implementation == "auto" and not torch.compiler.is_compiling():  # where choosing by sizes would compile anew
-            hopper = hopper and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, flags["activation"])
+            hopper = hopper and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, flags["activation"], batch_invariant)
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
+        sizes["batch_invariant"] = batch_invariant
         schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
@@ -178,7 +186,7 @@ def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, 
     )
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
-        *flags.values(), implementation,
+        *flags.values(), implementation, workspace_limit(), batch_invariant,
     )  # fmt: skip
     return out
 

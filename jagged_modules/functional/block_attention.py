@@ -10,6 +10,7 @@ from ..autocast import autocast
 from ..blocks import block_offsets, positions_in_segments
 from ..checks import check_device, check_offsets, check_size, check_tensor
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
+from ..settings import is_batch_invariant
 from .attention import ATTENTION_IMPLEMENTATIONS, BLOCKS, check_attention, jagged_attention
 
 
@@ -61,7 +62,8 @@ def block_diagonal_attention(
         from jagged_kernels.block_attention import triton_block_attention
 
         q, k, v = (rows_in_place(x) for x in (q, k, v))
-        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, implementation)
+        kernels = _fixed_kernels(implementation, q, k, v)
+        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, kernels)
 
     dtype = q.dtype
     if rotary is not None:
@@ -95,7 +97,7 @@ def block_diagonal_attention_packed(
     _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
     qkv, offsets = rows_in_place(qkv), offsets.to(qkv.device, non_blocking=True)
     return triton_block_attention_packed(
-        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, implementation
+        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, _fixed_kernels(implementation, qkv)
     )
 
 
@@ -109,6 +111,13 @@ def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str)
     from jagged_kernels.block_attention import block_attention_fits
 
     return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size)
+
+
+def _fixed_kernels(implementation: str, *operands: Tensor) -> str:
+    """The implementation. "auto" looks at the stride of rows only where there are several; under `batch_invariant` a single one counts."""
+    if implementation == "auto" and is_batch_invariant() and any(x.stride(0) * x.element_size() % 16 for x in operands):
+        return "triton"
+    return implementation
 
 
 def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation) -> None:

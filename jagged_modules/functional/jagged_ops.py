@@ -15,6 +15,7 @@ from ..autocast import autocast
 from ..blocks import rows_and_segments
 from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, refuse_transforms, values_are_checkable
 from ..cpu_groups import compute_dtype
+from ..cpu_invariant import pointwise_rows_cpu, products_cpu
 from ..cpu_products import outer_cpu, product_cpu, softmax_cpu
 from ..reference import (
     array_jagged_bmm_reference,
@@ -24,6 +25,7 @@ from ..reference import (
     jagged_outer_reference,
     jagged_softmax_reference,
 )
+from ..settings import is_batch_invariant
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -111,13 +113,14 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
     x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     _check_segment_matrices("y", y, offsets, x.shape[1])
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_dense_bmm_reference(x, y, offsets)
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(rows_in_place(x), offsets, y, None, None, max_seqlen)
-    return _jagged_dense_bmm_cpu(x, y, offsets)
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, y, None, None, max_seqlen, batch_invariant)
+    return _jagged_dense_bmm_cpu(x, y, offsets, batch_invariant)
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
@@ -135,14 +138,15 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
     offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_jagged_bmm_reference(x, y, offsets)
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_jagged_bmm
 
-        return triton_jagged_jagged_bmm(rows_in_place(x), rows_in_place(y), offsets, max_seqlen)
+        return triton_jagged_jagged_bmm(rows_in_place(x), rows_in_place(y), offsets, max_seqlen, batch_invariant)
     segments, width = offsets.shape[0] - 1, x.shape[1]
-    out = product_cpu(x.flatten(), y, offsets, *_matrix_offsets(offsets, width), segments * width, True)
+    out = product_cpu(x.flatten(), y, offsets, *_matrix_offsets(offsets, width), segments * width, True, batch_invariant)
     return out.unflatten(0, (segments, width))
 
 
@@ -159,13 +163,14 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
     """
     (x,) = _operands(implementation, False, x=(x, "[L, H]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_softmax_reference(x, offsets)
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_softmax import triton_jagged_softmax
 
-        return triton_jagged_softmax(rows_in_place(x), offsets, max_seqlen)
-    return softmax_cpu(x.flatten(), offsets, *_matrix_offsets(offsets, x.shape[1]), True).view(x.shape)
+        return triton_jagged_softmax(rows_in_place(x), offsets, max_seqlen, batch_invariant)
+    return softmax_cpu(x.flatten(), offsets, *_matrix_offsets(offsets, x.shape[1]), True, batch_invariant).view(x.shape)
 
 
 def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, implementation: str = "auto") -> Tensor:
@@ -187,6 +192,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     _check_rows("y", y, "y rows", plan.y_rows)
     if y.shape[1] != x.shape[1]:
         raise ValueError(f"y must have x's width, {x.shape[1]}, got {y.shape[1]}")
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_outer_reference(x, y, *offsets[:2])
     if _on_kernels(implementation, x):
@@ -195,7 +201,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
         if itself and plan.y_offsets is plan.x_offsets:
             return triton_jagged_gram(rows_in_place(x), offsets[0], offsets[2], plan.total)
         return triton_jagged_outer(rows_in_place(x), rows_in_place(y), *offsets, plan.total)
-    return outer_cpu(x, y, *offsets, plan.total)
+    return outer_cpu(x, y, *offsets, plan.total, batch_invariant)
 
 
 def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto") -> Tensor:
@@ -214,6 +220,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
     offsets = _plan_offsets(plan, p)
     _check_rows("p", p, "scores", plan.total)
     _check_rows("y", y, *(("x rows", plan.x_rows) if transposed else ("y rows", plan.y_rows)))
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return array_jagged_bmm_reference(p, y, *offsets, transposed)
     out_rows = plan.y_rows if transposed else plan.x_rows
@@ -221,7 +228,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
         from jagged_kernels.jagged_matmul import triton_array_jagged_bmm
 
         return triton_array_jagged_bmm(p.contiguous(), rows_in_place(y), *offsets, out_rows, transposed)
-    return product_cpu(p, y, *offsets, out_rows, transposed)
+    return product_cpu(p, y, *offsets, out_rows, transposed, batch_invariant)
 
 
 def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation: str = "auto") -> Tensor:
@@ -241,13 +248,14 @@ def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation
     _check_rows("p", p, "scores", plan.total)
     if dim not in (-1, -2):
         raise ValueError(f"dim must be -1 (rows) or -2 (columns), got {dim}")
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged2_softmax_reference(p, *offsets, dim)
     if _on_kernels(implementation, p):
         from jagged_kernels.jagged_softmax import triton_jagged2_softmax
 
         return triton_jagged2_softmax(p.contiguous(), *offsets, plan.y_rows if dim == -2 else plan.x_rows, dim == -2)
-    return softmax_cpu(p, *offsets, dim == -2)
+    return softmax_cpu(p, *offsets, dim == -2, batch_invariant)
 
 
 def jagged_linear(
@@ -262,7 +270,8 @@ def jagged_linear(
 ) -> Tensor:
     """activation(x Wᵀ + b) with weights for all rows, or activation(x[b] @ W[b] + bias[b]) with weights for each segment.
 
-    Weights for all rows are torch's own product, which has nothing to gain from the segments. Those for each segment are
+    Weights for all rows are torch's own product, which has nothing to gain from the segments; under `batch_invariant`, whose rows torch's
+    product would mix in its choice of an algorithm, those for each segment with one segment. Those for each segment are
     `jagged_dense_bmm` with bias and activation in the same kernel, rounded once.
 
     Args:
@@ -286,6 +295,7 @@ def jagged_linear(
     named |= {} if bias is None else dict(bias=(bias, "[T]" if shared else "[B, T]"))
     x, weight, bias = [*_operands(implementation, **named), None][:3]
     function = POINTWISE["identity" if activation is None else activation].function
+    batch_invariant = is_batch_invariant(implementation)
     if shared:
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
@@ -293,6 +303,8 @@ def jagged_linear(
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
+        if batch_invariant:
+            return _fixed_linear(x, weight, bias, activation)
         return function(nnf.linear(x, weight, bias))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
     _check_segment_matrices("weight", weight, offsets, x.shape[1])
@@ -301,13 +313,32 @@ def jagged_linear(
     if implementation != "reference" and _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight, bias, activation, max_seqlen)
-    dtype, product = x.dtype, jagged_dense_bmm_reference if implementation == "reference" else _jagged_dense_bmm_cpu
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
+    dtype = x.dtype
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # so that the sum with the bias is rounded once
-    out = product(x, weight, offsets)
+    if implementation == "reference":
+        out = jagged_dense_bmm_reference(x, weight, offsets)
+    else:
+        out = _jagged_dense_bmm_cpu(x, weight, offsets, batch_invariant)
     if bias is not None:
         out = out + bias.to(out.dtype).index_select(0, rows_and_segments(offsets, x.shape[0])[1])
+    if batch_invariant and activation is not None:
+        return pointwise_rows_cpu(out, activation).to(dtype)
     return function(out).to(dtype)
+
+
+def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+    """activation(x Wᵀ + b) with weights `[T, D]` for all rows; none of them depends on the others."""
+    if _on_kernels("auto", x):
+        from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
+
+        offsets, bias = torch.arange(2, device=x.device) * x.shape[0], None if bias is None else bias[None]
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight.mT[None], bias, activation, None, True)
+    dtype = x.dtype
+    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
+    out = products_cpu(weight, x[:, :, None]).squeeze(2)
+    out = out if bias is None else out + bias.to(out.dtype)
+    return (out if activation is None else pointwise_rows_cpu(out, activation)).to(dtype)
 
 
 def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
@@ -332,8 +363,9 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
     return nnf.layer_norm(wide[0], x.shape[1:], *wide[1:], eps).to(x.dtype)
 
 
-def _jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    return product_cpu(x.flatten(), y.flatten(0, 1), offsets, *_matrix_offsets(offsets, x.shape[1]), x.shape[0], False)
+def _jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, batch_invariant: bool) -> Tensor:
+    matrices = _matrix_offsets(offsets, x.shape[1])
+    return product_cpu(x.flatten(), y.flatten(0, 1), offsets, *matrices, x.shape[0], False, batch_invariant)
 
 
 def _matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:

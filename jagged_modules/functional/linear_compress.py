@@ -12,6 +12,7 @@ from ..broadcast import CandidateIndex
 from ..checks import check_device, check_integers, check_tensor, values_are_checkable
 from ..decomposed import linear_compress_decomposed
 from ..reference import linear_compress_reference
+from ..settings import is_batch_invariant
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused", "hopper")
 
@@ -57,10 +58,11 @@ def linear_compress(
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
+    batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
     if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
-        return linear_compress_decomposed(weights, embeddings, maps, align=8 if implementation == "padded" else 1)
+        return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
 
     from jagged_kernels.linear_compress import triton_linear_compress
 
@@ -70,7 +72,7 @@ def linear_compress(
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]
     offsets = [None if x is None else x.offsets for x in grouped]
-    return triton_linear_compress(weights, embeddings, maps, orders, offsets, implementation)
+    return triton_linear_compress(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
 
 
 def _levels(name: str, x) -> list:

@@ -78,7 +78,8 @@ class Implementation:
         """What is timed for the columns ``key``: "forward", "forward_backward" or "backward"."""
         if key != "backward":
             return partial(self.run, key == "forward_backward")
-        out = self.forward()
+        with self.around():
+            out = self.forward()
 
         def backward():
             with self.around():

@@ -35,8 +35,10 @@ from .tile_list import fitting_tiles, query_lists
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-def _attention_fake(q, k, v, q_offsets, kv_offsets, *rest):
-    *_, q_shared, _, activation, _, _, _, _, _ = rest
+def _attention_fake(
+    q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, scale, q_shared, kv_shared, activation,
+    *options,
+):  # fmt: skip
     return _empty_outputs(q, v, q_offsets, q_shared, activation)
 
 
@@ -47,7 +49,7 @@ def triton_attention(
     key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int,
     scale: float, q_shared: bool, kv_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
-    implementation: str,
+    implementation: str, workspace: int | None = None, batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel.
 
@@ -60,20 +62,22 @@ def triton_attention(
         activation: a public name. mask: as masks.py has it, with `num_targets` `[B]` if it has targets.
         segment_scale: fp32, one for each segment of queries, takes the place of `output_scale` if not None.
         implementation: "triton", "hopper", or "auto", which chooses.
+        workspace: bytes that the backward may take to be faster; None: as many as make it so.
+        batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments. The schedule's tile size is not used.
 
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
     """
     out, lse = _empty_outputs(q, v, q_offsets, q_shared, activation)
-    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation):
+    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation, batch_invariant):
         from .hopper import attention as hopper
 
         hopper.forward(
             q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, block_m, scale, q_shared, activation, mask, num_targets,
-            segment_scale, output_scale,
+            segment_scale, output_scale, batch_invariant,
         )  # fmt: skip
         return out, lse
-    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], kv_offsets, activation, mask)
+    config, common = _launch("fwd", q, k, v, block_m, k.shape[0], kv_offsets, activation, mask, batch_invariant)
     _, num_segments = query_lists(q_offsets, kv_offsets)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
@@ -100,7 +104,7 @@ def triton_attention_backward(
     key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int,
     scale: float, q_shared: bool, kv_shared: bool,
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
-    implementation: str,
+    implementation: str, workspace: int | None = None, batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it; or those for
     Hopper. `out` is read with softmax alone.
@@ -121,12 +125,12 @@ def triton_attention_backward(
         (q_offsets, kv_offsets, tiles, num_tiles, block_m), (*key_offsets, key_tiles, num_key_tiles, key_block),
         scale, q_shared, kv_shared, activation, mask, num_targets, segment_scale, output_scale,
     )  # fmt: skip
-    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation):
+    if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation, batch_invariant):
         from .hopper import attention_backward as hopper
 
-        hopper.backward(*arguments)
+        hopper.backward(*arguments, workspace=0 if batch_invariant else workspace)  # what has room for its dS depends on the batch
     else:
-        _portable_backward(*arguments)
+        _portable_backward(*arguments, batch_invariant=batch_invariant)
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
     if kv_shared:
@@ -136,14 +140,14 @@ def triton_attention_backward(
 
 def _portable_backward(
     do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
-    segment_scale, output_scale,
+    segment_scale, output_scale, batch_invariant,
 ) -> None:  # fmt: skip
     """Launch the kernels of any GPU. A schedule is offsets of queries and keys, tiles and their number, None where there are none, and
     the rows of a tile."""
     factors = activation_factors(activation, q.dtype == torch.bfloat16, scale)
     scales = segment_scale, scale, *factors, output_scale
     q_offsets, kv_offsets, *schedule = query_schedule
-    config, common = _launch("dq", q, k, v, schedule[-1], k.shape[0], kv_offsets, activation, mask)
+    config, common = _launch("dq", q, k, v, schedule[-1], k.shape[0], kv_offsets, activation, mask, batch_invariant)
     lists, num_segments = query_lists(q_offsets, kv_offsets)
     sizes = do.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
@@ -157,8 +161,9 @@ def _portable_backward(
         )  # fmt: skip
 
     q_offsets, kv_offsets, *schedule = key_schedule
-    config, common = _launch("dkdv", q, k, v, query_schedule[-1], do.shape[0], kv_offsets, activation, mask)
-    key_block = min(schedule[-1], attention_tile(max(q.shape[2], v.shape[2]), q.element_size()).key)
+    config, common = _launch("dkdv", q, k, v, query_schedule[-1], do.shape[0], kv_offsets, activation, mask, batch_invariant)
+    key_block = attention_tile(max(q.shape[2], v.shape[2]), q.element_size()).key
+    key_block = key_block if batch_invariant else min(schedule[-1], key_block)
     sizes = dk.shape[0], k.shape[1], key_block, config.block
     tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
     if grid := _grid(config, tiles):
@@ -190,7 +195,8 @@ def attention_on_hopper(implementation: str, head_dim: int, v_dim: int, dtype: t
 
 
 def _on_hopper(
-    implementation: str, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str
+    implementation: str, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str,
+    batch_invariant: bool,
 ) -> bool:  # fmt: skip
     if not attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device) or not (q.shape[0] and k.shape[0]):
         return False
@@ -198,24 +204,34 @@ def _on_hopper(
     if implementation == "hopper" and not aligned:
         strides = ", ".join(f"{name} {list(x.shape)} with strides {x.stride()}" for name, x in (("q", q), ("k", k), ("v", v)))
         raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {strides}")
-    return aligned and (implementation == "hopper" or hopper_pays(q, k, q_offsets, kv_offsets, q_shared, activation))
+    if implementation == "hopper":
+        return aligned
+    if batch_invariant:  # has_descriptor does not look at the stride of a single row
+        aligned = aligned and _row_and_head_strides(q, k, v)[0] * q.element_size() >= 16
+    return aligned and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, activation, batch_invariant)
 
 
-def hopper_pays(q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str) -> bool:
+def hopper_pays(
+    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, activation: str, batch_invariant: bool
+) -> bool:  # fmt: skip
     """Whether "auto" takes the kernels for compute capability 9.0, where they can, for segments as long as these are on average."""
-    query_rows = q.shape[0] if q_shared else mean_rows(q.shape[0], q_offsets)
-    return hopper_attention_pays(query_rows, mean_rows(k.shape[0], kv_offsets), q.shape[2], activation)
+    query_rows = q.shape[0] if q_shared else mean_rows(q.shape[0], q_offsets, batch_invariant)
+    return hopper_attention_pays(query_rows, mean_rows(k.shape[0], kv_offsets, batch_invariant), q.shape[2], activation)
 
 
 def _launch(
-    kernel: str, q: Tensor, k: Tensor, v: Tensor, block_m: int, loop_rows: int, offsets: Tensor, activation: str, mask: list[int] | None
+    kernel: str, q: Tensor, k: Tensor, v: Tensor, block_m: int, loop_rows: int, offsets: Tensor, activation: str, mask: list[int] | None,
+    batch_invariant: bool,
 ) -> tuple[LaunchConfig, dict]:
     """The kernel's table entry, and the launch arguments that all three kernels share.
 
     loop_rows: rows of the side that tiles loop over, in all segments of `offsets`.
     """
     dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
-    long = mask is None and mean_rows(loop_rows, offsets) >= LONG
+    mean = mean_rows(loop_rows, offsets, batch_invariant)
+    long = mask is None and mean is not None and mean >= LONG
+    if batch_invariant:
+        block_m = attention_tile(max(dims[1:]), q.element_size()).query
     return _constants(kernel, *dims, q.dtype, block_m, long, q.device, precision(q), activation, mask and tuple(mask))
 
 

@@ -128,14 +128,18 @@ def hopper_attention_fits(head_dim: int, v_dim: int, itemsize: int, capability: 
     return capability == (9, 0) and itemsize == 2 and dim in (64, 128) and padded_dim(v_dim) == dim and head_dim % 8 == v_dim % 8 == 0
 
 
-def hopper_attention_pays(query_rows: float, key_rows: float, head_dim: int = 128, activation: str = "softmax") -> bool:
-    """Whether these kernels are the faster ones for segments of so many rows on average, forward and backward together.
+def hopper_attention_pays(
+    query_rows: float | None, key_rows: float | None, head_dim: int = 128, activation: str = "softmax"
+) -> bool:  # fmt: skip
+    """Whether these kernels are the faster ones for segments of so many rows on average (None: unknown, of many), forward and backward
+    together.
 
     Not where tiles are mostly empty: portable kernels took 25 % less time for 25 rows by 25 and 8 % less for 1 by 200; Hopper's took 8 %
     less for 10 by 200 and 13 % less for 50 by 50. Nor for activations of very many instructions, of which every warpgroup has a copy:
     portable kernels took 18 % less time for "gelu_taylor" and 2 % less for "gelu" at head dim 64; Hopper's took 10 % less at 128.
     """
-    return query_rows * key_rows >= 1024 and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
+    many = query_rows is None or key_rows is None or query_rows * key_rows >= 1024
+    return many and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
 
 
 def score_gradients_pay(num_blocks: float, rows: float, head_dim: int) -> bool:
@@ -148,13 +152,13 @@ def score_gradients_pay(num_blocks: float, rows: float, head_dim: int) -> bool:
     return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and rows >= 128
 
 
-def hopper_keys_are_long(key_rows: float, head_dim: int, masked: bool) -> bool:
-    """Whether segments have so many keys on average that the forward loops over blocks of 128, not of 64.
+def hopper_keys_are_long(key_rows: float | None, head_dim: int, masked: bool) -> bool:
+    """Whether segments have so many keys on average (None: unknown, few) that the forward loops over blocks of 128, not of 64.
 
     A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Both took the same
     time for about 320 keys at head dim 128 and 600 at 64 without a mask, and for four times as many under one.
     """
-    return key_rows >= LONG * 64 / padded_dim(head_dim) * (4 if masked else 1)
+    return key_rows is not None and key_rows >= LONG * 64 / padded_dim(head_dim) * (4 if masked else 1)
 
 
 def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool, long: bool = False) -> HopperConfig:

@@ -37,14 +37,15 @@ SYMMETRIC_BLOCK = 32
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-def _dense_fake(x, offsets, y, bias, activation, longest=None):
+def _dense_fake(x, offsets, y, bias, activation, *chunking):
     return x.new_empty((x.shape[0], y.shape[2]))
 
 
 @operator("jagged_dense_bmm", fake=_dense_fake)
 def triton_jagged_dense_bmm(
-    x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, longest: int | None = None
-) -> Tensor:
+    x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, longest: int | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
     """out[b] = activation(x[b] @ y[b] + bias[b]).
 
     Args:
@@ -52,6 +53,7 @@ def triton_jagged_dense_bmm(
         y: `[B, D, T]` of any strides; one matrix for all segments is expanded. bias: `[B, T]` or None.
         activation: a name of `activations.py`, or None.
         longest: rows of the longest segment, for the gradients. An understatement costs time.
+        batch_invariant: the gradients' sums over a segment's rows are cut into parts irrespective of the batch.
 
     Returns:
         `[L, T]`.
@@ -92,28 +94,29 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activatio
     return out
 
 
-def _jagged_fake(x, y, offsets, longest=None):
+def _jagged_fake(x, y, offsets, *chunking):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1], y.shape[1]))
 
 
 @operator("jagged_jagged_bmm", fake=_jagged_fake)
-def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
+def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
     """out[b] = x[b]ᵀ @ y[b]: x `[L, D]`, y `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, D, T]`, 0 for an empty segment.
-    longest: rows of the longest segment. An understatement costs time."""
-    return _sum_products(x, y, offsets, longest)
+    longest: rows of the longest segment. An understatement costs time. batch_invariant: a long segment is cut into parts irrespective of
+    the batch."""
+    return _sum_products(x, y, offsets, longest, batch_invariant)
 
 
-def _sum_fake(x, offsets, longest=None):
+def _sum_fake(x, offsets, *chunking):
     return x.new_empty((offsets.shape[0] - 1, x.shape[1]))
 
 
 @operator("jagged_sum", fake=_sum_fake)
-def triton_jagged_sum(x: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
-    """Sums of the rows of each segment: x `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]`, longest as above → `[B, T]`."""
-    return _sum_products(None, x, offsets, longest).squeeze(1)
+def triton_jagged_sum(x: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
+    """Sums of the rows of each segment: x `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]`, the others as above → `[B, T]`."""
+    return _sum_products(None, x, offsets, longest, batch_invariant).squeeze(1)
 
 
-def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | None) -> Tensor:
+def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | None, batch_invariant: bool) -> Tensor:
     """x[b]ᵀ @ y[b], `[B, D, T]`; x None: a column of ones."""
     x, y, segments = None if x is None else rows_in_place(x), rows_in_place(y), offsets.shape[0] - 1
     (length, columns), depth = y.shape, 1 if x is None else x.shape[1]
@@ -124,7 +127,7 @@ def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | N
     if x is None:
         options = options | dict(BLOCK_M=1)
     tiles = ceil_div(depth, config.rows) * ceil_div(columns, config.columns)
-    shift = chunk_shift(length, longest, tiles, y.device)
+    shift = chunk_shift(length, longest, tiles, y.device, batch_invariant)
     chunks = length >> shift
     partial = y.new_empty((2 * chunks, depth, columns), dtype=torch.float32)
     operands = (y,) if x is None else (x, y)
@@ -241,50 +244,50 @@ def _launch_plan(kernel: str, itemsize: int, rows: int, columns: int, device: to
 
 class _DenseBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, y, bias, activation, longest=None):
+    def forward(ctx, x, offsets, y, bias, activation, *chunking):
         ctx.save_for_backward(x, offsets, y, bias)
-        ctx.activation, ctx.longest = activation, longest
+        ctx.activation, ctx.chunking = activation, chunking
         with below_autograd():
-            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, longest)
+            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, *chunking)
 
     @staticmethod
     def backward(ctx, grad):
         (x, offsets, y, bias), wanted = ctx.saved_tensors, ctx.needs_input_grad
         if ctx.activation is not None:
             grad = triton_jagged_dense_bmm_slope(grad, x, offsets, y, bias, ctx.activation)
-        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, ctx.longest) if wanted[0] else None
-        dy = triton_jagged_jagged_bmm(x, grad, offsets, ctx.longest) if wanted[2] else None
-        return dx, None, dy, triton_jagged_sum(grad, offsets, ctx.longest) if wanted[3] else None, None, None
+        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.chunking) if wanted[0] else None
+        dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.chunking) if wanted[2] else None
+        return dx, None, dy, triton_jagged_sum(grad, offsets, *ctx.chunking) if wanted[3] else None, None, *(None for _ in ctx.chunking)
 
 
 class _JaggedBmm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, y, offsets, longest=None):
+    def forward(ctx, x, y, offsets, *chunking):
         ctx.save_for_backward(x, y, offsets)
-        ctx.longest = longest
+        ctx.chunking = chunking
         with below_autograd():
-            return triton_jagged_jagged_bmm(x, y, offsets, longest)
+            return triton_jagged_jagged_bmm(x, y, offsets, *chunking)
 
     @staticmethod
     def backward(ctx, grad):
         x, y, offsets = ctx.saved_tensors
-        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, ctx.longest) if ctx.needs_input_grad[0] else None
-        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, ctx.longest) if ctx.needs_input_grad[1] else None
-        return dx, dy, None, None
+        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, *ctx.chunking) if ctx.needs_input_grad[0] else None
+        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, *ctx.chunking) if ctx.needs_input_grad[1] else None
+        return dx, dy, None, *(None for _ in ctx.chunking)
 
 
 class _Sum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, longest=None):
+    def forward(ctx, x, offsets, *chunking):
         ctx.save_for_backward(offsets)
-        ctx.rows = x.shape[0]
+        ctx.rows, ctx.chunking = x.shape[0], chunking
         with below_autograd():
-            return triton_jagged_sum(x, offsets, longest)
+            return triton_jagged_sum(x, offsets, *chunking)
 
     @staticmethod
     def backward(ctx, grad):
         (offsets,) = ctx.saved_tensors
-        return grad.repeat_interleave(offsets.diff(), 0, output_size=ctx.rows), None, None
+        return grad.repeat_interleave(offsets.diff(), 0, output_size=ctx.rows), None, *(None for _ in ctx.chunking)
 
 
 class _Outer(torch.autograd.Function):

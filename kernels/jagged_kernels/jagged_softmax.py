@@ -196,19 +196,22 @@ def jagged2_softmax_kernel(
 
 
 @operator("jagged_softmax", fake=lambda x, *_: x.new_empty(x.shape))
-def triton_jagged_softmax(x: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
+def triton_jagged_softmax(x: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
     """softmax over the rows of each segment, column by column: x `[L, H]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[L, H]`.
-    longest: rows of the longest segment. An understatement costs time."""
-    return _softmax(x, None, offsets, longest)
+    longest: rows of the longest segment. An understatement costs time. batch_invariant: a long segment is cut into parts irrespective of
+    the batch."""
+    return _softmax(x, None, offsets, longest, batch_invariant)
 
 
 @operator("jagged_softmax_backward", fake=lambda grad, out, *_: out.new_empty(out.shape))
-def triton_jagged_softmax_backward(grad: Tensor, out: Tensor, offsets: Tensor, longest: int | None = None) -> Tensor:
+def triton_jagged_softmax_backward(
+    grad: Tensor, out: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False
+) -> Tensor:
     """Gradient `[L, H]` of the input, given that of the result and the result."""
-    return _softmax(out, grad, offsets, longest)
+    return _softmax(out, grad, offsets, longest, batch_invariant)
 
 
-def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, longest: int | None) -> Tensor:
+def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, longest: int | None, batch_invariant: bool) -> Tensor:
     x, grad = rows_in_place(x), None if grad is None else rows_in_place(grad)
     (rows, columns), segments = x.shape, offsets.shape[0] - 1
     out = x.new_empty((rows, columns))
@@ -216,7 +219,7 @@ def _softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, longest: int | Non
         return out
     config = jagged_softmax_config(x.element_size(), columns)
     blocks = ceil_div(columns, config.lines)
-    shift = chunk_shift(rows, longest, blocks, x.device)
+    shift = chunk_shift(rows, longest, blocks, x.device, batch_invariant)
     chunks = rows >> shift
     sums = x.new_empty((2 * chunks, 2, columns), dtype=torch.float32)
     align, strides = aligned_strides(*((tensor, 0) for tensor in (x, grad) if tensor is not None))
@@ -271,16 +274,16 @@ def _options(config: SoftmaxConfig) -> dict:
 
 class _Softmax(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, offsets, longest=None):
+    def forward(ctx, x, offsets, *chunking):
         with below_autograd():
-            out = triton_jagged_softmax(x, offsets, longest)
+            out = triton_jagged_softmax(x, offsets, *chunking)
         ctx.save_for_backward(out, offsets)
-        ctx.longest = longest
+        ctx.chunking = chunking
         return out
 
     @staticmethod
     def backward(ctx, grad):
-        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors, ctx.longest), None, None
+        return triton_jagged_softmax_backward(grad, *ctx.saved_tensors, *ctx.chunking), None, *(None for _ in ctx.chunking)
 
 
 class _Softmax2(torch.autograd.Function):

@@ -23,14 +23,14 @@ from .linear_compress_kernels import align_rows_kernel, linear_compress_bwd_dw_k
 from .operators import below_autograd, differentiate, operator
 
 
-def _fake(weights, embeddings, indices, orders, offsets, implementation):
+def _fake(weights, embeddings, indices, orders, offsets, *options):
     return embeddings[-1].new_empty((embeddings[-1].shape[0], weights[-1].shape[0], embeddings[-1].shape[2]))
 
 
 @operator("linear_compress", fake=_fake)
 def triton_linear_compress(
     weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None],
-    implementation: str,
+    implementation: str, batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """Multiply every shared level at its own batch size, then the last one, adding the others.
 
@@ -40,6 +40,7 @@ def triton_linear_compress(
         orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for the backward. Offsets None: sorted
             there; order None with offsets: grouped already.
         implementation: "fused", "hopper", or "auto", "hopper" where it takes the operands.
+        batch_invariant: kernels, tiles and splits do not depend on the batch sizes.
 
     Returns:
         `[B, M, N]`.
@@ -47,9 +48,9 @@ def triton_linear_compress(
     if _on_hopper(implementation, weights, embeddings):
         from .hopper import linear_compress as hopper
 
-        return hopper.forward(weights, embeddings, indices)
+        return hopper.forward(weights, embeddings, indices, batch_invariant)
     weights, _ = aligned_weights(weights)
-    shared = [_shared_product(weight, embedding) for weight, embedding in zip(weights, embeddings[:-1])]
+    shared = [_shared_product(weight, embedding, batch_invariant) for weight, embedding in zip(weights, embeddings[:-1])]
     return _compress(weights[-1], embeddings[-1], shared, indices, embeddings[-1].dtype)
 
 
@@ -71,7 +72,7 @@ def _on_hopper(implementation: str, weights: list[Tensor], embeddings: list[Tens
     return supported and (implementation == "hopper" or candidates.shape[2] > 64)  # narrow ones would fill half of its tiles
 
 
-def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
+def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted, *options):
     gradients = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in weights]
     gradients += [x.new_empty((x.shape[0], ceil_div(x.shape[1], 8) * 8, x.shape[2]))[:, : x.shape[1]] for x in embeddings]
     return [x if want else x.new_empty(0) for x, want in zip(gradients, wanted)]
@@ -80,7 +81,7 @@ def _backward_fake(do, weights, embeddings, indices, orders, offsets, wanted):
 @operator("linear_compress_backward", fake=_backward_fake)
 def triton_linear_compress_backward(
     do: Tensor, weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor], orders: list[Tensor | None],
-    offsets: list[Tensor | None], wanted: list[bool],
+    offsets: list[Tensor | None], wanted: list[bool], batch_invariant: bool = False,
 ) -> list[Tensor]:  # fmt: skip
     """Gradients of the weights and the embeddings that are `wanted` (first of all weights, then of all embeddings); the others empty."""
     do = do.contiguous()
@@ -93,11 +94,11 @@ def triton_linear_compress_backward(
         gradient = do
         if level < levels - 1:
             grouped = (orders[level], offsets[level]) if offsets[level] is not None else _group(indices[level], embedding.shape[0])
-            gradient = _sum_groups(do, *grouped)
+            gradient = _sum_groups(do, *grouped, batch_invariant)
         if wanted[level]:
             gradients[level] = _weight_gradient(gradient, embedding)
         if wanted[levels + level]:
-            gradients[levels + level] = _embedding_gradient(weight, gradient)
+            gradients[levels + level] = _embedding_gradient(weight, gradient, batch_invariant)
     return [do.new_empty(0) if x is None else x for x in gradients]
 
 
@@ -106,8 +107,10 @@ def _product(weight: Tensor, embedding: Tensor) -> Tensor:
     return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
 
-def _shared_product(weight: Tensor, embedding: Tensor) -> Tensor:
-    """The same in fp32, to be added to the candidates' product."""
+def _shared_product(weight: Tensor, embedding: Tensor, batch_invariant: bool) -> Tensor:
+    """The same in fp32, to be added to the candidates' product. weight: of aligned rows."""
+    if batch_invariant:
+        return _compress(weight, embedding, (), (), torch.float32)
     if embedding.dtype == torch.float32:
         return _product(weight, embedding)
     if embedding.device.type != "cuda":
@@ -118,11 +121,15 @@ def _shared_product(weight: Tensor, embedding: Tensor) -> Tensor:
     return torch.bmm(weight.expand(batch, -1, -1), embedding, out_dtype=torch.float32)  # few tiles: less time on the host
 
 
-def _embedding_gradient(weight: Tensor, gradient: Tensor) -> Tensor:
-    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, a view of as many rows as K is padded to: cuBLAS takes five times as long without."""
+def _embedding_gradient(weight: Tensor, gradient: Tensor, batch_invariant: bool) -> Tensor:
+    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, a view of as many rows as K is padded to: cuBLAS takes five times as long without.
+    Its choice of an algorithm depends on the batch size: batch-invariant, a kernel of ours."""
     columns = weight.shape[1]
     if columns % 8:
         weight = functional.pad(weight, (0, -columns % 8))
+    if batch_invariant:
+        (weight,), _ = aligned_weights([weight.t()])
+        return _compress(weight, gradient, (), (), gradient.dtype)[:, :columns]
     return _product(weight.t(), gradient)[:, :columns]
 
 
@@ -190,14 +197,14 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
     return order, torch.searchsorted(groups, torch.arange(num_groups + 1, dtype=groups.dtype, device=groups.device))
 
 
-def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor) -> Tensor:
+def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False) -> Tensor:
     """Sums of groups of x's first dimension, with one rounding."""
     groups = offsets.shape[0] - 1
     out = x.new_empty((groups, *x.shape[1:]))
     if out.numel() == 0 or x.numel() == 0:
         return out.zero_()
     size = x.stride(0)
-    few = groups * ceil_div(size, 1024) < 4 * device_properties(x.device)[1]
+    few = batch_invariant or groups * ceil_div(size, 1024) < 4 * device_properties(x.device)[1]
     block, rows = (256, 16) if few else (1024, 8)
     sum_groups_kernel[(ceil_div(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)
     return out
@@ -229,25 +236,25 @@ def _descriptor(x: Tensor, rows: int, columns: int) -> TensorDescriptor | None:
 
 class _LinearCompress(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, levels: int, implementation: str, *tensors):
-        ctx.levels = levels
+    def forward(ctx, levels: int, options: tuple, *tensors):
+        ctx.levels, ctx.options = levels, options
         ctx.save_for_backward(*tensors)
         with below_autograd():
-            return triton_linear_compress(*_unflatten(levels, tensors), implementation)
+            return triton_linear_compress(*_unflatten(levels, tensors), *options)
 
     @staticmethod
     def backward(ctx, do):
         wanted = list(ctx.needs_input_grad[2 : 2 + 2 * ctx.levels])
-        gradients = triton_linear_compress_backward(do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted)
+        gradients = triton_linear_compress_backward(do, *_unflatten(ctx.levels, ctx.saved_tensors), wanted, *ctx.options[1:])
         gradients = [gradient if want else None for gradient, want in zip(gradients, wanted)]
         return None, None, *gradients, *(None,) * 3 * (ctx.levels - 1)
 
 
 class _LinearCompressBackward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, do, levels: int, wanted: list[bool], *tensors):
+    def forward(ctx, do, levels: int, options: tuple, *tensors):
         with below_autograd():
-            return tuple(triton_linear_compress_backward(do, *_unflatten(levels, tensors), wanted))
+            return tuple(triton_linear_compress_backward(do, *_unflatten(levels, tensors), *options))
 
     @staticmethod
     def backward(ctx, *grads):
@@ -265,8 +272,8 @@ def _flatten(lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     return [x for tensors in lists for x in tensors]
 
 
-differentiate(triton_linear_compress, lambda *lists: _LinearCompress.apply(len(lists[0]), lists[-1], *_flatten(lists[:-1])))
+differentiate(triton_linear_compress, lambda *args: _LinearCompress.apply(len(args[0]), args[5:], *_flatten(args[:5])))
 differentiate(
     triton_linear_compress_backward,
-    lambda do, *lists: list(_LinearCompressBackward.apply(do, len(lists[0]), lists[-1], *_flatten(lists[:-1]))),
+    lambda do, *args: list(_LinearCompressBackward.apply(do, len(args[0]), args[5:], *_flatten(args[:5]))),
 )

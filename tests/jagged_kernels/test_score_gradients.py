@@ -3,17 +3,15 @@
 import pytest
 import torch
 
-import jagged_modules as jm
-
 pytest.importorskip("triton")
 
 from jagged_kernels.hopper.attention_score_gradients import plan_workspace  # noqa: E402
 
 
 def test_room_for_score_gradients():
-    def plan(segments, rows, dim=128):
+    def plan(segments, rows, dim=128, workspace=None):
         q, offsets = torch.empty(segments * rows, 4, dim, dtype=torch.bfloat16, device="meta"), torch.empty(segments + 1)
-        blocks, parts = plan_workspace(q, q, offsets, offsets, q, q, q)
+        blocks, parts = plan_workspace(q, q, offsets, offsets, workspace, q, q, q)
         assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]]
         assert not parts or (parts[0][0], parts[-1][1]) == (0, segments)
         return blocks * 8192, len(parts)
@@ -21,16 +19,7 @@ def test_room_for_score_gradients():
     size, parts = plan(64, 1024)
     assert 64 * 4 * 16**2 * 8192 < size < 2**31 and parts == 1
     assert plan(64, 200) == plan(4096, 100) == plan(64, 1024, dim=64) == plan(2, 30_000) == (0, 0)
-    with jm.backward_workspace(2**29):
-        assert plan(64, 1024) == (2**29, 2)
-    with jm.backward_workspace(0):
-        assert plan(64, 1024) == (0, 0)
+    assert plan(64, 1024, workspace=2**29) == (2**29, 2)
+    assert plan(64, 1024, workspace=0) == (0, 0)
     assert plan(32, 4096) == (2**31, 3)
     assert plan(576, 2048) == (3 * 576 * 2048 * 4 * 128 * 2 // 8192 * 8192, 8)
-
-
-def test_backward_workspace_is_a_number_of_bytes():
-    with pytest.raises(TypeError, match="num_bytes must be an int, got float"):
-        jm.backward_workspace(1e9)
-    with pytest.raises(ValueError, match="num_bytes must be at least 0, got -1"):
-        jm.backward_workspace(-1)

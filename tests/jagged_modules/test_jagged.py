@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 import jagged_modules as jm
 from jagged_modules import jagged as jagged_module
 from jagged_modules import schedule as schedule_module
-from jagged_modules.checks import debug_checks
 
 LENGTHS = [2, 0, 3, 1]
 SIZES = dict(num_heads=2, head_dim=16)
@@ -322,18 +321,3 @@ def test_bad_input(case):
     call, error, message = bad_calls()[case]
     with pytest.raises(error, match=message):
         call()
-
-
-def test_debug_checks_leave_what_was_set_before():
-    from jagged_modules import checks
-
-    with debug_checks(True):
-        assert checks._check_device_values
-        with debug_checks(False):
-            assert not checks._check_device_values
-        assert checks._check_device_values
-    assert not checks._check_device_values
-    debug_checks(True)
-    assert checks._check_device_values
-    debug_checks(False)
-    assert not checks._check_device_values

@@ -448,11 +448,11 @@ def attention_fwd_hopper_kernel(
 
 def forward(
     q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, block_m, scale, q_shared, activation, mask, num_targets, segment_scale,
-    output_scale,
+    output_scale, batch_invariant,
 ) -> None:  # fmt: skip
     """Launch the forward kernel; arguments as those of the portable one."""
     dims = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
-    long = hopper_keys_are_long(mean_rows(k.shape[0], kv_offsets), q.shape[2], mask is not None)
+    long = hopper_keys_are_long(mean_rows(k.shape[0], kv_offsets, batch_invariant), q.shape[2], mask is not None)
     config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared, long)
     sizes = out.shape[0], q.shape[1], config.tile, config.block
     tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)

@@ -267,9 +267,9 @@ def attention_bwd_dq_hopper_kernel(
 
 def backward(
     do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
-    segment_scale, output_scale,
+    segment_scale, output_scale, workspace,
 ) -> None:  # fmt: skip
-    """Launch the kernels for dq and for dk, dv; arguments as those of the portable ones."""
+    """Launch the kernels for dq and for dk, dv; arguments as those of the portable ones, and bytes of workspace at most."""
     do = do if has_descriptor(do) else do.contiguous()
     out = do if out is None else out.contiguous()
     value_factor, slope_factor = activation_factors(activation, q.dtype == torch.bfloat16, scale)
@@ -307,7 +307,7 @@ def backward(
 
     num_blocks, parts = 0, []
     if mask is None and lists == 1 and not (q_shared or kv_shared):
-        num_blocks, parts = plan_workspace(q, k, *query_schedule[:2], dq, dk, dv)
+        num_blocks, parts = plan_workspace(q, k, *query_schedule[:2], workspace, dq, dk, dv)
     if not num_blocks:
         launch_dq(*query_schedule[:2], *query_tiles(*query_schedule), segment_scale)
         launch_dkdv(*key_schedule, segment_scale=segment_scale)

@@ -100,18 +100,18 @@ def find_places(
 
 
 def plan_workspace(
-    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *gradients: Tensor
+    q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, workspace: int | None, *gradients: Tensor
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
     """How many blocks to have room for, and the parts, first segment and end, that are to use it one after the other.
 
     Nothing is read from the device: there are as many blocks where lengths are uniform up to twice their mean. There is room for no more
-    than `WORKSPACE` or the gradients take, or `launch.backward_workspace`. For none where that does not pay, as where segments are too
+    than `WORKSPACE` or the gradients take, or than `workspace` bytes. For none where that does not pay, as where segments are too
     long for it.
     """
     num_segments = q_offsets.shape[0] - 1
     queries, keys = launch.mean_rows(q.shape[0], q_offsets) / 64, launch.mean_rows(k.shape[0], kv_offsets) / 64
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
-    most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if launch.backward_workspace is None else launch.backward_workspace
+    most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if workspace is None else workspace
     room = most // BLOCK_BYTES
     if not score_gradients_pay(num_blocks, 64 * min(queries, keys), q.shape[2]) or PART * num_blocks > room * num_segments:
         return 0, []

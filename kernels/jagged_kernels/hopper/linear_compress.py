@@ -24,7 +24,7 @@ def supports(weights: Sequence[Tensor], embeddings: Sequence[Tensor]) -> bool:
     return all(x.numel() > 0 for x in weights) and all(x.numel() > 0 and has_descriptor(x) for x in embeddings)
 
 
-def forward(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
+def forward(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], batch_invariant: bool = False) -> Tensor:
     """Arguments as those of the portable kernels. One launch prepares, one is for up to two levels, one for each further."""
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]
     strips, panels, config = _plan(m, n)
@@ -36,9 +36,9 @@ def forward(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Se
     weights, state = aligned_weights(weights, states + 4 + sum(sizes[-1:]))
     *shared, candidates = zip(weights, embeddings)
     for i, (level, product) in enumerate(zip(shared[:-1], products)):
-        _launch(m, n, state[4 * i :], shared=level, product=product)
+        _launch(m, n, state[4 * i :], batch_invariant, shared=level, product=product)
     last = (shared[-1], products[-1]) if shared else ()
-    _launch(m, n, state[states:], candidates, out, tuple(products[::-1]), tuple(indices[::-1]), *last)
+    _launch(m, n, state[states:], batch_invariant, candidates, out, tuple(products[::-1]), tuple(indices[::-1]), *last)
     return out
 
 
@@ -49,19 +49,21 @@ def _plan(m: int, n: int) -> tuple[int, int, HopperProductConfig]:
     return ceil_div(m, 64), ceil_div(n, config.columns), config
 
 
-def _launch(m, n, state, candidates=None, out=None, addends=(), indices=(), shared=None, product=None) -> None:
-    """Launch for the candidates' product, weight and embedding, or a shared level's, or both; addends: the shared one's first."""
+def _launch(m, n, state, batch_invariant, candidates=None, out=None, addends=(), indices=(), shared=None, product=None) -> None:
+    """Launch for the candidates' product, weight and embedding, or a shared level's, or both; addends: the shared one's first.
+
+    Where in its sum over K a tile adds them depends on its height. Batch-invariant, all tiles are as high as can be."""
     strips, panels, config = _plan(m, n)
     tiles = ceil_div(strips, 3)
     processors = device_properties(state.device)[1]
     shared_tiles, shared_whole, all_tiles, whole = 0, 0, 0, 0
     if shared is not None:  # few tiles: strip by strip, that all processors have some
         batch = shared[1].shape[0]
-        shared_whole = batch if batch * strips * panels > 2 * processors else 0
+        shared_whole = batch if batch_invariant or batch * strips * panels > 2 * processors else 0
         all_tiles = shared_tiles = (shared_whole * tiles + (batch - shared_whole) * strips) * panels
     if candidates is not None:  # the last ones strip by strip, that all processors end together
         batch = candidates[1].shape[0]
-        whole = max(batch - ceil_div(processors, strips * panels), 0)
+        whole = batch if batch_invariant else max(batch - ceil_div(processors, strips * panels), 0)
         all_tiles += (whole * tiles + (batch - whole) * strips) * panels
     linear_compress_fwd_hopper_kernel[(min(processors, all_tiles),)](
         *_operands(candidates, config), None if out is None else _descriptor(out, 1, 64, 64), addends, indices,
