@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
+from .dtypes import DTYPES, FLOATS, dtypes_of, names, uses_kernels
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 _check_device_values = False
 
 
 class WrongDtype(TypeError, ValueError):
-    """A tensor of a dtype that is not taken: to some a wrong kind of argument, to others a wrong value of one."""
+    """Unsupported dtype. Subclasses both TypeError and ValueError."""
 
 
 class debug_checks:
@@ -66,14 +67,52 @@ def check_number(name: str, value, low: float = -math.inf, high: float = math.in
         raise ValueError(f"{name} must be {low} to {high}, got {value}")
 
 
-def check_tensor(name: str, x, dim: int, shape: str) -> None:
-    """TypeError unless x is a floating-point tensor, ValueError unless it has `dim` dimensions, written as `shape` in the message."""
+def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
+    """Check kind, dtype and number of dimensions of a floating-point tensor.
+
+    Args:
+        shape: its `dim` dimensions, as the message writes them.
+        function: whose dtypes it may have, see `check_dtype`; fp64, fp32, fp16 or bf16 if None.
+
+    Raises:
+        TypeError: not a tensor. WrongDtype: another dtype. ValueError: another number of dimensions.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise WrongDtype(f"{name} must be floating point, got {x.dtype}")
+    if function is not None:
+        check_dtype(name, x, function, implementation)
+    elif x.dtype not in FLOATS:
+        raise WrongDtype(f"{name} must be {names(FLOATS)}, got {x.dtype}")
     if x.dim() != dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+
+
+def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
+    """WrongDtype unless the table in `dtypes` lists x's dtype for this function, device and implementation; ValueError for a device that
+    neither the kernels nor the CPU path take."""
+    plain, kernels = DTYPES[function]
+    if plain != kernels and implementation == "auto" and x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f'{name} must be on the CPU or a CUDA device, got {x.device}; implementation="reference" takes any device')
+    taken = dtypes_of(function, x.device, implementation)
+    if x.dtype not in taken:
+        where = x.device.type if implementation == "auto" else f"{x.device.type} with implementation={implementation!r}"
+        raise WrongDtype(f"{name} must be {names(taken)} for {function} on {where}, got {x.dtype}")
+
+
+def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device) -> None:
+    """ValueError unless the implementation is known and takes tensors on the device. Triton's interpreter takes host tensors."""
+    if implementation not in known:
+        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+    if uses_kernels(device, implementation) and device.type not in ("cuda", "meta") and not _triton_interprets():
+        raise ValueError(f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors; 'auto' takes both")
+
+
+def _triton_interprets() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return knobs.runtime.interpret
 
 
 def check_integers(name: str, x) -> None:

@@ -13,8 +13,8 @@ from ..autocast import autocast
 from ..broadcast import CandidateIndex
 from ..checks import (
     IMPLEMENTATIONS,
-    WrongDtype,
     check_device,
+    check_implementation,
     check_offsets,
     check_tensor,
     refuse_transforms,
@@ -83,9 +83,8 @@ def jagged_attention(
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
-    check_tensor("q", q, 3, "[Lq, H, D]")
-    check_tensor("k", k, 3, "[Lk, Hkv, D]")
-    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
+    for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
+        check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     q, k, v = (autocast(x) for x in (q, k, v))
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
@@ -149,8 +148,6 @@ def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared
 def _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, **flags) -> Tensor:
     from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
 
-    if q.dtype == torch.float64:
-        raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
     hopper = attention_on_hopper(implementation, int(q.shape[2]), int(v.shape[2]), q.dtype, q.device)
     q, k, v = (rows_in_place(x) for x in (q, k, v))
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
@@ -215,7 +212,8 @@ def target_attention(
     Raises:
         TypeError, ValueError: as `jagged_attention`; also candidates that do not fit q or kv_offsets.
     """
-    check_tensor("q", q, 4, "[num_candidates, n_q, H, D]")
+    for name, x, shape in (("q", q, "[num_candidates, n_q, H, D]"), ("k", k, "[L, Hkv, D]"), ("v", v, "[L, Hkv, Dv]")):
+        check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
     if not isinstance(candidates, CandidateIndex):
         raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
     if kv_offsets is None:  # jagged_attention would take it for self-attention
@@ -263,9 +261,9 @@ def self_target_attention(
     Raises:
         TypeError, ValueError: as `jagged_attention`; also rows or offsets of the two that do not fit together.
     """
-    check_tensor("q_user", q_user, 3, "[L, H, D]")
-    check_tensor("q_candidates", q_candidates, 3, "[C, H, D]")
-    check_tensor("k", k, 3, "[L, Hkv, D]")
+    operands = dict(q_user=(q_user, "[L, H, D]"), q_candidates=(q_candidates, "[C, H, D]"), k=(k, "[L, Hkv, D]"), v=(v, "[L, Hkv, Dv]"))
+    for name, (x, shape) in operands.items():
+        check_tensor(name, x, 3, shape, "self_target_attention", options.get("implementation", "auto"))
     for what, of_user, of_candidates in (
         ("dtype", q_user.dtype, q_candidates.dtype),
         ("device", q_user.device, q_candidates.device),
@@ -319,16 +317,15 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
     if not isinstance(output_scale, Tensor):
         if not isinstance(output_scale, (int, float)):
             raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
-    elif not output_scale.is_floating_point():
-        raise WrongDtype(f"output_scale must be floating point, got {output_scale.dtype}")
+    else:
+        check_tensor("output_scale", output_scale, output_scale.dim(), "[B]")  # its size is checked with the offsets
     if activation == "softmax" and (isinstance(output_scale, Tensor) or output_scale != 1):
         raise ValueError(f"output_scale must be 1 with softmax, got {output_scale}")
     if mask is not None and not isinstance(mask, AttentionMask):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     if mask is not None and isinstance(kv_offsets, str):
         raise ValueError("mask must be None where keys are shared by all segments: their rows have no position")
-    if implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
+    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     if schedule is None:
         return
     if not isinstance(schedule, TileSchedule):
