@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .broadcast import CandidateIndex
 from .checks import check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
-from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
+from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule
+from .segmentation import Segmentation, remember, segmentation_of
 
 MAX_SCHEDULES = 16  # kept with a segmentation
 
@@ -45,7 +45,7 @@ class Jagged:
             host_lengths = torch.as_tensor(host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
-        self._segmentation = _segmentation(offsets, host_lengths)
+        self._segmentation = segmentation_of(offsets, host_lengths)
         self._container: Any = None  # what wrap was given
 
     # -- containers in and out ---------------------------------------------------------------------------------------------
@@ -122,11 +122,19 @@ class Jagged:
         return pinned
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
-        if not torch.compiler.is_compiling():  # take the lengths while the offsets are on the host
-            self._segmentation.host_lengths = self.host_lengths
-        jagged = Jagged.__new__(Jagged)
-        jagged.values, jagged.offsets, jagged.max_seqlen = values, offsets, self.max_seqlen
-        jagged._segmentation, jagged._container = self._segmentation, None
+        if offsets is not self.offsets:
+            self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
+            remember(offsets, self._segmentation)
+        return self._unchecked(values, offsets, self.max_seqlen, self._segmentation)
+
+    @classmethod
+    def _unchecked(cls, values, offsets, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
+        """A Jagged of what a pytree's leaves may be: tensors, fake tensors, other objects."""
+        jagged = cls.__new__(cls)
+        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container = values, offsets, max_seqlen, None
+        if segmentation is None:
+            segmentation = segmentation_of(offsets) if isinstance(offsets, Tensor) else Segmentation()
+        jagged._segmentation = segmentation
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
@@ -144,10 +152,7 @@ class Jagged:
     @property
     def host_lengths(self) -> Tensor | None:
         """`[B]` lengths on the host, or None if only the device knows them."""
-        segmentation = self._segmentation
-        if segmentation.host_lengths is None and self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-            segmentation.host_lengths = self.offsets.diff()
-        return segmentation.host_lengths
+        return self._segmentation.lengths_on_host(self.offsets)
 
     def __repr__(self) -> str:
         return f"Jagged(values={list(self.values.shape)}, num_segments={self.num_segments}, device={self.values.device})"
@@ -260,40 +265,6 @@ class Jagged:
     def token(self) -> tuple[int, int]:
         """Names the segmentation: equal for all Jagged of the same segments, in every process."""
         return self._segmentation.token
-
-
-class _Segmentation:
-    """What all Jagged of the same segments share: the lengths on the host, the schedules, and a name that outlives copies and
-    the way out of a DataLoader worker."""
-
-    def __init__(self, host_lengths: Tensor | None) -> None:
-        self.host_lengths = host_lengths
-        self.schedules: dict[tuple, TileSchedule] = {}
-        self._token: tuple[int, int] | None = None
-
-    @property
-    def token(self) -> tuple[int, int]:
-        if self._token is None:
-            self._token = new_token()
-        return self._token
-
-
-_segmentations = WeakTensorKeyDictionary()  # offsets -> their state then, and segmentation; not an attribute: torch.save would take it
-
-
-def _segmentation(offsets: Tensor, host_lengths: Tensor | None) -> _Segmentation:
-    """The segmentation that goes with this very offsets tensor, so that all layers which are passed it, in whatever container, share
-    the schedules. Writing to the tensor makes another segmentation of it."""
-    on_host = values_are_checkable(offsets) and offsets.device.type == "cpu"
-    if torch.compiler.is_compiling() or not on_host and offsets.is_inference():  # inference tensors do not count what is written to them
-        return _Segmentation(host_lengths)
-    state, segmentation = _segmentations.get(offsets, (None, None))
-    if state is None or not (torch.equal(state, offsets) if on_host else state == offsets._version):
-        segmentation = _Segmentation(host_lengths)
-        _segmentations[offsets] = offsets.clone() if on_host else offsets._version, segmentation
-    if segmentation.host_lengths is None:
-        segmentation.host_lengths = host_lengths
-    return segmentation
 
 
 def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:
