@@ -79,14 +79,16 @@ class CandidateIndex:
 
     @classmethod
     def from_jagged(cls, x) -> CandidateIndex:
-        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor, nested, Jagged, pair).
+        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
 
         Raises:
-            TypeError, ValueError: as `Jagged.wrap`.
+            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor of several keys, whose segments are no users.
         """
         from .jagged import Jagged
 
         jagged = Jagged.wrap(x)
+        if jagged._keys is not None and len(jagged._keys) != 1:
+            raise ValueError(f"x must have one key, the candidates, got {jagged._keys}; pass x[key]")
         return cls(jagged.offsets, host_counts=jagged.host_lengths)
 
     @property

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -16,13 +18,13 @@ class Segmentation:
     Attributes:
         host_lengths: `[B]` lengths on the host, None until they are known.
         schedules: the attention schedules built so far, by sizes and queries.
-        prepared: arguments of the schedules that `Jagged.prepare` built, as text.
+        prepared: what `Jagged.prepare` built schedules for, as text.
     """
 
     def __init__(self, host_lengths: Tensor | None = None) -> None:
         self.host_lengths = host_lengths
         self.schedules: dict[tuple, TileSchedule] = {}
-        self.prepared: list[str] = []
+        self.prepared: dict[str, None] = {}  # an ordered set
         self._token: tuple[int, int] | None = None
 
     @property
@@ -31,6 +33,19 @@ class Segmentation:
         if self._token is None:
             self._token = new_token()
         return self._token
+
+    def note_build(self, what: str, prepares: bool) -> None:
+        """Note a schedule that `Jagged.prepare` builds. A warning where it is built in spite of it: none of the prepared ones fits."""
+        if prepares:
+            self.prepared[what] = None
+        elif self.prepared:
+            other = " of other queries" if what in self.prepared else ""
+            prepared = "; ".join(self.prepared)
+            warnings.warn(
+                f"no schedule that Jagged.prepare built fits this attention, which builds its own: it needs ({what}){other}, prepared are "
+                f"({prepared})",
+                stacklevel=4,
+            )
 
     def lengths_on_host(self, offsets: Tensor) -> Tensor | None:
         """host_lengths, computed once from offsets on the host; None if only a device knows them."""
