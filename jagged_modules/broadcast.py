@@ -107,9 +107,16 @@ class CandidateIndex:
 
     @property
     def candidate_to_user(self) -> Tensor:
-        """`[num_candidates]` user of each candidate, in the candidates' own order. Device counts cost a sync here."""
-        users = torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
-        return users if self.inverse is None else users[self.inverse]
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Device counts cost a sync here.
+
+        Raises:
+            ValueError: an index on meta, grouped by user: how many candidates it has is not known. `users` takes their number.
+        """
+        if self.order is not None:
+            return self.users(self.order.shape[0])
+        if self.offsets.device.type == "meta":
+            raise ValueError("candidate_to_user is not known of candidates on meta: call users(num_candidates)")
+        return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
         """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""

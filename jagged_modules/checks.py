@@ -99,12 +99,17 @@ def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto
         raise WrongDtype(f"{name} must be {names(taken)} for {function} on {where}, got {x.dtype}")
 
 
-def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device) -> None:
-    """ValueError unless the implementation is known and takes tensors on the device. Triton's interpreter takes host tensors."""
+def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True) -> None:
+    """ValueError unless the implementation is known and takes tensors on the device. Triton's interpreter takes host tensors.
+
+    reads_offsets: whether "reference" reads the offsets, which meta tensors do not have.
+    """
     if implementation not in known:
         raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
     if uses_kernels(device, implementation) and device.type not in ("cuda", "meta") and not _triton_interprets():
         raise ValueError(f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors; 'auto' takes both")
+    if implementation == "reference" and reads_offsets and device.type == "meta":
+        raise ValueError("implementation='reference' needs tensors with data, got meta tensors; 'auto' gives their shapes")
 
 
 def _triton_interprets() -> bool:
@@ -169,19 +174,19 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than {longest} = {max_seqlen}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device, whose: str = "the values'") -> None:
+def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None:
     """ValueError unless x is on the device, that of `whose` tensor, or the host."""
     if x.device not in (device, torch.device("cpu")):
         raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
 
 
 def checked_offsets(
-    name: str, offsets, total: int, device: torch.device, max_seqlen: int | None = None, longest: str = "max_seqlen"
+    name: str, offsets, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
-    """The offsets on the device, after `check_offsets` and `check_device`."""
+    """The offsets on the device of `like`, `whose` tensor, after `check_offsets` and `check_device`."""
     check_offsets(name, offsets, total, max_seqlen, longest)
-    check_device(name, offsets, device)
-    return offsets.to(device, non_blocking=True)
+    check_device(name, offsets, like.device, whose)
+    return offsets.to(like.device, non_blocking=True)
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:

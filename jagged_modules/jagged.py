@@ -293,7 +293,7 @@ def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
     if values.dim() < 1:
         raise ValueError(f"{whose}values must have shape [L, ...], got {list(values.shape)}")
     check_offsets(f"{whose}offsets", offsets, values.shape[0], max_seqlen)
-    check_device(f"{whose}offsets", offsets, values.device)
+    check_device(f"{whose}offsets", offsets, values.device, f"{whose or 'the '}values'")
 
 
 def _refuse_weights(name: str, x) -> None:

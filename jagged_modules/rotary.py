@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import check_device, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +69,9 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
         raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] with D = {dim} even, got {list(rotary.cos.shape)}")
     if rotary.cos.requires_grad or rotary.sin.requires_grad:
         raise ValueError("rotary's cos and sin must not require gradients: none flow to them")
+    for name in ("cos", "sin", "positions"):
+        if getattr(rotary, name) is not None:
+            check_device(f"rotary's {name}", getattr(rotary, name), q.device, "the queries'")
     positions, limit = rotary.positions, rotary.cos.shape[0]
     if positions is None:
         check_offsets("offsets", offsets, max_seqlen=limit)
@@ -117,6 +120,8 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         check_tensor(name, table, 2, "[L, D / 2]", "apply_rotary")
         if x.shape[2] % 2 or table.shape != (x.shape[0], x.shape[2] // 2):
             raise ValueError(f"{name} must have shape [L, D / 2] of x {list(x.shape)} with D even, got {list(table.shape)}")
+        if table.device != x.device:
+            raise ValueError(f"{name} must be on x's device, {x.device}, got {table.device}")
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[:, None] for table in (cos, sin))
     first, second = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)

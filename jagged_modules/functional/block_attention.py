@@ -11,7 +11,7 @@ from ..blocks import block_offsets, positions_in_segments
 from ..checks import check_device, check_offsets, check_size, check_tensor
 from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
-from .attention import BLOCKS, MAX_HEAD_DIM, check_attention, jagged_attention
+from .attention import BLOCKS, check_attention, jagged_attention
 
 
 def block_diagonal_attention(
@@ -89,8 +89,6 @@ def block_diagonal_attention_packed(
     check_tensor("qkv", qkv, 4, "[L, 3, H, D]", "block_diagonal_attention_packed", implementation)
     if qkv.shape[1] != 3:
         raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
-    if not (qkv.shape[2] and 1 <= qkv.shape[3] <= MAX_HEAD_DIM):
-        raise ValueError(f"qkv must have H at least 1 and D 1 to {MAX_HEAD_DIM}, got {list(qkv.shape)}")
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
     _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
@@ -118,7 +116,7 @@ def _check_block_attention(q, k, v, name: str, offsets, block_size, scale, rotar
     """name: of the argument that q comes from."""
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, f"{name}'s")
-    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation)
+    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
     check_size("block_size", block_size)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..activations import POINTWISE
-from ..autocast import autocast
+from ..autocast import autocast, autocast_dtype
 from ..blocks import rows_and_segments
 from ..checks import (
     IMPLEMENTATIONS,
@@ -119,7 +119,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
         RuntimeError: a torch.func transform (vmap, grad, jvp); the reference has them.
     """
     x, y = _operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     _check_segment_matrices("y", y, offsets, x.shape[1])
     if implementation == "reference":
         return jagged_dense_bmm_reference(x, y, offsets)
@@ -142,7 +142,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
         `[B, D, T]`.
     """
     x, y = _operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     if implementation == "reference":
@@ -168,7 +168,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
         `[L, H]`; the rows of a segment add up to 1.
     """
     (x,) = _operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     if implementation == "reference":
         return jagged_softmax_reference(x, offsets)
     if _on_kernels(implementation, x):
@@ -300,12 +300,13 @@ def jagged_linear(
     if shared:
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
+            check_device("offsets", offsets, x.device, "x's")
         if weight.shape[1] != x.shape[1]:
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
         return function(nnf.linear(x, weight, bias))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     _check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
@@ -328,7 +329,7 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
         weight, bias: `[D]`, or None.
 
     Raises:
-        TypeError, ValueError: x is no floating-point tensor `[L, D]`, weight or bias not `[D]`.
+        TypeError, ValueError: x is no floating-point tensor `[L, D]`, weight or bias not `[D]` of its dtype on its device.
     """
     check_tensor("x", x, 2, "[L, D]", "jagged_layer_norm")
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -336,6 +337,10 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
             check_tensor(name, tensor, 1, "[D]", "jagged_layer_norm")
             if tensor.shape[0] != x.shape[1]:
                 raise ValueError(f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}")
+            if tensor.device != x.device:
+                raise ValueError(f"{name} must be on x's device, {x.device}, got {tensor.device}")
+            if autocast_dtype(tensor) != autocast_dtype(x):
+                raise ValueError(f"{name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
     return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
 
 

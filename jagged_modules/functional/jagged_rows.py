@@ -52,7 +52,7 @@ def jagged_to_padded(
     """
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
-    offsets = checked_offsets("offsets", offsets, values.shape[0], values.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
@@ -80,10 +80,10 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         TypeError: an argument of the wrong kind. ValueError: shapes or offsets that do not fit, a segment longer than N, or no total
         where it is needed.
     """
-    return _padded_to_jagged("dense", dense, offsets, total)
+    return _padded_to_jagged("dense", dense, offsets, "total", total)
 
 
-def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | None) -> Tensor:
+def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str, total: int | None) -> Tensor:
     _check_rows("padded_to_jagged", name, dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
@@ -92,11 +92,11 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | No
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
-    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense.device, width, f"{name}'s N")
+    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
     if offsets.shape[0] - 1 != segments:
         raise ValueError(f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
     if total > segments * width:
-        raise ValueError(f"total must be at most the rows of {name}, {segments * width}, got {total}")
+        raise ValueError(f"{total_name} must be at most the rows of {name}, {segments * width}, got {total}")
     segment, position = _positions(offsets, total)
     taken = dense.flatten(0, 1).index_select(0, segment * width + position.clamp(max=width - 1))
     if values_are_checkable(given):  # no segment is too long
@@ -146,7 +146,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
     for k, (x, bounds) in enumerate(zip(values, offsets)):
         _check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
-        offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x.device)
+        offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
     places = []
@@ -178,7 +178,7 @@ def jagged_split(
         shape, offsets or device that does not fit, or no total_first where it is needed.
     """
     _check_rows("jagged_split", "x", x)
-    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x.device)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")
     segments = offsets.shape[0] - 1
     if not isinstance(first_lengths, Tensor):
         check_size("first_lengths", first_lengths, at_least=0)
@@ -187,7 +187,7 @@ def jagged_split(
     check_integers("first_lengths", first_lengths)
     if first_lengths.shape[0] != segments:
         raise ValueError(f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}")
-    check_device("first_lengths", first_lengths, x.device)
+    check_device("first_lengths", first_lengths, x.device, "x's")
     total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
@@ -230,7 +230,7 @@ def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     check_tensor("x", x, 2, "[L, D]", function)
     check_tensor("y", y, 3, "[B, N, D]", function)
     _check_alike("y", y.flatten(0, 1), "x", x)
-    return _padded_to_jagged("y", y, offsets, x.shape[0])
+    return _padded_to_jagged("y", y, offsets, "x's rows", x.shape[0])
 
 
 def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:

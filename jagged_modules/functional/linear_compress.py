@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
@@ -97,11 +96,12 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
             if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
                 raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, device)
+    check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, device, reads_offsets=False)
     for level, index in enumerate(indices):
         name, size = f"indices[{level}]", embeddings[level].shape[0]
         if isinstance(index, CandidateIndex):
             index.check(rows, size, names=("the last embeddings have", f"embeddings[{level}] has"))
+            check_device(name, index.offsets, device, "the embeddings'")
             continue
         check_integers(name, index)
         if index.shape[0] != rows:
