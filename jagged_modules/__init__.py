@@ -2,6 +2,7 @@
 
 from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
 
+from . import pytrees as _pytrees  # noqa: F401 - registers the containers
 from .block_attention import BlockDiagonalSelfAttention
 from .broadcast import CandidateIndex
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .blocks import rows_and_segments
 from .checks import check_integers, check_offsets, check_size, values_are_checkable
-from .schedule import new_token
+from .segmentation import Segmentation, remember, segmentation_of
 
 
 class CandidateIndex:
@@ -16,7 +16,6 @@ class CandidateIndex:
     Build it with one of `from_map`, `from_counts`, `from_offsets`, `from_jagged`; its attributes:
 
         offsets: `[num_users + 1]`, candidates of user u, once grouped by user, are rows offsets[u] : offsets[u + 1].
-        host_counts: `[num_users]` candidates per user on the host, or None if only the device knows them.
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
@@ -27,10 +26,10 @@ class CandidateIndex:
     """
 
     def __init__(self, offsets: Tensor, order: Tensor | None = None, inverse: Tensor | None = None, host_counts: Tensor | None = None):
-        self.offsets, self.order, self.inverse, self.host_counts = offsets, order, inverse, host_counts
+        segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()  # of a pytree: any object
+        self.offsets, self.order, self.inverse, self._segmentation = offsets, order, inverse, segmentation
         self._query_offsets: dict[int, Tensor] = {}
         self._users: Tensor | None = None
-        self._token: tuple[int, int] | None = None
 
     @classmethod
     def from_map(cls, candidate_to_user: Tensor, num_users: int) -> CandidateIndex:
@@ -50,9 +49,9 @@ class CandidateIndex:
         offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
         on_host = users.device.type == "cpu" and not torch.compiler.is_compiling()
         if on_host and torch.equal(users, candidate_to_user):
-            return cls(offsets, host_counts=offsets.diff())
+            return cls(offsets)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-        return cls(offsets, order, inverse, offsets.diff() if on_host else None)
+        return cls(offsets, order, inverse)
 
     @classmethod
     def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
@@ -65,7 +64,7 @@ class CandidateIndex:
         if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
             raise ValueError(f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}")
         counts = candidates_per_user.long()
-        return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]), host_counts=counts if counts.device.type == "cpu" else None)
+        return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
     @classmethod
     def from_offsets(cls, candidate_offsets: Tensor) -> CandidateIndex:
@@ -76,19 +75,26 @@ class CandidateIndex:
             start at 0 or decrease.
         """
         check_offsets("candidate_offsets", candidate_offsets)
-        return cls(candidate_offsets, host_counts=candidate_offsets.diff() if candidate_offsets.device.type == "cpu" else None)
+        return cls(candidate_offsets)
 
     @classmethod
     def from_jagged(cls, x) -> CandidateIndex:
-        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor, nested, Jagged, pair).
+        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
 
         Raises:
-            TypeError, ValueError: as `Jagged.wrap`.
+            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor of several keys, whose segments are no users.
         """
         from .jagged import Jagged
 
         jagged = Jagged.wrap(x)
+        if jagged._keys is not None and len(jagged._keys) != 1:
+            raise ValueError(f"x must have one key, the candidates, got {jagged._keys}; pass x[key]")
         return cls(jagged.offsets, host_counts=jagged.host_lengths)
+
+    @property
+    def host_counts(self) -> Tensor | None:
+        """`[num_users]` candidates per user on the host, or None if only the device knows them."""
+        return self._segmentation.lengths_on_host(self.offsets)
 
     @property
     def num_users(self) -> int:
@@ -101,9 +107,16 @@ class CandidateIndex:
 
     @property
     def candidate_to_user(self) -> Tensor:
-        """`[num_candidates]` user of each candidate, in the candidates' own order. Device counts cost a sync here."""
-        users = torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
-        return users if self.inverse is None else users[self.inverse]
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Device counts cost a sync here.
+
+        Raises:
+            ValueError: an index on meta, grouped by user: how many candidates it has is not known. `users` takes their number.
+        """
+        if self.order is not None:
+            return self.users(self.order.shape[0])
+        if self.offsets.device.type == "meta":
+            raise ValueError("candidate_to_user is not known of candidates on meta: call users(num_candidates)")
+        return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
         """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""
@@ -118,9 +131,7 @@ class CandidateIndex:
     @property
     def token(self) -> tuple[int, int]:
         """Names the candidates' segmentation: equal for all copies of the index, in every process."""
-        if self._token is None:
-            self._token = new_token()
-        return self._token
+        return self._segmentation.token
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
         """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
@@ -147,9 +158,11 @@ class CandidateIndex:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move) -> CandidateIndex:
-        moved = CandidateIndex(*(None if x is None else move(x) for x in (self.offsets, self.order, self.inverse)), self.host_counts)
-        if not torch.compiler.is_compiling():
-            moved._token = self.token
+        offsets, order, inverse = (None if x is None else move(x) for x in (self.offsets, self.order, self.inverse))
+        self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
+        remember(offsets, self._segmentation)
+        moved = CandidateIndex(offsets, order, inverse)
+        moved._segmentation = self._segmentation
         return moved
 
     def check(self, num_candidates: int, num_users: int | None, names: tuple[str, str] = ("the queries have", "the history has")) -> None:
@@ -157,7 +170,7 @@ class CandidateIndex:
         if num_users is not None and self.num_users != num_users:
             raise ValueError(f"candidates describe {self.num_users} users, {names[1]} {num_users}")
         described = None if self.order is None else self.order.shape[0]
-        if described is None and self.host_counts is not None and not torch.compiler.is_compiling():
+        if described is None and not torch.compiler.is_compiling() and self.host_counts is not None:
             described = int(self.host_counts.sum())
         if described is not None and described != num_candidates:
             raise ValueError(f"candidates describe {described} candidates, {names[0]} {num_candidates}")

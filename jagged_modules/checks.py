@@ -9,13 +9,14 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
+from .dtypes import DTYPES, FLOATS, dtypes_of, names, uses_kernels
 from .settings import debug_checks
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
 
 
 class WrongDtype(TypeError, ValueError):
-    """A tensor of a dtype that is not taken: to some a wrong kind of argument, to others a wrong value of one."""
+    """Unsupported dtype. Subclasses both TypeError and ValueError."""
 
 
 def values_are_checkable(x: Tensor) -> bool:
@@ -41,14 +42,57 @@ def check_number(name: str, value, low: float = -math.inf, high: float = math.in
         raise ValueError(f"{name} must be {low} to {high}, got {value}")
 
 
-def check_tensor(name: str, x, dim: int, shape: str) -> None:
-    """TypeError unless x is a floating-point tensor, ValueError unless it has `dim` dimensions, written as `shape` in the message."""
+def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
+    """Check kind, dtype and number of dimensions of a floating-point tensor.
+
+    Args:
+        shape: its `dim` dimensions, as the message writes them.
+        function: whose dtypes it may have, see `check_dtype`; fp64, fp32, fp16 or bf16 if None.
+
+    Raises:
+        TypeError: not a tensor. WrongDtype: another dtype. ValueError: another number of dimensions.
+    """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
-    if not x.is_floating_point():
-        raise WrongDtype(f"{name} must be floating point, got {x.dtype}")
+    if function is not None:
+        check_dtype(name, x, function, implementation)
+    elif x.dtype not in FLOATS:
+        raise WrongDtype(f"{name} must be {names(FLOATS)}, got {x.dtype}")
     if x.dim() != dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+
+
+def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
+    """WrongDtype unless the table in `dtypes` lists x's dtype for this function, device and implementation; ValueError for a device that
+    neither the kernels nor the CPU path take."""
+    plain, kernels = DTYPES[function]
+    if plain != kernels and implementation == "auto" and x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f'{name} must be on the CPU or a CUDA device, got {x.device}; implementation="reference" takes any device')
+    taken = dtypes_of(function, x.device, implementation)
+    if x.dtype not in taken:
+        where = x.device.type if implementation == "auto" else f"{x.device.type} with implementation={implementation!r}"
+        raise WrongDtype(f"{name} must be {names(taken)} for {function} on {where}, got {x.dtype}")
+
+
+def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True) -> None:
+    """ValueError unless the implementation is known and takes tensors on the device. Triton's interpreter takes host tensors.
+
+    reads_offsets: whether "reference" reads the offsets, which meta tensors do not have.
+    """
+    if implementation not in known:
+        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+    if uses_kernels(device, implementation) and device.type not in ("cuda", "meta") and not _triton_interprets():
+        raise ValueError(f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors; 'auto' takes both")
+    if implementation == "reference" and reads_offsets and device.type == "meta":
+        raise ValueError("implementation='reference' needs tensors with data, got meta tensors; 'auto' gives their shapes")
+
+
+def _triton_interprets() -> bool:
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return knobs.runtime.interpret
 
 
 def check_integers(name: str, x) -> None:
@@ -105,19 +149,19 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than {longest} = {max_seqlen}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device, whose: str = "the values'") -> None:
+def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None:
     """ValueError unless x is on the device, that of `whose` tensor, or the host."""
     if x.device not in (device, torch.device("cpu")):
         raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
 
 
 def checked_offsets(
-    name: str, offsets, total: int, device: torch.device, max_seqlen: int | None = None, longest: str = "max_seqlen"
+    name: str, offsets, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
-    """The offsets on the device, after `check_offsets` and `check_device`."""
+    """The offsets on the device of `like`, `whose` tensor, after `check_offsets` and `check_device`."""
     check_offsets(name, offsets, total, max_seqlen, longest)
-    check_device(name, offsets, device)
-    return offsets.to(device, non_blocking=True)
+    check_device(name, offsets, like.device, whose)
+    return offsets.to(like.device, non_blocking=True)
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:

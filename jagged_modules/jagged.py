@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from jagged_kernels.launch import mean_rows
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .broadcast import CandidateIndex
-from .checks import check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
+from .checks import check_device, check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
-from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule, new_token
+from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule
+from .segmentation import Segmentation, remember, segmentation_of
 from .settings import is_batch_invariant
 
 MAX_SCHEDULES = 16  # kept with a segmentation
@@ -38,17 +38,14 @@ class Jagged:
     """
 
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
-        if not isinstance(values, Tensor):
-            raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
-        if values.dim() < 1:
-            raise ValueError(f"values must have shape [L, ...], got {list(values.shape)}")
-        check_offsets("offsets", offsets, values.shape[0], max_seqlen)
+        _check_parts("", values, offsets, max_seqlen)
         if host_lengths is not None:
             host_lengths = torch.as_tensor(host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
-        self._segmentation = _segmentation(offsets, host_lengths)
+        self._segmentation = segmentation_of(offsets, host_lengths)
         self._container: Any = None  # what wrap was given
+        self._keys: list[str] | None = None  # of a KeyedJaggedTensor: the features that the segments belong to, in order
 
     # -- containers in and out ---------------------------------------------------------------------------------------------
 
@@ -57,37 +54,44 @@ class Jagged:
         """Jagged of a JaggedTensor, a KeyedJaggedTensor (each feature and sample is a segment, feature-major), a (values, offsets)
         pair, a torch nested tensor of jagged layout, or a Jagged, which is returned as it is, but for another max_seqlen.
 
+        Layers do not apply the weights of TorchRec's containers, so floating-point weights are an error. Integer weights are the row ids
+        of an EmbeddingCollection with need_indices: they stay with the rows, and `unwrap` passes them on.
+
         Args:
             x: one of them.
             max_seqlen: as of `Jagged`.
             name: what errors call x.
 
         Raises:
-            TypeError: another kind of input. ValueError: a nested tensor of another layout, or with holes; a longer segment.
+            TypeError: another kind of input. ValueError: a nested tensor of another layout, or with holes; offsets that are none of the
+            values' rows, a longer segment; floating-point weights.
         """
         if isinstance(x, Jagged):
             if max_seqlen in (None, x.max_seqlen):
                 return x
-            check_offsets("offsets", x.offsets, max_seqlen=max_seqlen)
+            check_offsets(f"{name}'s offsets", x.offsets, max_seqlen=max_seqlen)
             jagged = x._copy(x.values, x.offsets)
             jagged.max_seqlen, jagged._container = max_seqlen, x._container
             return jagged
         if _is_torchrec(x):
-            offsets = x.offsets()  # JaggedTensor.empty() has none
-            jagged = cls(x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1), max_seqlen)
+            _refuse_weights(name, x)
+            values, offsets = x.values(), x.offsets()
+            offsets = offsets if offsets.shape[0] else offsets.new_zeros(1)  # JaggedTensor.empty() has none
         elif isinstance(x, Tensor) and x.is_nested:
             if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
                 what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
                 raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
-            jagged = cls(x.values(), x.offsets(), max_seqlen)
+            values, offsets = x.values(), x.offsets()
         elif isinstance(x, (tuple, list)) and len(x) == 2 and isinstance(x[0], Tensor):
-            jagged = cls(*x, max_seqlen)
+            values, offsets = x
         else:
             raise TypeError(
                 f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
                 f"got {type(x).__name__}"
             )
-        jagged._container = x
+        _check_parts(f"{name}'s ", values, offsets, max_seqlen)
+        jagged = cls._unchecked(values, offsets, max_seqlen)
+        jagged._container, jagged._keys = x, x.keys() if hasattr(x, "keys") else None
         return jagged
 
     def unwrap(self, values: Tensor):
@@ -124,11 +128,21 @@ class Jagged:
         return pinned
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
-        if not torch.compiler.is_compiling():  # take the lengths while the offsets are on the host
-            self._segmentation.host_lengths = self.host_lengths
-        jagged = Jagged.__new__(Jagged)
-        jagged.values, jagged.offsets, jagged.max_seqlen = values, offsets, self.max_seqlen
-        jagged._segmentation, jagged._container = self._segmentation, None
+        if offsets is not self.offsets:
+            self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
+            remember(offsets, self._segmentation)
+        jagged = self._unchecked(values, offsets, self.max_seqlen, self._segmentation)
+        jagged._keys = self._keys
+        return jagged
+
+    @classmethod
+    def _unchecked(cls, values, offsets, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
+        """A Jagged of what a pytree's leaves may be: tensors, fake tensors, other objects."""
+        jagged = cls.__new__(cls)
+        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged._keys = values, offsets, max_seqlen, None, None
+        if segmentation is None:
+            segmentation = segmentation_of(offsets) if isinstance(offsets, Tensor) else Segmentation()
+        jagged._segmentation = segmentation
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
@@ -146,10 +160,7 @@ class Jagged:
     @property
     def host_lengths(self) -> Tensor | None:
         """`[B]` lengths on the host, or None if only the device knows them."""
-        segmentation = self._segmentation
-        if segmentation.host_lengths is None and self.offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-            segmentation.host_lengths = self.offsets.diff()
-        return segmentation.host_lengths
+        return self._segmentation.lengths_on_host(self.offsets)
 
     def __repr__(self) -> str:
         return f"Jagged(values={list(self.values.shape)}, num_segments={self.num_segments}, device={self.values.device})"
@@ -169,7 +180,8 @@ class Jagged:
     ) -> Jagged:
         """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
 
-        Attention of other sizes, another size of dtype, other queries or another `batch_invariant` finds none here and builds its own.
+        Attention of other sizes, another size of dtype, another mask, other queries or another `batch_invariant` finds none here: it
+        builds its own on the device, with a warning.
 
         Args:
             num_heads, head_dim, num_kv_heads: of the attention that will use it; for HSTU the larger of head_dim and linear_dim.
@@ -186,7 +198,7 @@ class Jagged:
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
         sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype or torch.get_default_dtype(), num_kv_heads=num_kv_heads)
-        self._schedule(queries, rows_per_candidate, mask, **sizes)
+        self._schedule(queries, rows_per_candidate, mask, **sizes, prepares=True)
         return self
 
     def schedule(
@@ -210,7 +222,9 @@ class Jagged:
         sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype, num_kv_heads=num_kv_heads)
         return self._schedule(queries, rows_per_candidate, mask, **sizes)
 
-    def _schedule(self, queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads) -> TileSchedule | None:
+    def _schedule(
+        self, queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads, prepares: bool = False
+    ) -> TileSchedule | None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
         for name, size in dict(**sizes, rows_per_candidate=rows_per_candidate).items():
@@ -225,6 +239,7 @@ class Jagged:
         key = (token, rows_per_candidate, *sizes.values(), *(mask.spec if mask else ()))
         schedules = self._segmentation.schedules
         if key not in schedules:
+            self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), prepares)
             offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
             if lengths is not None and self.host_lengths is not None:
                 schedule = host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
@@ -265,38 +280,32 @@ class Jagged:
         return self._segmentation.token
 
 
-class _Segmentation:
-    """What all Jagged of the same segments share: the lengths on the host, the schedules, and a name that outlives copies and
-    the way out of a DataLoader worker."""
-
-    def __init__(self, host_lengths: Tensor | None) -> None:
-        self.host_lengths = host_lengths
-        self.schedules: dict[tuple, TileSchedule] = {}
-        self._token: tuple[int, int] | None = None
-
-    @property
-    def token(self) -> tuple[int, int]:
-        if self._token is None:
-            self._token = new_token()
-        return self._token
+def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: dict[str, int]) -> str:
+    """What a schedule is built for, as a warning names it."""
+    parts = [f"{name}={size}" for name, size in sizes.items()]
+    parts.append(f"queries={queries if isinstance(queries, int) else type(queries).__name__}")
+    if isinstance(queries, CandidateIndex):
+        parts.append(f"rows_per_candidate={rows_per_candidate}")
+    return ", ".join([*parts, f"mask={None if mask is None else mask.spec}"])
 
 
-_segmentations = WeakTensorKeyDictionary()  # offsets -> their state then, and segmentation; not an attribute: torch.save would take it
+def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
+    """TypeError or ValueError unless they make a Jagged. whose: "x's " of a container that errors call x, or nothing."""
+    if not isinstance(values, Tensor):
+        raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
+    if values.dim() < 1:
+        raise ValueError(f"{whose}values must have shape [L, ...], got {list(values.shape)}")
+    check_offsets(f"{whose}offsets", offsets, values.shape[0], max_seqlen)
+    check_device(f"{whose}offsets", offsets, values.device, f"{whose or 'the '}values'")
 
 
-def _segmentation(offsets: Tensor, host_lengths: Tensor | None) -> _Segmentation:
-    """The segmentation that goes with this very offsets tensor, so that all layers which are passed it, in whatever container, share
-    the schedules. Writing to the tensor makes another segmentation of it."""
-    on_host = values_are_checkable(offsets) and offsets.device.type == "cpu"
-    if torch.compiler.is_compiling() or not on_host and offsets.is_inference():  # inference tensors do not count what is written to them
-        return _Segmentation(host_lengths)
-    state, segmentation = _segmentations.get(offsets, (None, None))
-    if state is None or not (torch.equal(state, offsets) if on_host else state == offsets._version):
-        segmentation = _Segmentation(host_lengths)
-        _segmentations[offsets] = offsets.clone() if on_host else offsets._version, segmentation
-    if segmentation.host_lengths is None:
-        segmentation.host_lengths = host_lengths
-    return segmentation
+def _refuse_weights(name: str, x) -> None:
+    weights = x.weights_or_none()
+    if weights is not None and weights.is_floating_point():
+        raise ValueError(
+            f"{name} must have no floating-point weights, which would not be applied, got weights {list(weights.shape)}; multiply the "
+            "values by them, or make the container without them"
+        )
 
 
 def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:
@@ -324,9 +333,14 @@ def wrap_rows(name: str, x, width: int, projection: nn.Module) -> Jagged:
 
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
-    """ValueError unless both have as many segments."""
+    """ValueError unless both have as many segments and, of KeyedJaggedTensors, as many keys, the same ones in the same order."""
     if x.num_segments != other.num_segments:
         raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
+    keys, other_keys = x._keys, other._keys
+    if keys is None or other_keys is None or keys == other_keys:
+        return
+    if len(keys) != len(other_keys) or sorted(keys) == sorted(other_keys):
+        raise ValueError(f"{other_name} must have as many keys as {name}, in the same order, {keys}, got {other_keys}")
 
 
 def _is_torchrec(x) -> bool:

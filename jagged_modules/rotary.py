@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_integers, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import check_device, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,15 +66,18 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
         raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
     rows, _, dim = q.shape
     if dim % 2 or rotary.cos.shape[1] != dim // 2:
-        raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] of q {list(q.shape)} with D even, got {list(rotary.cos.shape)}")
+        raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] with D = {dim} even, got {list(rotary.cos.shape)}")
     if rotary.cos.requires_grad or rotary.sin.requires_grad:
         raise ValueError("rotary's cos and sin must not require gradients: none flow to them")
+    for name in ("cos", "sin", "positions"):
+        if getattr(rotary, name) is not None:
+            check_device(f"rotary's {name}", getattr(rotary, name), q.device, "the queries'")
     positions, limit = rotary.positions, rotary.cos.shape[0]
     if positions is None:
         check_offsets("offsets", offsets, max_seqlen=limit)
         return
     if positions.shape[0] != rows:
-        raise ValueError(f"rotary's positions must have one entry per row of q, {rows}, got {positions.shape[0]}")
+        raise ValueError(f"rotary's positions must have one entry per row, {rows}, got {positions.shape[0]}")
     if values_are_checkable(positions) and rows and not 0 <= int(positions.min()) <= int(positions.max()) < limit:
         found = f"values {int(positions.min())} to {int(positions.max())}"
         raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
@@ -112,11 +115,13 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: arguments of another kind, or shapes that do not fit together.
     """
-    check_tensor("x", x, 3, "[L, H, D]")
+    check_tensor("x", x, 3, "[L, H, D]", "apply_rotary")
     for name, table in (("cos", cos), ("sin", sin)):
-        check_tensor(name, table, 2, "[L, D / 2]")
+        check_tensor(name, table, 2, "[L, D / 2]", "apply_rotary")
         if x.shape[2] % 2 or table.shape != (x.shape[0], x.shape[2] // 2):
             raise ValueError(f"{name} must have shape [L, D / 2] of x {list(x.shape)} with D even, got {list(table.shape)}")
+        if table.device != x.device:
+            raise ValueError(f"{name} must be on x's device, {x.device}, got {table.device}")
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[:, None] for table in (cos, sin))
     first, second = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)

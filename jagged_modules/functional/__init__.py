@@ -2,6 +2,7 @@
 
 import torch
 
+from ..dtypes import dtype_table
 from ..rotary import apply_rotary
 from .attention import jagged_attention, self_target_attention, target_attention
 from .block_attention import block_diagonal_attention, block_diagonal_attention_packed
@@ -43,5 +44,6 @@ __all__ = [
     "self_target_attention",
     "target_attention",
 ]
+__doc__ = f"{__doc__}\n\nDtypes that they take:\n\n{dtype_table()}\n"
 for _name in __all__[1:]:
     torch.fx.wrap(_name)  # by name: those defined elsewhere are called through this module, too

@@ -9,12 +9,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
-from ..autocast import autocast
+from ..autocast import autocast, autocast_dtype
 from ..broadcast import CandidateIndex
 from ..checks import (
     IMPLEMENTATIONS,
-    WrongDtype,
     check_device,
+    check_implementation,
     check_offsets,
     check_tensor,
     refuse_transforms,
@@ -84,9 +84,8 @@ def jagged_attention(
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
-    check_tensor("q", q, 3, "[Lq, H, D]")
-    check_tensor("k", k, 3, "[Lk, Hkv, D]")
-    check_tensor("v", v, 3, "[Lk, Hkv, Dv]")
+    for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
+        check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     q, k, v = (autocast(x) for x in (q, k, v))
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
@@ -159,8 +158,6 @@ def _triton_attention(
 ) -> Tensor:
     from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
 
-    if q.dtype == torch.float64:
-        raise ValueError("q must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
     hopper = attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device)
     q, k, v = (rows_in_place(x) for x in (q, k, v))
     if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
@@ -226,14 +223,18 @@ def target_attention(
     Raises:
         TypeError, ValueError: as `jagged_attention`; also candidates that do not fit q or kv_offsets.
     """
-    check_tensor("q", q, 4, "[num_candidates, n_q, H, D]")
+    for name, x, shape in (("q", q, "[num_candidates, n_q, H, D]"), ("k", k, "[L, Hkv, D]"), ("v", v, "[L, Hkv, Dv]")):
+        check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
     if not isinstance(candidates, CandidateIndex):
         raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
     if kv_offsets is None:  # jagged_attention would take it for self-attention
         raise TypeError('kv_offsets must be a torch.Tensor or "shared", got NoneType')
     candidates.check(q.shape[0], num_users=kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None)
+    check_device("candidates", candidates.offsets, q.device, "q's")
     candidates = candidates.to(q.device)
     num_candidates, rows = q.shape[:2]
+    if max_seqlen_q is not None:
+        check_offsets("candidates", candidates.query_offsets(rows), max_seqlen=max_seqlen_q, longest="max_seqlen_q")
     if candidates.order is not None:
         q = q.index_select(0, candidates.order)
     out = jagged_attention(
@@ -242,7 +243,6 @@ def target_attention(
         v,
         candidates.query_offsets(rows),
         kv_offsets,
-        max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
         activation=activation,
         scale=scale,
@@ -274,9 +274,9 @@ def self_target_attention(
     Raises:
         TypeError, ValueError: as `jagged_attention`; also rows or offsets of the two that do not fit together.
     """
-    check_tensor("q_user", q_user, 3, "[L, H, D]")
-    check_tensor("q_candidates", q_candidates, 3, "[C, H, D]")
-    check_tensor("k", k, 3, "[L, Hkv, D]")
+    operands = dict(q_user=(q_user, "[L, H, D]"), q_candidates=(q_candidates, "[C, H, D]"), k=(k, "[L, Hkv, D]"), v=(v, "[L, Hkv, Dv]"))
+    for name, (x, shape) in operands.items():
+        check_tensor(name, x, 3, shape, "self_target_attention", options.get("implementation", "auto"))
     for what, of_user, of_candidates in (
         ("dtype", q_user.dtype, q_candidates.dtype),
         ("device", q_user.device, q_candidates.device),
@@ -284,11 +284,13 @@ def self_target_attention(
     ):
         if of_user != of_candidates:
             raise ValueError(f"q_candidates must have q_user's {what}, {of_user}, got {of_candidates}")
+    check_attention(q_user, k, v, None, None, None, "softmax", 1, None, None, "auto", q_name="q_user")
     rows = q_user.shape[0], q_candidates.shape[0]
     if k.shape[0] != rows[0]:
         raise ValueError(f"k must have q_user's rows, {rows[0]}, got {k.shape[0]}")
-    check_offsets("offsets", offsets, rows[0])
-    check_offsets("candidate_offsets", candidate_offsets, rows[1])
+    for name, x, total in (("offsets", offsets, rows[0]), ("candidate_offsets", candidate_offsets, rows[1])):
+        check_offsets(name, x, total)
+        check_device(name, x, q_user.device, "q_user's")
     if offsets.shape != candidate_offsets.shape:
         segments = offsets.shape[0] - 1, candidate_offsets.shape[0] - 1
         raise ValueError("offsets and candidate_offsets must describe the same number of segments, got {} and {}".format(*segments))
@@ -299,20 +301,22 @@ def self_target_attention(
     return out.split(rows)
 
 
-def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation) -> None:
-    """Everything that needs no offset values."""
+def check_attention(
+    q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation, q_name: str = "q"
+) -> None:
+    """Everything that needs no offset values. q_name: what the caller calls q."""
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have q's dtype, {q.dtype}, got {x.dtype}")
+        if autocast_dtype(x) != autocast_dtype(q):
+            raise ValueError(f"{name} must have {q_name}'s dtype, {q.dtype}, got {x.dtype}")
         if x.device != q.device:
-            raise ValueError(f"{name} must be on q's device, {q.device}, got {x.device}")
+            raise ValueError(f"{name} must be on {q_name}'s device, {q.device}, got {x.device}")
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(f"v must have k's rows and heads, {list(k.shape[:2])}, got {list(v.shape[:2])}")
     if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k must have q's head dim, {q.shape[2]}, got {k.shape[2]}")
+        raise ValueError(f"k must have {q_name}'s head dim, {q.shape[2]}, got {k.shape[2]}")
     if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"q's heads must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}")
-    for name, x in (("q", q), ("v", v)):
+        raise ValueError(f"{q_name}'s heads must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}")
+    for name, x in ((q_name, q), ("v", v)):
         if not 1 <= x.shape[2] <= MAX_HEAD_DIM:
             raise ValueError(f"{name}'s head dim must be 1 to {MAX_HEAD_DIM}, got {x.shape[2]}")
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
@@ -320,7 +324,7 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
             if offsets != "shared":
                 raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
         elif isinstance(offsets, Tensor):
-            check_device(name, offsets, q.device, "q's")
+            check_device(name, offsets, q.device, f"{q_name}'s")
     if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
         raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
     if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
@@ -330,22 +334,21 @@ def check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_sc
     if not isinstance(output_scale, Tensor):
         if not isinstance(output_scale, (int, float)):
             raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
-    elif not output_scale.is_floating_point():
-        raise WrongDtype(f"output_scale must be floating point, got {output_scale.dtype}")
+    else:
+        check_tensor("output_scale", output_scale, output_scale.dim(), "[B]")  # its size is checked with the offsets
     if activation == "softmax" and (isinstance(output_scale, Tensor) or output_scale != 1):
         raise ValueError(f"output_scale must be 1 with softmax, got {output_scale}")
     if mask is not None and not isinstance(mask, AttentionMask):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     if mask is not None and isinstance(kv_offsets, str):
         raise ValueError("mask must be None where keys are shared by all segments: their rows have no position")
-    if implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
+    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
     if schedule is None:
         return
     if not isinstance(schedule, TileSchedule):
         raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
     if schedule.num_heads != q.shape[1]:
-        raise ValueError(f"schedule was built for {schedule.num_heads} heads, q has {q.shape[1]}")
+        raise ValueError(f"schedule was built for {schedule.num_heads} heads, {q_name} has {q.shape[1]}")
     for half in (schedule, schedule.backward or schedule):
         if half.block_m not in TILES:
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")

@@ -9,9 +9,10 @@ from torch import Tensor
 from ..autocast import autocast
 from ..blocks import block_offsets, positions_in_segments
 from ..checks import check_device, check_offsets, check_size, check_tensor
+from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..settings import is_batch_invariant
-from .attention import ATTENTION_IMPLEMENTATIONS, BLOCKS, check_attention, jagged_attention
+from .attention import BLOCKS, check_attention, jagged_attention
 
 
 def block_diagonal_attention(
@@ -52,12 +53,15 @@ def block_diagonal_attention(
         together. RuntimeError: a second derivative; the reference has it.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
-        check_tensor(name, x, 3, "[L, H, D]")
+        check_tensor(name, x, 3, "[L, H, D]", "block_diagonal_attention", implementation)
     q, k, v = (autocast(x) for x in (q, k, v))
-    _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation)
+    _check_block_attention(q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    offsets = offsets.to(q.device, non_blocking=True)
+    return _block_attention(q, k, v, offsets.to(q.device, non_blocking=True), block_size, scale, rotary, implementation)
 
+
+def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Rotary | None, implementation: str) -> Tensor:
+    """`block_diagonal_attention` of checked arguments."""
     if _block_attention_by_kernels(q, block_size, implementation):
         from jagged_kernels.block_attention import triton_block_attention
 
@@ -84,28 +88,25 @@ def block_diagonal_attention_packed(
 
     The other arguments, the result `[L, H, D]` and what is raised are those of `block_diagonal_attention`; scale is 1/sqrt(D).
     """
-    check_tensor("qkv", qkv, 4, "[L, 3, H, D]")
+    check_tensor("qkv", qkv, 4, "[L, 3, H, D]", "block_diagonal_attention_packed", implementation)
     if qkv.shape[1] != 3:
         raise ValueError(f"qkv must have shape [L, 3, H, D], got {list(qkv.shape)}")
     qkv = autocast(qkv)
     q, k, v = qkv.unbind(1)
+    _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
+    offsets, scale = offsets.to(qkv.device, non_blocking=True), q.shape[2] ** -0.5
     if not _block_attention_by_kernels(q, block_size, implementation):
-        return block_diagonal_attention(q, k, v, offsets, block_size=block_size, rotary=rotary, implementation=implementation)
+        return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation)
 
     from jagged_kernels.block_attention import triton_block_attention_packed
 
-    _check_block_attention(q, k, v, offsets, block_size, None, rotary, None, implementation)
-    qkv, offsets = rows_in_place(qkv), offsets.to(qkv.device, non_blocking=True)
-    return triton_block_attention_packed(
-        qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, q.shape[2] ** -0.5, _fixed_kernels(implementation, qkv)
-    )
+    qkv, implementation = rows_in_place(qkv), _fixed_kernels(implementation, qkv)
+    return triton_block_attention_packed(qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, scale, implementation)
 
 
 def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
     """Whether block attention has kernels for such tensors, and they are asked for."""
-    if implementation in ("triton", "hopper") and q.dtype == torch.float64:
-        raise ValueError(f"q must be float32, float16 or bfloat16 for implementation {implementation!r}, got torch.float64")
-    if implementation == "reference" or implementation == "auto" and (not q.is_cuda or q.dtype == torch.float64):
+    if not uses_kernels(q.device, implementation):
         return False
 
     from jagged_kernels.block_attention import block_attention_fits
@@ -120,12 +121,11 @@ def _fixed_kernels(implementation: str, *operands: Tensor) -> str:
     return implementation
 
 
-def _check_block_attention(q, k, v, offsets, block_size, scale, rotary, schedule, implementation) -> None:
+def _check_block_attention(q, k, v, name: str, offsets, block_size, scale, rotary, schedule, implementation) -> None:
+    """name: of the argument that q comes from."""
     check_offsets("offsets", offsets, q.shape[0])
-    check_device("offsets", offsets, q.device, "q's")
-    if implementation not in ATTENTION_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {ATTENTION_IMPLEMENTATIONS}, got {implementation!r}")
-    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, "auto")
+    check_device("offsets", offsets, q.device, f"{name}'s")
+    check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)
     if v.shape != k.shape or k.shape[0] != q.shape[0]:
         raise ValueError(f"k and v must be [L, Hkv, D] of q {list(q.shape)}, got {list(k.shape)} and {list(v.shape)}")
     check_size("block_size", block_size)

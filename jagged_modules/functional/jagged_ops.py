@@ -11,12 +11,22 @@ from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..activations import POINTWISE
-from ..autocast import autocast
+from ..autocast import autocast, autocast_dtype
 from ..blocks import rows_and_segments
-from ..checks import IMPLEMENTATIONS, check_device, check_offsets, check_tensor, checked_offsets, refuse_transforms, values_are_checkable
+from ..checks import (
+    IMPLEMENTATIONS,
+    check_device,
+    check_implementation,
+    check_offsets,
+    check_tensor,
+    checked_offsets,
+    refuse_transforms,
+    values_are_checkable,
+)
 from ..cpu_groups import compute_dtype
 from ..cpu_invariant import pointwise_rows_cpu, products_cpu
 from ..cpu_products import outer_cpu, product_cpu, softmax_cpu
+from ..dtypes import uses_kernels
 from ..reference import (
     array_jagged_bmm_reference,
     jagged2_softmax_reference,
@@ -110,8 +120,8 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, offsets or names that do not fit together.
         RuntimeError: a torch.func transform (vmap, grad, jvp); the reference has them.
     """
-    x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    x, y = _operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     _check_segment_matrices("y", y, offsets, x.shape[1])
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
@@ -134,8 +144,8 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
     Returns:
         `[B, D, T]`.
     """
-    x, y = _operands(implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    x, y = _operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     if y.shape[0] != x.shape[0]:
         raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
     batch_invariant = is_batch_invariant(implementation)
@@ -161,8 +171,8 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
     Returns:
         `[L, H]`; the rows of a segment add up to 1.
     """
-    (x,) = _operands(implementation, False, x=(x, "[L, H]"))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    (x,) = _operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return jagged_softmax_reference(x, offsets)
@@ -186,8 +196,8 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
         `[Σ N_b · M_b]`, p[b] row by row.
     """
     itself = y is x
-    x, y = _operands(implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
-    offsets = _plan_offsets(plan, x)
+    x, y = _operands("jagged_jagged_bmm_jagged_out", implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
+    offsets = _plan_offsets(plan, "x", x)
     _check_rows("x", x, "x rows", plan.x_rows)
     _check_rows("y", y, "y rows", plan.y_rows)
     if y.shape[1] != x.shape[1]:
@@ -216,8 +226,8 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
     Returns:
         `[Lx, D]`; `[Ly, D]` if transposed.
     """
-    p, y = _operands(implementation, p=(p, "[total]"), y=(y, "[Lx, D]" if transposed else "[Ly, D]"))
-    offsets = _plan_offsets(plan, p)
+    p, y = _operands("array_jagged_bmm_jagged_out", implementation, p=(p, "[total]"), y=(y, "[Lx, D]" if transposed else "[Ly, D]"))
+    offsets = _plan_offsets(plan, "p", p)
     _check_rows("p", p, "scores", plan.total)
     _check_rows("y", y, *(("x rows", plan.x_rows) if transposed else ("y rows", plan.y_rows)))
     batch_invariant = is_batch_invariant(implementation)
@@ -243,8 +253,8 @@ def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation
     Returns:
         `[Σ N_b · M_b]`.
     """
-    (p,) = _operands(implementation, False, p=(p, "[total]"))
-    offsets = _plan_offsets(plan, p)
+    (p,) = _operands("jagged2_softmax", implementation, False, p=(p, "[total]"))
+    offsets = _plan_offsets(plan, "p", p)
     _check_rows("p", p, "scores", plan.total)
     if dim not in (-1, -2):
         raise ValueError(f"dim must be -1 (rows) or -2 (columns), got {dim}")
@@ -293,12 +303,14 @@ def jagged_linear(
     shared = isinstance(weight, Tensor) and weight.dim() == 2
     named = dict(x=(x, "[L, D]"), weight=(weight, "[T, D]" if shared else "[B, D, T]"))
     named |= {} if bias is None else dict(bias=(bias, "[T]" if shared else "[B, T]"))
-    x, weight, bias = [*_operands(implementation, **named), None][:3]
+    variant = "jagged_linear (one weight)" if shared else "jagged_linear (weight per segment)"
+    x, weight, bias = [*_operands(variant, implementation, **named), None][:3]
     function = POINTWISE["identity" if activation is None else activation].function
     batch_invariant = is_batch_invariant(implementation)
     if shared:
         if offsets is not None:
             check_offsets("offsets", offsets, x.shape[0], max_seqlen)
+            check_device("offsets", offsets, x.device, "x's")
         if weight.shape[1] != x.shape[1]:
             raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
         if bias is not None and bias.shape[0] != weight.shape[0]:
@@ -306,7 +318,7 @@ def jagged_linear(
         if batch_invariant:
             return _fixed_linear(x, weight, bias, activation)
         return function(nnf.linear(x, weight, bias))
-    offsets = checked_offsets("offsets", offsets, x.shape[0], x.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     _check_segment_matrices("weight", weight, offsets, x.shape[1])
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
@@ -348,14 +360,18 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
         weight, bias: `[D]`, or None.
 
     Raises:
-        TypeError, ValueError: x is no floating-point tensor `[L, D]`, weight or bias not `[D]`.
+        TypeError, ValueError: x is no floating-point tensor `[L, D]`, weight or bias not `[D]` of its dtype on its device.
     """
-    check_tensor("x", x, 2, "[L, D]")
+    check_tensor("x", x, 2, "[L, D]", "jagged_layer_norm")
     for name, tensor in (("weight", weight), ("bias", bias)):
         if tensor is not None:
-            check_tensor(name, tensor, 1, "[D]")
+            check_tensor(name, tensor, 1, "[D]", "jagged_layer_norm")
             if tensor.shape[0] != x.shape[1]:
                 raise ValueError(f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}")
+            if tensor.device != x.device:
+                raise ValueError(f"{name} must be on x's device, {x.device}, got {tensor.device}")
+            if autocast_dtype(tensor) != autocast_dtype(x):
+                raise ValueError(f"{name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
     if x.device.type != "cpu":
         return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
     # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones ends at 256
@@ -373,12 +389,11 @@ def _matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:
     return torch.arange(offsets.shape[0], device=offsets.device) * width, offsets.long() * width
 
 
-def _operands(implementation: str, cast: bool = True, **named: tuple[Tensor, str]) -> list[Tensor]:
-    """The named tensors, after checks of each one's kind and shape, and in autocast's dtype if they are to be `cast`."""
-    if implementation not in IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS}, got {implementation!r}")
+def _operands(function: str, implementation: str, cast: bool = True, **named: tuple[Tensor, str]) -> list[Tensor]:
+    """The function's named tensors, after checks of each one's kind and shape, and in autocast's dtype if they are to be `cast`."""
     for name, (x, shape) in named.items():
-        check_tensor(name, x, shape.count(",") + 1, shape)
+        check_tensor(name, x, shape.count(",") + 1, shape, function, implementation)
+        check_implementation(implementation, IMPLEMENTATIONS, x.device)
     (first, *others), tensors = named, [autocast(x) if cast else x for x, _ in named.values()]
     for name, x in zip(others, tensors[1:]):
         if x.dtype != tensors[0].dtype:
@@ -390,17 +405,14 @@ def _operands(implementation: str, cast: bool = True, **named: tuple[Tensor, str
 
 def _on_kernels(implementation: str, x: Tensor) -> bool:
     refuse_transforms("the jagged operators do")
-    kernels = implementation == "triton" or x.device.type == "cuda"
-    if kernels and x.dtype == torch.float64:
-        raise ValueError("tensors must be float32, float16 or bfloat16 for the triton implementation, got torch.float64")
-    return kernels
+    return uses_kernels(x.device, implementation)
 
 
-def _plan_offsets(plan: ScorePlan, x: Tensor) -> list[Tensor]:
-    """The plan's offsets on x's device."""
+def _plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> list[Tensor]:
+    """The plan's offsets on the device of the argument x, called `name`."""
     if not isinstance(plan, ScorePlan):
         raise TypeError(f"plan must be a ScorePlan, got {type(plan).__name__}")
-    check_device("plan", plan.p_offsets, x.device)
+    check_device("plan", plan.p_offsets, x.device, f"{name}'s")
     return [offsets.to(x.device, non_blocking=True) for offsets in plan.offsets]
 
 

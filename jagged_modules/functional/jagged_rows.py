@@ -13,7 +13,16 @@ import torch
 from torch import Tensor
 
 from ..blocks import rows_and_segments
-from ..checks import check_device, check_integers, check_offsets, check_size, check_tensor, checked_offsets, values_are_checkable
+from ..checks import (
+    check_device,
+    check_dtype,
+    check_integers,
+    check_offsets,
+    check_size,
+    check_tensor,
+    checked_offsets,
+    values_are_checkable,
+)
 
 _FBGEMM_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32, torch.int64)
 
@@ -41,9 +50,9 @@ def jagged_to_padded(
         TypeError: an argument of the wrong kind. ValueError: values without rows, or offsets that are none of L rows, are on another
         device, or have a segment longer than max_seqlen.
     """
-    _check_rows("values", values)
+    _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
-    offsets = checked_offsets("offsets", offsets, values.shape[0], values.device, max_seqlen)
+    offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
@@ -71,11 +80,11 @@ def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -
         TypeError: an argument of the wrong kind. ValueError: shapes or offsets that do not fit, a segment longer than N, or no total
         where it is needed.
     """
-    return _padded_to_jagged("dense", dense, offsets, total)
+    return _padded_to_jagged("dense", dense, offsets, "total", total)
 
 
-def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | None) -> Tensor:
-    _check_rows(name, dense, "[B, N, ...]", 2)
+def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str, total: int | None) -> Tensor:
+    _check_rows("padded_to_jagged", name, dense, "[B, N, ...]", 2)
     if total is None:
         check_offsets("offsets", offsets)
         if not values_are_checkable(offsets):
@@ -83,11 +92,11 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total: int | No
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
-    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense.device, width, f"{name}'s N")
+    given, offsets = offsets, checked_offsets("offsets", offsets, total, dense, f"{name}'s", width, f"{name}'s N")
     if offsets.shape[0] - 1 != segments:
         raise ValueError(f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
     if total > segments * width:
-        raise ValueError(f"total must be at most the rows of {name}, {segments * width}, got {total}")
+        raise ValueError(f"{total_name} must be at most the rows of {name}, {segments * width}, got {total}")
     segment, position = _positions(offsets, total)
     taken = dense.flatten(0, 1).index_select(0, segment * width + position.clamp(max=width - 1))
     if values_are_checkable(given):  # no segment is too long
@@ -107,12 +116,12 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     Raises:
         TypeError, ValueError: as `padded_to_jagged`; also dtypes, widths or devices that differ.
     """
-    return x + _dense_rows(x, y, offsets)
+    return x + _dense_rows("jagged_dense_add", x, y, offsets)
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """Row i of segment b times y[b, i]; all else as in `jagged_dense_add`."""
-    return x * _dense_rows(x, y, offsets)
+    return x * _dense_rows("jagged_dense_mul", x, y, offsets)
 
 
 def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -135,9 +144,9 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
     if not values or len(values) != len(offsets):
         raise ValueError(f"values and offsets must be as many and at least one, got {len(values)} and {len(offsets)}")
     for k, (x, bounds) in enumerate(zip(values, offsets)):
-        _check_rows(f"values[{k}]", x)
+        _check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
-        offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x.device)
+        offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
     places = []
@@ -168,8 +177,8 @@ def jagged_split(
         TypeError: an argument of the wrong kind. ValueError: first_lengths that are negative or more than a segment has, or another
         shape, offsets or device that does not fit, or no total_first where it is needed.
     """
-    _check_rows("x", x)
-    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x.device)
+    _check_rows("jagged_split", "x", x)
+    given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")
     segments = offsets.shape[0] - 1
     if not isinstance(first_lengths, Tensor):
         check_size("first_lengths", first_lengths, at_least=0)
@@ -178,7 +187,7 @@ def jagged_split(
     check_integers("first_lengths", first_lengths)
     if first_lengths.shape[0] != segments:
         raise ValueError(f"first_lengths must have shape [B] = [{segments}], got {list(first_lengths.shape)}")
-    check_device("first_lengths", first_lengths, x.device)
+    check_device("first_lengths", first_lengths, x.device, "x's")
     total_first = _checked_total(first_lengths, given, total_first)
     if total_first > x.shape[0]:
         raise ValueError(f"total_first must be at most x's rows, {x.shape[0]}, got {total_first}")
@@ -216,12 +225,12 @@ def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) ->
     return int(first_lengths.sum())
 
 
-def _dense_rows(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
+def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """y's rows for those of x `[L, D]`."""
-    check_tensor("x", x, 2, "[L, D]")
-    check_tensor("y", y, 3, "[B, N, D]")
+    check_tensor("x", x, 2, "[L, D]", function)
+    check_tensor("y", y, 3, "[B, N, D]", function)
     _check_alike("y", y.flatten(0, 1), "x", x)
-    return _padded_to_jagged("y", y, offsets, x.shape[0])
+    return _padded_to_jagged("y", y, offsets, "x's rows", x.shape[0])
 
 
 def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
@@ -230,9 +239,10 @@ def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return segments, rows - offsets[segments]
 
 
-def _check_rows(name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
+def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_dtype(name, x, function)
     if x.dim() < dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
 from ..broadcast import CandidateIndex
-from ..checks import check_device, check_integers, check_tensor, values_are_checkable
+from ..checks import check_device, check_implementation, check_integers, check_tensor, values_are_checkable
 from ..decomposed import linear_compress_decomposed
 from ..reference import linear_compress_reference
 from ..settings import is_batch_invariant
@@ -66,9 +65,6 @@ def linear_compress(
 
     from jagged_kernels.linear_compress import triton_linear_compress
 
-    if weights[0].dtype == torch.float64:
-        name = "fused" if implementation == "auto" else implementation
-        raise ValueError(f"weights must be float32, float16 or bfloat16 for the {name} implementation, got torch.float64")
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]
     offsets = [None if x is None else x.offsets for x in grouped]
@@ -84,14 +80,12 @@ def _levels(name: str, x) -> list:
 
 
 def _check_linear_compress(weights, embeddings, indices, implementation) -> None:
-    if implementation not in COMPRESS_IMPLEMENTATIONS:
-        raise ValueError(f"implementation must be one of {COMPRESS_IMPLEMENTATIONS}, got {implementation!r}")
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
         raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
     for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
-        check_tensor(f"weights[{level}]", weight, 2, "[M, K]")
-        check_tensor(f"embeddings[{level}]", embedding, 3, "[B, K, N]")
+        check_tensor(f"weights[{level}]", weight, 2, "[M, K]", "linear_compress", implementation)
+        check_tensor(f"embeddings[{level}]", embedding, 3, "[B, K, N]", "linear_compress", implementation)
         if weight.shape[1] != embedding.shape[1]:
             raise ValueError(f"embeddings[{level}] must have weights[{level}]'s K, {weight.shape[1]}, got {embedding.shape[1]}")
         if weight.shape[0] != weights[0].shape[0]:
@@ -104,10 +98,12 @@ def _check_linear_compress(weights, embeddings, indices, implementation) -> None
             if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
                 raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
+    check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, device, reads_offsets=False)
     for level, index in enumerate(indices):
         name, size = f"indices[{level}]", embeddings[level].shape[0]
         if isinstance(index, CandidateIndex):
             index.check(rows, size, names=("the last embeddings have", f"embeddings[{level}] has"))
+            check_device(name, index.offsets, device, "the embeddings'")
             continue
         check_integers(name, index)
         if index.shape[0] != rows:

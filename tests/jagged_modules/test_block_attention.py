@@ -427,7 +427,7 @@ def positions(*values):
 
 BAD_CALLS = [
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
-    (dict(k=torch.ones(6, 2, 8, dtype=torch.int64)), TypeError, "k must be floating point, got torch.int64"),
+    (dict(k=torch.ones(6, 2, 8, dtype=torch.int64)), TypeError, "k must be float64, .* on cpu, got torch.int64"),
     (dict(v=torch.ones(6, 16)), ValueError, r"v must have shape \[L, H, D\], got \[6, 16\]"),
     (dict(k=torch.ones(6, 2, 8, dtype=torch.float64)), ValueError, "k must have q's dtype, torch.float32, got torch.float64"),
     (dict(v=torch.ones(6, 2, 8, device="meta")), ValueError, "v must be on q's device, cpu, got meta"),
@@ -453,11 +453,11 @@ BAD_CALLS = [
     (dict(schedule=3), TypeError, "schedule must be a TileSchedule, got int"),
     (dict(implementation="cuda"), ValueError, "implementation must be one of .*, got 'cuda'"),
     (dict(rotary="qk"), TypeError, "rotary must be a Rotary, got str"),
-    (dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] of q \[6, 2, 8\] with D even, got \[5, 3\]"),
-    (ODD | dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] of q \[6, 2, 7\] with D even, got \[5, 3\]"),
+    (dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] with D = 8 even, got \[5, 3\]"),
+    (ODD | dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] with D = 7 even, got \[5, 3\]"),
     (dict(rotary=jm.Rotary(COS, SIN.clone().requires_grad_())), ValueError, "rotary's cos and sin must not require gradients"),
     (dict(rotary=TABLES, offsets=torch.tensor([0, 6])), ValueError, "offsets has a segment of 6 rows, longer than max_seqlen = 5"),
-    (positions(0, 1, 2), ValueError, "rotary's positions must have one entry per row of q, 6, got 3"),
+    (positions(0, 1, 2), ValueError, "rotary's positions must have one entry per row, 6, got 3"),
     (positions(0, 1, 2, 3, 4, 5), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values 0 to 5"),
     (positions(0, 1, 2, 3, 4, -1), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values -1 to 4"),
 ]

@@ -48,8 +48,16 @@ def test_from_torchrec_containers_with_lengths_only():
     expected = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2, 1]))
     jagged = torchrec.JaggedTensor(torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
     assert_same_index(jm.CandidateIndex.from_jagged(jagged), expected)
-    keyed = torchrec.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
+    keyed = torchrec.KeyedJaggedTensor(["a"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
     assert_same_index(jm.CandidateIndex.from_jagged(keyed), expected)
+
+
+def test_several_keys_are_no_users():
+    torchrec = pytest.importorskip("torchrec")
+    keyed = torchrec.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
+    with pytest.raises(ValueError, match=r"x must have one key, the candidates, got \['a', 'b'\]; pass x\[key\]"):
+        jm.CandidateIndex.from_jagged(keyed)
+    assert jm.CandidateIndex.from_jagged(keyed["b"]).offsets.tolist() == [0, 2, 3]
 
 
 def test_no_candidates_and_no_users():

@@ -1,6 +1,8 @@
 """Jagged: every container in and out, schedules built once and shared, also out of a DataLoader worker."""
 
 import pickle
+import re
+import warnings
 
 import pytest
 import torch
@@ -86,13 +88,42 @@ def test_nested(values, offsets):
 @pytest.mark.parametrize("give", ["lengths", "offsets"])
 def test_jagged_tensor(give, values, offsets):
     torchrec = pytest.importorskip("torchrec")
-    weights = torch.randn(len(values))
+    weights = torch.arange(len(values))  # the row ids of an EmbeddingCollection with need_indices
     segments = dict(lengths=offsets.diff().int()) if give == "lengths" else dict(offsets=offsets)
     x = torchrec.JaggedTensor(values, weights=weights, **segments)
     out = jm.Jagged.wrap(x).unwrap(values * 2)
     assert isinstance(out, torchrec.JaggedTensor)
     assert torch.equal(out.values(), values * 2) and torch.equal(out.weights(), weights)
     assert out.lengths().tolist() == LENGTHS and out.offsets().tolist() == offsets.tolist()
+
+
+@pytest.mark.parametrize("kind", ["JaggedTensor", "KeyedJaggedTensor"])
+def test_weights_that_layers_would_ignore(kind, values, offsets):
+    torchrec = pytest.importorskip("torchrec")
+    keys = [["a", "b"]] if kind == "KeyedJaggedTensor" else []
+    x = getattr(torchrec, kind)(*keys, values, weights=torch.rand(6), lengths=offsets.diff())
+    message = r"^x must have no floating-point weights, which would not be applied, got weights \[6\]; multiply the values by them"
+    with pytest.raises(ValueError, match=message):
+        jm.JaggedMLP([8, 4])(x)
+    with pytest.raises(ValueError, match="^targets must have no floating-point weights"):
+        jm.JaggedTargetAttention(8, 2)(x, (values, offsets))
+
+
+def keyed(keys, values, offsets, **options):
+    return pytest.importorskip("torchrec").KeyedJaggedTensor(keys, values, lengths=offsets.diff().int(), **options)
+
+
+@pytest.mark.parametrize("block", [False, True])
+def test_keys_in_another_order(block, values, offsets):
+    """Segments would meet those of another feature."""
+    layer = jm.GDPABlock(8, 2) if block else jm.JaggedTargetAttention(8, 2)
+    name, other = ("x", "context") if block else ("targets", "history")
+    x, same = keyed(["a", "b"], values, offsets), keyed(["a", "b"], values, offsets)
+    assert torch.equal(layer(x, same).values(), layer(x, keyed(["c", "d"], values, offsets)).values())
+    for keys in (["b", "a"], ["a"]):
+        message = f"{other} must have as many keys as {name}, in the same order, ['a', 'b'], got {keys}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            layer(x, keyed(keys, values, offsets))
 
 
 def test_keyed_jagged_tensor(values, offsets):
@@ -244,6 +275,25 @@ def test_a_long_lived_history_keeps_few_schedules(values, offsets):
     assert len(history._segmentation.schedules) == jagged_module.MAX_SCHEDULES
 
 
+def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
+    history = jm.Jagged(values, offsets).to("meta").prepare(num_heads=2, head_dim=4).prepare(num_heads=2, head_dim=4, queries=3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(history, history)
+        step(torch.empty(4, 3, 8, device="meta"), history)
+        step(torch.empty(4, 3, 8, device="meta"), jm.Jagged(values, offsets.clone()).to("meta"))  # nothing was prepared
+    builds.clear()
+    needed = r"it needs \(num_heads=2, num_kv_heads=2, head_dim=8, itemsize=4, queries=Jagged, mask=None\)"
+    prepared = r"prepared are \(num_heads=2, num_kv_heads=2, head_dim=4, itemsize=4, queries=Jagged, mask=None; .*queries=3, mask=None\)"
+    with pytest.warns(UserWarning, match=f"no schedule that Jagged.prepare built fits.*{needed}, {prepared}"):
+        history.schedule(num_heads=2, head_dim=8, dtype=torch.float32)
+    with pytest.warns(UserWarning, match="queries=Jagged, mask=None\\) of other queries, prepared are"):
+        history.schedule(num_heads=2, head_dim=4, dtype=torch.float32, queries=jm.Jagged(values, offsets.clone()))
+    with pytest.warns(UserWarning, match=r"mask=\[1, -1, -1, 0, 1, 0, 0, 0\]\), prepared are"):
+        history.schedule(num_heads=2, head_dim=4, dtype=torch.float32, mask=jm.AttentionMask(causal=True))
+    assert builds == ["host_schedule"] * 3
+
+
 class Batches(torch.utils.data.Dataset):
     """Batches that a DataLoader worker prepares: a history, its candidates, their targets."""
 
@@ -291,6 +341,10 @@ def bad_calls():
         (lambda: jm.Jagged(values[:5], offsets), ValueError, "offsets must end at the number of rows, 5, got 6"),
         (lambda: jm.Jagged(values, offsets, max_seqlen=2), ValueError, "segment of 3 rows, longer than max_seqlen = 2"),
         (lambda: jm.Jagged(values, offsets, max_seqlen=2.5), TypeError, "max_seqlen must be an int, got float"),
+        (lambda: jm.Jagged(values, offsets.to("meta")), ValueError, "^offsets must be on the values' device, cpu, or the host, got meta"),
+        (lambda: jm.Jagged.wrap((values, offsets + 1), name="history"), ValueError, "^history's offsets must start at 0, got 1"),
+        (lambda: jm.Jagged.wrap((values, 3)), TypeError, "^x's offsets must be a torch.Tensor, got int"),
+        (lambda: jm.Jagged.wrap(jagged, 2, name="x"), ValueError, "^x's offsets has a segment of 3 rows, longer than max_seqlen = 2"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 4]), ValueError, r"host_lengths must be \[B\] = \[4\].*got \[3\]"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[2, 0, 3, 2]), ValueError, "host_lengths must add up to .* 6, got 7"),
         (lambda: jm.Jagged(values, offsets, host_lengths=[7, -1, 0, 0]), ValueError, "host_lengths must not be negative, got -1"),

@@ -606,7 +606,7 @@ DENSE, BIAS = torch.ones(2, 5, 4), torch.ones(2, 3)
 META = torch.ones(6, 4, device="meta")
 BAD_CALLS = [
     (F.jagged_dense_bmm, (None, Y, OFFSETS), TypeError, "x must be a torch.Tensor, got NoneType"),
-    (F.jagged_dense_bmm, (X.long(), Y, OFFSETS), TypeError, "x must be floating point, got torch.int64"),
+    (F.jagged_dense_bmm, (X.long(), Y, OFFSETS), TypeError, "x must be float64, .* on cpu, got torch.int64"),
     (F.jagged_dense_bmm, (X[0], Y, OFFSETS), ValueError, r"x must have shape \[L, D\], got \[4\]"),
     (F.jagged_dense_bmm, (X, X, OFFSETS), ValueError, r"y must have shape \[B, D, T\], got \[6, 4\]"),
     (F.jagged_dense_bmm, (X, Y[:1], OFFSETS), ValueError, r"y must have shape \[B, D, T\] with B, D = \[2, 4\], got \[1, 4, 3\]"),
@@ -617,7 +617,7 @@ BAD_CALLS = [
     (F.jagged_dense_bmm, (X, Y, OFFSETS.float()), TypeError, "offsets must be int32 or int64, got torch.float32"),
     (F.jagged_dense_bmm, (X, Y, OFFSETS + 1), ValueError, "offsets must start at 0, got 1"),
     (F.jagged_dense_bmm, (X[1:], Y, OFFSETS), ValueError, "offsets must end at the number of rows, 5, got 6"),
-    (F.jagged_dense_bmm, (X, Y, OFFSETS.to("meta")), ValueError, "offsets must be on the values' device, cpu, or the host, got meta"),
+    (F.jagged_dense_bmm, (X, Y, OFFSETS.to("meta")), ValueError, "offsets must be on x's device, cpu, or the host, got meta"),
     (F.jagged_jagged_bmm, (X, X[1:], OFFSETS), ValueError, "y must have x's rows, 6, got 5"),
     (F.jagged_softmax, (P, OFFSETS), ValueError, r"x must have shape \[L, H\], got \[20\]"),
     (F.jagged_softmax, (X, torch.tensor([0, 4, 2, 6])), ValueError, "offsets must not decrease, got 4 then 2 at segment 1"),
@@ -625,7 +625,7 @@ BAD_CALLS = [
     (F.jagged_jagged_bmm_jagged_out, (X[1:], X, PLAN), ValueError, "x must have one entry for each of the plan's 6 x rows, got 5"),
     (F.jagged_jagged_bmm_jagged_out, (X, X[1:], PLAN), ValueError, "y must have one entry for each of the plan's 6 y rows, got 5"),
     (F.jagged_jagged_bmm_jagged_out, (X, X[:, 1:], PLAN), ValueError, "y must have x's width, 4, got 3"),
-    (F.jagged_jagged_bmm_jagged_out, (X, X, PLAN.to("meta")), ValueError, "plan must be on the values' device, cpu, .* got meta"),
+    (F.jagged_jagged_bmm_jagged_out, (X, X, PLAN.to("meta")), ValueError, "plan must be on x's device, cpu, .* got meta"),
     (F.array_jagged_bmm_jagged_out, (P[1:], X, PLAN), ValueError, "p must have one entry for each of the plan's 20 scores, got 19"),
     (F.array_jagged_bmm_jagged_out, (P, X[1:], PLAN), ValueError, "y must have one entry for each of the plan's 6 y rows, got 5"),
     (F.array_jagged_bmm_jagged_out, (X, X, PLAN), ValueError, r"p must have shape \[total\], got \[6, 4\]"),
@@ -692,7 +692,7 @@ def test_implementations(call, offsets_of):
         return
     with pytest.raises(ValueError, match="implementation must be one of .*, got 'cutlass'"):
         function(*tensors, implementation="cutlass")
-    with pytest.raises(ValueError, match="float32, float16 or bfloat16 for the triton implementation, got torch.float64"):
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16 for .* with implementation='triton', got torch.float64"):
         function(*(x.double() if x.is_floating_point() else x for x in tensors), implementation="triton")
 
 

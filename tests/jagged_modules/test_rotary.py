@@ -68,11 +68,11 @@ def test_a_packed_view_is_left_as_it_is():
 ROWS, TABLE = torch.randn(5, 2, 8), torch.randn(5, 4)
 BAD_ROTATIONS = [
     ((None, TABLE, TABLE), TypeError, "x must be a torch.Tensor, got NoneType"),
-    ((ROWS.long(), TABLE, TABLE), TypeError, "x must be floating point, got torch.int64"),
+    ((ROWS.long(), TABLE, TABLE), TypeError, "x must be float64, .* on cpu, got torch.int64"),
     ((ROWS[0], TABLE, TABLE), ValueError, r"x must have shape \[L, H, D\], got \[2, 8\]"),
     ((ROWS, 1.0, TABLE), TypeError, "cos must be a torch.Tensor, got float"),
     ((ROWS, TABLE[0], TABLE), ValueError, r"cos must have shape \[L, D / 2\], got \[4\]"),
-    ((ROWS, TABLE, TABLE.long()), TypeError, "sin must be floating point, got torch.int64"),
+    ((ROWS, TABLE, TABLE.long()), TypeError, "sin must be float64, .* on cpu, got torch.int64"),
     ((ROWS, TABLE, TABLE[:4]), ValueError, r"sin must have shape \[L, D / 2\] of x \[5, 2, 8\] with D even, got \[4, 4\]"),
     ((ROWS, TABLE[:, :3], TABLE), ValueError, r"cos must have shape \[L, D / 2\] of x \[5, 2, 8\] with D even, got \[5, 3\]"),
     ((ROWS[..., :7], TABLE[:, :3], TABLE[:, :3]), ValueError, r"cos must have .* of x \[5, 2, 7\] with D even, got \[5, 3\]"),
@@ -111,7 +111,7 @@ def test_rotary_from_frequencies():
 
 BAD_ROTARIES = [
     (dict(cos=None), TypeError, "cos must be a torch.Tensor, got NoneType"),
-    (dict(cos=TABLE.long()), TypeError, "cos must be floating point, got torch.int64"),
+    (dict(cos=TABLE.long()), TypeError, "cos must be float64, float32, float16 or bfloat16, got torch.int64"),
     (dict(cos=TABLE[0]), ValueError, r"cos must have shape \[P, D / 2\], got \[4\]"),
     (dict(sin=TABLE[None]), ValueError, r"sin must have shape \[P, D / 2\], got \[1, 5, 4\]"),
     (dict(sin=TABLE[:3]), ValueError, r"sin must have cos's shape, \[5, 4\], got \[3, 4\]"),

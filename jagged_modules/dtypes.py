@@ -1,0 +1,64 @@
+"""Which dtypes each function takes on which device. `checks.check_dtype` enforces this table, `dtype_table` prints it."""
+
+from __future__ import annotations
+
+import torch
+
+_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
+FLOATS = (torch.float64, *_KERNELS)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
+
+WITHOUT_KERNELS = ("reference", "decomposed", "padded")  # implementations in plain torch, on every device
+
+# function -> (dtypes on the CPU, on meta and of the implementations without kernels, dtypes of the kernels)
+DTYPES = {
+    **dict.fromkeys(
+        (
+            "jagged_attention",
+            "target_attention",
+            "self_target_attention",
+            "block_diagonal_attention",
+            "block_diagonal_attention_packed",
+            "linear_compress",
+            "jagged_dense_bmm",
+            "jagged_jagged_bmm",
+            "jagged_softmax",
+            "jagged_jagged_bmm_jagged_out",
+            "array_jagged_bmm_jagged_out",
+            "jagged2_softmax",
+            "jagged_linear (weight per segment)",
+        ),
+        (FLOATS, _KERNELS),
+    ),
+    **dict.fromkeys(
+        ("jagged_linear (one weight)", "jagged_layer_norm", "jagged_dense_add", "jagged_dense_mul", "apply_rotary"), (FLOATS, FLOATS)
+    ),
+    **dict.fromkeys(("jagged_concat", "jagged_split", "jagged_to_padded", "padded_to_jagged"), (_ANY, _ANY)),
+}
+
+
+def uses_kernels(device: torch.device, implementation: str) -> bool:
+    """Whether a function that has Triton kernels runs them."""
+    return implementation not in WITHOUT_KERNELS and (implementation != "auto" or device.type == "cuda")
+
+
+def dtypes_of(function: str, device: torch.device, implementation: str = "auto") -> tuple[torch.dtype, ...]:
+    """The dtypes that the function's floating-point arguments (of layout functions: the values) may have."""
+    plain, kernels = DTYPES[function]
+    return kernels if uses_kernels(device, implementation) else plain
+
+
+def names(dtypes: tuple[torch.dtype, ...]) -> str:
+    """ "float32, float16 or bfloat16"."""
+    *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(others)} or {last}"
+
+
+def dtype_table() -> str:
+    """The table as markdown."""
+    lines = ["| function | CPU, meta, or `implementation=\"reference\"` | CUDA kernels |", "|---|---|---|"]
+    for dtypes in dict.fromkeys(DTYPES.values()):
+        functions = ", ".join(f"`{function}`" for function, taken in DTYPES.items() if taken == dtypes)
+        lines.append(f"| {functions} | {names(dtypes[0])} | {names(dtypes[1])} |")
+    return "\n".join(lines)

@@ -1,0 +1,96 @@
+"""Containers as pytrees: inputs and outputs of exported models, and of all in torch that looks for tensors with `tree_map`.
+
+The children are tensors (or pytrees) and may be anything after a map: nothing is checked when a container is put together again. All
+else is structure: an exported model takes inputs of the same structure only. Schedules and lengths on the host are no part of it; a
+container finds them again by its offsets tensor, as long as that is the same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch.serialization import add_safe_globals
+from torch.utils._pytree import GetAttrKey, register_pytree_node
+
+from .broadcast import CandidateIndex
+from .functional import ScorePlan
+from .hstu import HSTUCache
+from .jagged import Jagged
+from .masks import AttentionMask
+from .rotary import Rotary
+from .schedule import TileSchedule
+from .segmentation import Segmentation
+
+
+def _register(
+    cls: type, children: Sequence[str], constants: Sequence[str] = (), build: Callable | None = None, get: Callable = getattr
+) -> None:
+    """Make cls a pytree, which `torch.export.save` stores and `torch.load` takes with weights_only=True.
+
+    Args:
+        children: attributes that are leaves or pytrees. Which of them are None is structure.
+        constants: attributes that are structure, of types that JSON has.
+        build: makes the object from all of these attributes by name, unchecked; None: an object with these attributes.
+        get: gives the child of that name.
+    """
+
+    def flatten(x):
+        given = {name: get(x, name) for name in children}
+        given = {name: child for name, child in given.items() if child is not None}
+        return list(given.values()), (tuple(given), tuple(getattr(x, name) for name in constants))
+
+    def flatten_with_keys(x):
+        values, context = flatten(x)
+        return [(GetAttrKey(name), value) for name, value in zip(context[0], values)], context
+
+    def unflatten(values, context):
+        present, fixed = context
+        return (build or _object(cls))(**dict.fromkeys(children) | dict(zip(present, values)) | dict(zip(constants, fixed)))
+
+    register_pytree_node(
+        cls,
+        flatten,
+        unflatten,
+        serialized_type_name=f"jagged_modules.{cls.__name__}",
+        flatten_with_keys_fn=flatten_with_keys,
+        to_dumpable_context=lambda context: context,
+        from_dumpable_context=_tuples,
+    )
+    add_safe_globals([cls])
+
+
+def _object(cls: type) -> Callable:
+    def build(**attributes):
+        x = object.__new__(cls)
+        x.__dict__.update(attributes)  # not the constructor of a frozen dataclass, which checks
+        return x
+
+    return build
+
+
+def _tuples(context):
+    """JSON has lists for tuples."""
+    return tuple(_tuples(x) for x in context) if isinstance(context, list) else context
+
+
+def _plan_child(plan: ScorePlan, name: str):
+    """Of a plan of x with itself, that y_offsets are x_offsets is structure: operators then compute something else."""
+    return None if name == "y_offsets" and plan.y_offsets is plan.x_offsets else getattr(plan, name)
+
+
+def _plan(x_offsets, y_offsets, **others) -> ScorePlan:
+    return ScorePlan(x_offsets, x_offsets if y_offsets is None else y_offsets, **others)
+
+
+add_safe_globals([Segmentation])
+_register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged._unchecked)
+_register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
+_register(
+    AttentionMask,
+    ("num_targets",),
+    ("causal", "window", "target_group_size", "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"),
+)
+_register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
+_register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
+_register(TileSchedule, ("tiles", "work", "worker", "num_tiles", "backward"), ("block_m", "block_n", "num_heads", "num_workers"))
+_register(HSTUCache, ("layers",), ("scaling_seqlen",))

@@ -1,0 +1,147 @@
+"""Every function with every dtype of torch, on every device: a right result where the table lists the dtype, else a ValueError."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensor, FakeTensorMode
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.dtypes import DTYPES, WITHOUT_KERNELS, dtype_table, dtypes_of
+
+ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
+QUANTIZED = [dtype for dtype in ALL_DTYPES if str(dtype).startswith(("torch.qint", "torch.quint"))]  # made on the CPU alone
+OFFSETS = torch.tensor([0, 2, 5])
+DEVICES = ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+class Inputs:
+    """Small numbers that every dtype represents exactly, multiples of `unit`; offsets and indices on the device."""
+
+    def __init__(self, dtype: torch.dtype, device: str, unit: float) -> None:
+        self.dtype, self.device, self.unit = dtype, device, unit
+        self.offsets = OFFSETS.to(device)
+        self.plan = F.ScorePlan.from_offsets(OFFSETS).to(device)
+        self.candidates = jm.CandidateIndex.from_counts(torch.tensor([1, 2])).to(device)
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        numbers = (torch.arange(torch.Size(shape).numel()).view(shape) * 7 % 5) * self.unit
+        try:
+            return numbers.to(self.device, self.dtype)
+        except (RuntimeError, NotImplementedError):  # no conversion to this dtype: no function takes it, whatever the values
+            return self._uninitialized(shape)
+
+    def _uninitialized(self, shape: tuple[int, ...]) -> torch.Tensor:
+        if self.dtype in QUANTIZED:
+            return torch._empty_affine_quantized(shape, scale=1.0, zero_point=0, dtype=self.dtype, device=self.device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
+
+
+CALLS = {
+    "jagged_attention": lambda x, **kw: F.jagged_attention(x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, **kw),
+    "target_attention": lambda x, **kw: F.target_attention(x(3, 2, 2, 8), x(5, 2, 8), x(5, 2, 8), x.candidates, x.offsets, **kw),
+    "self_target_attention": lambda x, **kw: F.self_target_attention(
+        x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, x.offsets, **kw
+    )[1],
+    "block_diagonal_attention": lambda x, **kw: F.block_diagonal_attention(x(5, 2, 8), x(5, 2, 8), x(5, 2, 8), x.offsets, **kw),
+    "block_diagonal_attention_packed": lambda x, **kw: F.block_diagonal_attention_packed(x(5, 3, 2, 8), x.offsets, **kw),
+    "linear_compress": lambda x, **kw: F.linear_compress(x(3, 4), x(5, 4, 8), **kw),
+    "jagged_dense_bmm": lambda x, **kw: F.jagged_dense_bmm(x(5, 4), x(2, 4, 3), x.offsets, **kw),
+    "jagged_jagged_bmm": lambda x, **kw: F.jagged_jagged_bmm(x(5, 4), x(5, 3), x.offsets, **kw),
+    "jagged_softmax": lambda x, **kw: F.jagged_softmax(x(5, 4), x.offsets, **kw),
+    "jagged_jagged_bmm_jagged_out": lambda x, **kw: F.jagged_jagged_bmm_jagged_out(x(5, 4), x(5, 4), x.plan, **kw),
+    "array_jagged_bmm_jagged_out": lambda x, **kw: F.array_jagged_bmm_jagged_out(x(13), x(5, 4), x.plan, **kw),
+    "jagged2_softmax": lambda x, **kw: F.jagged2_softmax(x(13), x.plan, **kw),
+    "jagged_linear (weight per segment)": lambda x, **kw: F.jagged_linear(x(5, 4), x(2, 4, 3), x(2, 3), x.offsets, "silu", **kw),
+    "jagged_linear (one weight)": lambda x: F.jagged_linear(x(5, 4), x(3, 4), x(3), None, "silu"),
+    "jagged_layer_norm": lambda x: F.jagged_layer_norm(x(5, 4), x(4), x(4)),
+    "jagged_dense_add": lambda x: F.jagged_dense_add(x(5, 4), x(2, 3, 4), x.offsets),
+    "jagged_dense_mul": lambda x: F.jagged_dense_mul(x(5, 4), x(2, 3, 4), x.offsets),
+    "apply_rotary": lambda x: F.apply_rotary(x(5, 2, 8), x(5, 4), x(5, 4)),
+    "jagged_concat": lambda x: F.jagged_concat([x(5, 4), x(3, 4)], [x.offsets, torch.tensor([0, 3, 3]).to(x.device)])[0],
+    "jagged_split": lambda x: F.jagged_split(x(5, 4), x.offsets, 1)[1][0],
+    "jagged_to_padded": lambda x: F.jagged_to_padded(x(5, 4), x.offsets, 3),
+    "padded_to_jagged": lambda x: F.padded_to_jagged(x(2, 3, 4), x.offsets, 5),
+}
+WITH_KERNELS = [function for function, (plain, kernels) in DTYPES.items() if plain != kernels]
+
+
+def test_the_table_lists_every_public_function():
+    assert set(CALLS) == set(DTYPES)
+    assert {function.split(" ")[0] for function in DTYPES} == set(F.__all__) - {"ScorePlan"}
+
+
+def check(function: str, dtype: torch.dtype, device: str, **options) -> None:
+    if dtype in QUANTIZED and device != "cpu":
+        return
+    inputs = Inputs(dtype, device, unit=0.25 if dtype.is_floating_point else 1)
+    if dtype not in dtypes_of(function, torch.device(device), **options):
+        with pytest.raises(ValueError, match=f"must be .* for .* on {device}.*, got {dtype}"):
+            CALLS[function](inputs, **options)
+        return
+    out = CALLS[function](inputs, **options)
+    exact = CALLS[function](Inputs(torch.float64, "cpu", inputs.unit))
+    assert out.dtype == dtype and out.device.type == device and out.shape == exact.shape
+    if device != "meta":
+        torch.testing.assert_close(out.cpu(), exact.to(dtype))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", CALLS)
+def test_a_right_result_or_an_error(function, device):
+    for dtype in ALL_DTYPES:
+        check(function, dtype, device)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("function", WITH_KERNELS)
+def test_the_reference(function, device):
+    for dtype in ALL_DTYPES:
+        check(function, dtype, device, implementation="reference")
+
+
+@pytest.mark.parametrize("implementation", ["triton", "hopper"])
+@pytest.mark.parametrize("function", WITH_KERNELS)
+def test_kernels_take_no_host_tensors(function, implementation):
+    """The error names the argument, not what runs behind it."""
+    if function == "linear_compress":
+        implementation = {"triton": "fused"}.get(implementation, implementation)
+    elif implementation == "hopper" and function.startswith(("jagged_", "jagged2", "array")) and function != "jagged_attention":
+        pytest.skip("has no such implementation")
+    with pytest.raises(ValueError, match=f"^implementation='{implementation}' needs CUDA tensors, got cpu tensors; 'auto' takes both"):
+        CALLS[function](Inputs(torch.float32, "cpu", 1), implementation=implementation)
+    with pytest.raises(ValueError, match="float32, float16 or bfloat16 for .*, got torch.float64"):
+        CALLS[function](Inputs(torch.float64, "cpu", 1), implementation=implementation)
+
+
+def test_a_device_without_a_path():
+    x = FakeTensor(FakeTensorMode(), torch.empty(5, 4, device="meta"), torch.device("xpu:0"))
+    with pytest.raises(ValueError, match="x must be on the CPU or a CUDA device, got xpu:0; .*reference.* takes any device"):
+        F.jagged_softmax(x, OFFSETS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int32, torch.complex64], ids=str)
+def test_other_floating_point_arguments(dtype):
+    x, table = torch.randn(5, 2, 8), torch.ones(5, 4).to(dtype)
+    with pytest.raises(ValueError, match=f"output_scale must be float64, .*, got {dtype}"):
+        F.jagged_attention(x, x, x, OFFSETS, activation="silu", output_scale=torch.ones(2).to(dtype))
+    with pytest.raises(ValueError, match=f"cos must be float64, .*, got {dtype}"):
+        jm.Rotary(table, table)
+
+
+def test_the_documented_table_is_the_rule():
+    """One row for each set of dtypes; it stands in the documentation of `functional`."""
+    table = dtype_table()
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()[2:]]
+    for function, (plain, kernels) in DTYPES.items():
+        (row,) = [row for row in rows if f"`{function}`" in row[0]]
+        for cell, dtypes in zip(row[1:], (plain, kernels), strict=True):
+            assert cell.replace(" or ", ", ").split(", ") == [str(dtype).removeprefix("torch.") for dtype in dtypes]
+    assert table in F.__doc__
+
+
+def test_implementations_without_kernels_are_those_of_the_functions():
+    from jagged_modules.functional.attention import ATTENTION_IMPLEMENTATIONS
+    from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
+
+    others = {"auto", "triton", "fused", "hopper"}
+    assert {*ATTENTION_IMPLEMENTATIONS, *COMPRESS_IMPLEMENTATIONS} == {*WITHOUT_KERNELS, *others}
