@@ -70,6 +70,7 @@ class Jagged:
             jagged = x._copy(x.values, x.offsets)
             jagged.max_seqlen, jagged._container = max_seqlen, x._container
             return jagged
+        x = wait_for(x)
         if _is_torchrec(x):
             offsets = x.offsets()  # JaggedTensor.empty() has none
             jagged = cls(x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1), max_seqlen)
@@ -324,6 +325,14 @@ def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) ->
     """ValueError unless both have as many segments."""
     if x.num_segments != other.num_segments:
         raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
+
+
+def wait_for(x):
+    """What a TorchRec LazyAwaitable gives, as sharded collections return them; any other x as it is."""
+    torchrec = sys.modules.get("torchrec.distributed.types")
+    if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
+        return x
+    return torchrec.LazyAwaitable._wait_async(x)  # which keeps the result: a second wait() would communicate again
 
 
 def _is_torchrec(x) -> bool:

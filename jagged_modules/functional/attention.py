@@ -184,7 +184,7 @@ def target_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    candidates: CandidateIndex,
+    candidates: CandidateIndex | Tensor,
     kv_offsets: Tensor,
     *,
     max_seqlen_q: int | None = None,
@@ -204,7 +204,8 @@ def target_attention(
     Args:
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
         k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
-        candidates: which user each candidate belongs to.
+        candidates: which user each candidate belongs to: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order, on q's device
+            or the host; with kv_offsets="shared", which does not tell how many users there are, a CandidateIndex.
         schedule: of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: takes a user's query rows, candidate after candidate in the order of q, for the last rows of the history.
         Others: as in `jagged_attention`; max_seqlen_q counts the query rows of a user.
@@ -216,11 +217,13 @@ def target_attention(
         TypeError, ValueError: as `jagged_attention`; also candidates that do not fit q or kv_offsets.
     """
     check_tensor("q", q, 4, "[num_candidates, n_q, H, D]")
-    if not isinstance(candidates, CandidateIndex):
-        raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
     if kv_offsets is None:  # jagged_attention would take it for self-attention
         raise TypeError('kv_offsets must be a torch.Tensor or "shared", got NoneType')
-    candidates.check(q.shape[0], num_users=kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None)
+    num_users = kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None
+    if num_users is None and isinstance(candidates, Tensor):
+        raise TypeError('candidates must be a CandidateIndex where kv_offsets is "shared", got Tensor')
+    candidates = CandidateIndex.wrap(candidates, num_users)
+    candidates.check(q.shape[0], num_users)
     candidates = candidates.to(q.device)
     num_candidates, rows = q.shape[:2]
     if candidates.order is not None:

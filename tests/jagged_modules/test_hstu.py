@@ -230,7 +230,7 @@ def test_a_cache_holds_what_targets_see(context, rows, offsets_of):
 def test_the_cache_of_a_jagged_keeps_its_scaling_length(values, offsets_of):
     stack, lengths = double_stack(config_of(scaling_seqlen=None)), offsets_of(LENGTHS)
     cache = stack.cache(jm.Jagged(values, lengths, max_seqlen=30))
-    assert cache.scaling_seqlen == 30
+    assert [layer.max_seqlen for layer in cache.layers] == [30] * LAYERS
     targets = torch.randn(10, WIDTH, dtype=torch.float64), offsets_of([1] * 10)
     both = torch.cat([y for pair in zip(values.split(LENGTHS), targets[0].split(1)) for y in pair])
     full = stack(jm.Jagged(both, offsets_of([n + 1 for n in LENGTHS]), max_seqlen=30), torch.ones(10, dtype=torch.int64))
