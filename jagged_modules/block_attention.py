@@ -115,7 +115,7 @@ class _RotaryTables(nn.Module):
         self._make(self.cos.device)
 
     def _apply(self, fn, recurse=True):
-        device = fn(self.cos[:0]).device  # all that is taken of fn, which may also round, as half() does, or lose the values, as to_empty does
+        device = fn(self.cos[:0]).device  # only this: fn may also round, as half() does, or lose the values, as to_empty does
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
         return self

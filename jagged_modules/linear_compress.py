@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from .checks import check_size
 from .functional import linear_compress
-from .functional.linear_compress import LevelNames
 from .jagged import is_keyed_tensor, wait_for
 
 torch.fx.wrap("linear_compress")
@@ -103,7 +102,7 @@ class LinearCompressEmbedding(nn.Module):
                 raise ValueError(f"{name} must be one per shared level, {levels}, got {len(given)}")
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
         tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
-        names = LevelNames(["the layer"] * len(names), names, _names("candidates", levels))
+        names = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
         return linear_compress(list(self.weights), tensors, indices, names=names)
 
     def extra_repr(self) -> str:

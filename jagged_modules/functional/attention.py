@@ -204,8 +204,8 @@ def target_attention(
     Args:
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
         k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
-        candidates: which user each candidate belongs to: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order, on q's device
-            or the host; with kv_offsets="shared", which does not tell how many users there are, a CandidateIndex.
+        candidates: which user each candidate belongs to: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order. With
+            kv_offsets="shared", which does not tell how many users there are, a CandidateIndex.
         schedule: of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: takes a user's query rows, candidate after candidate in the order of q, for the last rows of the history.
         Others: as in `jagged_attention`; max_seqlen_q counts the query rows of a user.

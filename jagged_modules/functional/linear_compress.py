@@ -31,7 +31,7 @@ def linear_compress(
     indices: Tensor | CandidateIndex | Sequence[Tensor | CandidateIndex] | None = None,
     *,
     implementation: str = "auto",
-    names: LevelNames | None = None,
+    names: dict[str, list[str]] | None = None,
 ) -> Tensor:
     """Linear compression of embeddings that belong to the candidates and to what many candidates share (users, vendors).
 
@@ -53,7 +53,7 @@ def linear_compress(
             with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
             in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
             "auto": hopper where it takes the operands and N > 64, else fused on CUDA, decomposed elsewhere.
-        names: what errors call the arguments, where a layer's caller knows them by other names.
+        names: what errors call weights, embeddings and indices, a name for each level, where a caller knows them by others.
 
     Returns:
         `[B, M, N]`.
@@ -64,9 +64,8 @@ def linear_compress(
     """
     weights, embeddings = _levels("weights", weights), _levels("embeddings", embeddings)
     indices = [] if indices is None else _levels("indices", indices)
-    if names is None:
-        names = LevelNames(*([f"{name}[{level}]" for level in range(len(weights))] for name in LevelNames._fields))
-    _check_linear_compress(weights, embeddings, indices, implementation, names)
+    default_names = {argument: [f"{argument}[{level}]" for level in range(len(weights))] for argument in LevelNames._fields}
+    _check_linear_compress(weights, embeddings, indices, implementation, LevelNames(**default_names | (names or {})))
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
