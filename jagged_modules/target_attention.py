@@ -67,7 +67,8 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; the message names them.
         """
-        targets, history = wait_for(targets), wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        targets = wait_for(targets)
+        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
         sizes = dict(num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 

@@ -53,7 +53,8 @@ def linear_compress(
             with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
             in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
             "auto": hopper where it takes the operands and N > 64, else fused on CUDA, decomposed elsewhere.
-        names: what errors call weights, embeddings and indices, a name for each level, where a caller knows them by others.
+        names: what errors call the arguments, where a caller knows them by other names: by "weights", "embeddings" or "indices", a name
+            for each level.
 
     Returns:
         `[B, M, N]`.
@@ -104,15 +105,17 @@ def _check_linear_compress(weights, embeddings, indices, implementation, names: 
         _check_alike(f"weights[{level}]", weight, "weights[0]", weights[0])
         if weight.shape[0] != weights[0].shape[0]:
             raise ValueError(f"weights[{level}] must have weights[0]'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
-    for name, embedding, weight_name, weight in zip(names.embeddings, embeddings, names.weights, weights):
+    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
+        name, weight_name = names.embeddings[level], names.weights[level]
         check_tensor(name, embedding, 3, "[B, K, N]")
         _check_alike(name, embedding, weight_name, weight)
         for dimension, size, whose in (("K", weight.shape[1], weight_name), ("N", embeddings[0].shape[2], names.embeddings[0])):
             if embedding.shape["BKN".index(dimension)] != size:
                 shape = f"[B, K, N] with {dimension} = {size}, that of {whose}"
                 raise ValueError(f"{name} must have shape {shape}, got {list(embedding.shape)}")
-    for name, index, shared_name, shared in zip(names.indices, indices, names.embeddings, embeddings):
-        _check_index(name, index, (names.embeddings[-1], embeddings[-1]), (shared_name, shared))
+    for level, index in enumerate(indices):
+        candidates, shared = ((names.embeddings[of], embeddings[of]) for of in (-1, level))
+        _check_index(names.indices[level], index, candidates, shared)
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:

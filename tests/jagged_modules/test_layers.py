@@ -126,6 +126,17 @@ def test_a_layer_built_on_meta_becomes_a_direct_build(build, call, materialise, 
     assert torch.equal(called(layer, call), called(expected, call))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cpu", "cuda", "meta"])
+def test_rotary_tables_are_on_the_layers_gpu(device):
+    layer, expected = jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=99, device=device), jm.BlockDiagonalSelfAttention(WIDTH, HEADS)
+    layer = layer.to_empty(device="cuda") if device == "meta" else layer.to("cuda")
+    layer.load_state_dict(expected.state_dict())
+    assert all(x.is_cuda and x.dtype == torch.float32 for x in layer.buffers())
+    values, offsets = rows()
+    torch.testing.assert_close(layer((values.cuda(), offsets.cuda()))[0].cpu(), expected((values, offsets))[0])
+
+
 # -- replaced Linears ------------------------------------------------------------------------------------------------------------
 
 
