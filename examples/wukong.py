@@ -29,14 +29,18 @@ class WukongLayer(nn.Module):
         num_embeddings: n; each half makes n / 2.
         embedding_dim: d.
         num_candidate_embeddings, num_user_embeddings: what comes in, where that is not n embeddings.
+        features: candidate_features and user_features of `LinearCompressEmbedding`, where KeyedTensors come in.
         rank: columns k of the projection Y, which keeps the interactions X Xᵀ Y at [n, k].
     """
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, num_candidate_embeddings=None, num_user_embeddings=0, rank: int = 8):
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, num_candidate_embeddings=None, num_user_embeddings=0, rank: int = 8, **features
+    ):
         super().__init__()
         half = num_embeddings // 2
         self.sizes = [num_embeddings, half] if num_user_embeddings else [half]
-        self.compress = LinearCompressEmbedding(num_candidate_embeddings or num_embeddings, sum(self.sizes), num_user_embeddings)
+        sizes = num_candidate_embeddings or num_embeddings, sum(self.sizes), num_user_embeddings
+        self.compress = LinearCompressEmbedding(*sizes, **features)
         self.project = LinearCompressEmbedding(num_embeddings, rank)  # Yᵀ
         self.mlp = nn.Sequential(
             nn.Flatten(),
@@ -66,7 +70,8 @@ class Wukong(nn.Module):
         items = {"item": log.num_items, "popularity": popularity, "genre": genres}
         users = {"user": log.num_users, "rated_items": log.num_items * self.num_ratings, "rated_genres": genres * self.num_ratings}
         self.item_bags, self.user_bags = bag_collection(items, embedding_dim), bag_collection(users, embedding_dim)
-        first = WukongLayer(num_embeddings, embedding_dim, len(items), len(users))
+        features = dict(candidate_features=list(items), user_features=list(users))
+        first = WukongLayer(num_embeddings, embedding_dim, len(items), len(users), **features)
         self.layers = nn.ModuleList([first, *(WukongLayer(num_embeddings, embedding_dim) for _ in range(num_layers - 1))])
         self.head = nn.Sequential(
             nn.Flatten(), nn.Dropout(0.3), nn.Linear(num_embeddings * embedding_dim, 64), nn.ReLU(), nn.Linear(64, 1), nn.Flatten(0)

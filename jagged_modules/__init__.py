@@ -6,7 +6,7 @@ from . import pytrees as _pytrees  # noqa: F401 - registers the containers
 from .block_attention import BlockDiagonalSelfAttention
 from .broadcast import CandidateIndex
 from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
-from .hstu import HSTUConfig, HSTULayer, HSTUStack
+from .hstu import HSTUCache, HSTUConfig, HSTULayer, HSTUStack
 from .jagged import Jagged
 from .jagged_mlp import JaggedMLP
 from .linear_compress import LinearCompressEmbedding
@@ -21,6 +21,7 @@ __all__ = [
     "CandidateIndex",
     "GDPABlock",
     "GDPAConfig",
+    "HSTUCache",
     "HSTUConfig",
     "HSTULayer",
     "HSTUStack",

@@ -10,6 +10,7 @@ from .functional import block_diagonal_attention_packed
 from .functional.attention import BLOCKS, MAX_HEAD_DIM
 from .invariant import fixed_rows
 from .jagged import wrap_rows
+from .parameters import reset_all
 from .rotary import Rotary, rotary_tables
 
 
@@ -62,16 +63,13 @@ class BlockDiagonalSelfAttention(nn.Module):
             raise ValueError(f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and {num_heads}")
         self.embedding_dim, self.num_heads, self.block_size = embedding_dim, num_heads, block_size
         self.rotary, self.max_seqlen = rotary, max_seqlen
-        if rotary is None:
-            self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device)
-        else:
-            self.qkv_proj = _RotaryLinear(embedding_dim, 3 * embedding_dim, self.head_dim, max_seqlen, device=device)
+        self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device)
+        self.tables = None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
         self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
 
     def reset_parameters(self) -> None:
-        """Initialise parameters as nn.Linear does, and the tables, for instance after `to_empty` of a layer built on the meta device."""
-        for projection in (self.qkv_proj, self.out_proj):
-            projection.reset_parameters()
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        reset_all(self.children())
 
     @fixed_rows
     def forward(self, x):
@@ -88,7 +86,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
-        rotary = None if self.rotary is None else Rotary(self.qkv_proj.cos, self.qkv_proj.sin, self.rotary, linear=True)
+        rotary = None if self.rotary is None else Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
 
@@ -97,30 +95,29 @@ class BlockDiagonalSelfAttention(nn.Module):
         return f"{sizes}, rotary={self.rotary!r}, max_seqlen={self.max_seqlen}"
 
 
-class _RotaryLinear(nn.Linear):
-    """The projection to q, k and v, with the rotary tables `[max_seqlen, head_dim / 2]` of its heads.
+class _RotaryTables(nn.Module):
+    """cos and sin `[max_seqlen, head_dim / 2]`, fp32. Only their device ever changes.
 
-    Both in one module, because DistributedModelParallel zeroes buffers built on the meta device and then resets only modules that own
-    parameters themselves.
+    They are on the host where a layer is built on the meta device: DistributedModelParallel zeroes buffers that it finds on meta and resets
+    only modules that own parameters. It moves these with the rest of the model.
     """
 
-    def __init__(self, in_features: int, out_features: int, head_dim: int, max_seqlen: int, device=None) -> None:
-        super().__init__(in_features, out_features, device=device)
-        self.table_sizes = head_dim, max_seqlen
-        for name in ("cos", "sin"):
-            self.register_buffer(name, None, persistent=False)
-        self._make_tables()
+    def __init__(self, head_dim: int, max_seqlen: int, device=None) -> None:
+        super().__init__()
+        self.sizes = head_dim, max_seqlen
+        self._make(torch.empty(0, device=device).device)
 
-    def _make_tables(self) -> None:
-        self.cos, self.sin = rotary_tables(*self.table_sizes, device=self.weight.device)
+    def _make(self, device: torch.device) -> None:
+        tables = rotary_tables(*self.sizes, device="cpu" if device.type == "meta" else device)
+        for name, table in zip(("cos", "sin"), tables):
+            self.register_buffer(name, table, persistent=False)
 
     def reset_parameters(self) -> None:
-        super().reset_parameters()
-        if hasattr(self, "table_sizes"):  # not yet in nn.Linear's constructor
-            self._make_tables()
+        """For those who allocate buffers anew, uninitialised."""
+        self._make(self.cos.device)
 
     def _apply(self, fn, recurse=True):
-        super()._apply(fn, recurse)
-        if self.cos.dtype != torch.float32:  # .half() and the like take buffers along
-            self._make_tables()
+        device = fn(self.cos[:0]).device  # only this: fn may also round, as half() does, or lose the values, as to_empty does
+        if device.type != "meta":
+            self.cos, self.sin = self.cos.to(device), self.sin.to(device)
         return self

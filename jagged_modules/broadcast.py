@@ -32,19 +32,32 @@ class CandidateIndex:
         self._users: Tensor | None = None
 
     @classmethod
-    def from_map(cls, candidate_to_user: Tensor, num_users: int) -> CandidateIndex:
-        """From `[num_candidates]` user indices in any order.
+    def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
+        """A CandidateIndex as it is; one `from_map` of `[num_candidates]` user indices in any order.
+
+        Raises:
+            TypeError, ValueError: another kind of argument, or indices that are none of num_users; the message calls them candidates.
+        """
+        if isinstance(candidates, CandidateIndex):
+            return candidates
+        if not isinstance(candidates, Tensor):
+            raise TypeError(f"candidates must be a CandidateIndex or a torch.Tensor, got {type(candidates).__name__}")
+        return cls.from_map(candidates, num_users, name="candidates")
+
+    @classmethod
+    def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
+        """From `[num_candidates]` user indices in any order. name: what errors call them.
 
         Raises:
             TypeError: not an integer tensor, or num_users not an int. ValueError: not 1-D, or (host tensors, or under `debug_checks`)
             an index out of range.
         """
-        check_integers("candidate_to_user", candidate_to_user)
+        check_integers(name, candidate_to_user)
         check_size("num_users", num_users, at_least=0)
         if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
             low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
             if low < 0 or high >= num_users:
-                raise ValueError(f"candidate_to_user must be 0 to num_users - 1 = {num_users - 1}, got values {low} to {high}")
+                raise ValueError(f"{name} must be 0 to num_users - 1 = {num_users - 1}, got values {low} to {high}")
         users, order = torch.sort(candidate_to_user, stable=True)
         offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
         on_host = users.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -165,15 +178,21 @@ class CandidateIndex:
         moved._segmentation = self._segmentation
         return moved
 
-    def check(self, num_candidates: int, num_users: int | None, names: tuple[str, str] = ("the queries have", "the history has")) -> None:
+    def check(
+        self,
+        num_candidates: int,
+        num_users: int | None,
+        names: tuple[str, str] = ("the queries have", "the history has"),
+        name: str = "candidates",
+    ) -> None:
         """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
         if num_users is not None and self.num_users != num_users:
-            raise ValueError(f"candidates describe {self.num_users} users, {names[1]} {num_users}")
+            raise ValueError(f"{name} describe {self.num_users} users, {names[1]} {num_users}")
         described = None if self.order is None else self.order.shape[0]
         if described is None and not torch.compiler.is_compiling() and self.host_counts is not None:
             described = int(self.host_counts.sum())
         if described is not None and described != num_candidates:
-            raise ValueError(f"candidates describe {described} candidates, {names[0]} {num_candidates}")
+            raise ValueError(f"{name} describe {described} candidates, {names[0]} {num_candidates}")
 
     def __repr__(self) -> str:
         return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"

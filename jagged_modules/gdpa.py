@@ -14,6 +14,7 @@ from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
 from .jagged import check_same_segments, wrap_rows
 from .masks import AttentionMask
+from .parameters import reset_all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,9 +142,7 @@ class JaggedGDPA(nn.Module):
 
         Projections as nn.Linear does, norms with 1, seeds and learned keys with variance 1, the values of W learned rows with 1/W.
         """
-        for module in self.children():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+        reset_all(self.children())
         if self.config.num_seeds:
             nn.init.normal_(self.seeds)
         if self.config.num_weights:
@@ -236,6 +235,10 @@ class GDPABlock(nn.Module):
         if self.attention.config.num_seeds:
             raise ValueError(f"num_seeds must be 0: pooled rows have no residual, got {self.attention.config.num_seeds}")
         self.norm = nn.RMSNorm(embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
+        reset_all(self.children())
 
     def forward(self, x, context=None, num_targets: Tensor | None = None):
         """Update every row. Arguments, result and errors are those of `JaggedGDPA.forward`; context is not normalised."""

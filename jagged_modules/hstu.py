@@ -14,6 +14,7 @@ from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
 from .jagged import Jagged, check_same_segments, wrap_rows
 from .masks import AttentionMask
+from .parameters import reset_all
 
 NORM_EPS = 1e-6
 
@@ -99,27 +100,44 @@ class HSTULayer(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device."""
-        for module in (self.input_norm, self.uvqk_proj, self.output_norm, self.out_proj):
-            module.reset_parameters()
+        reset_all(self.children())
 
-    def forward(self, x, num_targets: Tensor | None = None):
+    def forward(
+        self,
+        x,
+        num_targets: Tensor | None = None,
+        *,
+        cache: Jagged | None = None,
+        cache_rows: Tensor | slice | None = None,
+        update: bool = True,
+    ):
         """Update every row.
 
         Args:
             x: any container of `[L, E]` values: each segment is context, then history, then targets.
             num_targets: `[B]` int32 or int64, how many last rows of each segment are targets; none if None. Targets see the history
                 and no other target but the earlier ones of their group.
+            cache: this layer's keys and values of histories, from cache_rows, with B segments. Every row of x is a target of its history
+                then, and num_targets, if given, the segments' lengths.
+            cache_rows: rows of x, a slice or `[n]` indices, whose keys and values are returned too.
+            update: False: the rows are not updated, None takes their place. The last layer of histories that are cached does no more.
 
         Returns:
-            x's kind of container, with `[L, E]` values.
+            x's kind of container, with `[L, E]` values. With cache_rows a pair: the container, and `[n, H, head_dim + linear_dim]`.
 
         Raises:
             TypeError, ValueError: inputs that do not fit together; no scaling_seqlen and a container without max_seqlen.
         """
         jagged = self._wrap("x", x)
         u, q, k, v = self._project(jagged)
-        a = self._attend(q, k, v, jagged, jagged, self.config.mask(num_targets), self._scaling_seqlen(jagged))
-        return jagged.unwrap(self._output(jagged.values, u, a))
+        out = None
+        if update:
+            if cache is None:
+                a = self._attend(q, k, v, jagged, jagged, self.config.mask(num_targets), self._scaling_seqlen(jagged))
+            else:
+                a = self._attend_with_cache(q, k, v, jagged, cache, num_targets)
+            out = jagged.unwrap(self._output(jagged.values, u, a))
+        return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
     def _wrap(self, name: str, x) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
@@ -145,6 +163,14 @@ class HSTULayer(nn.Module):
         flags = dict(activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule)
         return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
 
+    def _attend_with_cache(self, q, k, v, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
+        """Targets' attention to cached histories and to their own group. Weights that no softmax ties together add up."""
+        num_targets = targets.offsets.diff() if num_targets is None else num_targets
+        mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
+        scaling_seqlen, cached = self._scaling_seqlen(cache), cache.values.split([self.head_dim, self.linear_dim], dim=2)
+        of_history = self._attend(q, *cached, targets, cache, None, scaling_seqlen)
+        return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen)
+
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -161,11 +187,10 @@ class HSTUCache:
     """What `HSTUStack.cache` keeps of the histories; `HSTUStack.score` takes it.
 
     layers: for each layer a Jagged with values `[L, H, head_dim + linear_dim]`, the keys and the values of the rows that targets see.
-    scaling_seqlen: by which the attention weights are divided.
+        Its max_seqlen is the histories'.
     """
 
     layers: tuple[Jagged, ...]
-    scaling_seqlen: int
 
 
 class HSTUStack(nn.Module):
@@ -196,14 +221,29 @@ class HSTUStack(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a stack built on the meta device."""
-        for layer in self.layers:
-            layer.reset_parameters()
+        reset_all(self.layers)
 
-    def forward(self, x, num_targets: Tensor | None = None):
-        """Update every row in every layer. Arguments, result and errors are those of `HSTULayer.forward`."""
-        for layer in self.layers:
-            x = layer(x, num_targets)
-        return x
+    def forward(self, x, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False):
+        """Update every row in every layer.
+
+        Args:
+            x, num_targets: as `HSTULayer.forward` takes them.
+            cache: x are targets, as `score` runs them.
+            return_cache: x are histories, as `cache` runs them.
+
+        Returns:
+            x's kind of container, with `[L, E]` values; with return_cache an HSTUCache.
+
+        Raises:
+            TypeError, ValueError: as `HSTULayer.forward`; num_targets with cache or return_cache, or a cache of another stack.
+        """
+        if cache is None and not return_cache:
+            for layer in self.layers:
+                x = layer(x, num_targets)
+            return x
+        if num_targets is not None:
+            raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
+        return self._cache(x) if return_cache else self._score(x, cache)
 
     def cache(self, history) -> HSTUCache:
         """Run histories once and keep what targets need of them: each layer's keys and values.
@@ -218,17 +258,7 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`.
         """
-        jagged, kept = self.layers[0]._wrap("history", history), []
-        rows, segments = _rows_seen_by_targets(jagged, self.config)
-        scaling_seqlen = self.layers[0]._scaling_seqlen(jagged)
-        for layer in self.layers:
-            u, q, k, v = layer._project(jagged)
-            kept.append(torch.cat([k[rows], v[rows]], dim=2))
-            if layer is not self.layers[-1]:
-                a = layer._attend(q, k, v, jagged, jagged, self.config.mask(), scaling_seqlen)
-                jagged = jagged.with_values(layer._output(jagged.values, u, a))
-        segments = jagged if segments is None else Jagged(kept[0], segments)
-        return HSTUCache(tuple(segments.with_values(x) for x in kept), scaling_seqlen)
+        return self(history, return_cache=True)
 
     def score(self, targets, cache: HSTUCache):
         """Run targets against cached histories: their rows of `forward` over [history, targets] of each user, at the targets' cost.
@@ -245,18 +275,26 @@ class HSTUStack(nn.Module):
         """
         if not isinstance(cache, HSTUCache):
             raise TypeError(f"cache must be an HSTUCache, got {type(cache).__name__}")
+        return self(targets, cache=cache)
+
+    def _cache(self, history) -> HSTUCache:
+        wrapped = self.layers[0]._wrap("history", history)
+        jagged, kept = wrapped.with_values(wrapped.values), []
+        rows, offsets = _rows_seen_by_targets(jagged, self.config)
+        for layer in self.layers:
+            jagged, keys_and_values = layer(jagged, cache_rows=rows, update=layer is not self.layers[-1])
+            kept.append(keys_and_values)
+        segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
+        return HSTUCache(tuple(segments.with_values(x) for x in kept))
+
+    def _score(self, targets, cache: HSTUCache):
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
-        wrapped = jagged = self.layers[0]._wrap("targets", targets)
-        check_same_segments("targets", jagged, "cache", cache.layers[0])
-        mask = AttentionMask(num_targets=jagged.offsets.diff(), target_group_size=self.config.target_group_size)
+        wrapped = self.layers[0]._wrap("targets", targets)
+        check_same_segments("targets", wrapped, "cache", cache.layers[0])
+        jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
-            u, q, k, v = layer._project(jagged)
-            history_k, history_v = history.values.split([layer.head_dim, layer.linear_dim], dim=2)
-            # Weights that no softmax ties together add up.
-            a = layer._attend(q, history_k, history_v, jagged, history, None, cache.scaling_seqlen)
-            a = a + layer._attend(q, k, v, jagged, jagged, mask, cache.scaling_seqlen)
-            jagged = jagged.with_values(layer._output(jagged.values, u, a))
+            jagged = layer(jagged, num_targets, cache=history)
         return wrapped.unwrap(jagged.values)
 
 

@@ -73,6 +73,7 @@ class Jagged:
             jagged = x._copy(x.values, x.offsets)
             jagged.max_seqlen, jagged._container = max_seqlen, x._container
             return jagged
+        x = wait_for(x)
         if _is_torchrec(x):
             _refuse_weights(name, x)
             values, offsets = x.values(), x.offsets()
@@ -341,6 +342,14 @@ def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) ->
         return
     if len(keys) != len(other_keys) or sorted(keys) == sorted(other_keys):
         raise ValueError(f"{other_name} must have as many keys as {name}, in the same order, {keys}, got {other_keys}")
+
+
+def wait_for(x):
+    """What a TorchRec LazyAwaitable gives, as sharded collections return them; any other x as it is."""
+    torchrec = sys.modules.get("torchrec.distributed.types")
+    if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
+        return x
+    return torchrec.LazyAwaitable._wait_async(x)  # which keeps the result: a second wait() would communicate again
 
 
 def _is_torchrec(x) -> bool:

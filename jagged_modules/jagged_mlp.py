@@ -8,9 +8,9 @@ from torch import nn
 
 from .activations import POINTWISE
 from .checks import check_size
-from .functional import jagged_linear
 from .invariant import fixed_rows
 from .jagged import wrap_rows
+from .parameters import reset_all
 
 
 class JaggedMLP(nn.Module):
@@ -42,13 +42,12 @@ class JaggedMLP(nn.Module):
             check_size(f"dims[{i}]", size)
         if activation not in POINTWISE:
             raise ValueError(f"activation must be one of {tuple(POINTWISE)}, got {activation!r}")
-        self.activation = activation
+        self.dims, self.activation = list(dims), activation
         self.layers = nn.ModuleList(nn.Linear(*widths, device=device) for widths in zip(dims, dims[1:]))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
-        for layer in self.layers:
-            layer.reset_parameters()
+        reset_all(self.layers)
 
     @fixed_rows
     def forward(self, x):
@@ -63,10 +62,10 @@ class JaggedMLP(nn.Module):
         Raises:
             TypeError, ValueError: an input of another kind, shape or dtype.
         """
-        jagged = wrap_rows("x", x, self.layers[0].in_features, self.layers[0])
-        values = jagged.values
-        for layer in self.layers:
-            values = jagged_linear(values, layer.weight, layer.bias, activation=self.activation)
+        jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
+        values, activation = jagged.values, POINTWISE[self.activation].function
+        for layer in self.layers:  # called as modules: a Linear may have been replaced
+            values = activation(layer(values))
         return jagged.unwrap(values)
 
     def extra_repr(self) -> str:

@@ -10,7 +10,8 @@ from .checks import check_layer_input, check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
-from .jagged import Jagged, check_same_segments, wrap_rows
+from .jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from .parameters import reset_all
 
 
 class JaggedTargetAttention(nn.Module):
@@ -48,18 +49,18 @@ class JaggedTargetAttention(nn.Module):
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
-        for projection in (self.q_proj, self.kv_proj, self.out_proj):
-            projection.reset_parameters()
+        reset_all(self.children())
 
     @fixed_rows
-    def forward(self, targets, history, candidates: CandidateIndex | None = None):
+    def forward(self, targets, history, candidates: CandidateIndex | Tensor | None = None):
         """Attend.
 
         Args:
             targets: dense `[B, T, E_t]` (T targets for every row); any container of `[N, E_t]` values, n_b targets in row b; or, with
                 `candidates`, `[num_candidates, n_q, E_t]`.
             history: any container of `[L, E]` values, B rows (users).
-            candidates: the user of each candidate.
+            candidates: the user of each candidate: a `CandidateIndex`, which layers of one batch share, or `[num_candidates]` int32 or
+                int64 in any order.
 
         Returns:
             `[B, T, E]`; the targets' kind of container with `[N, E]` values; or `[num_candidates, n_q, E]`. The dtype is the projections'.
@@ -68,11 +69,13 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; the message names them.
         """
+        targets = wait_for(targets)
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
         sizes = dict(num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 
         if candidates is not None:
+            candidates = CandidateIndex.wrap(candidates, history.num_segments)
             q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
             schedule = history.schedule(queries=candidates, rows_per_candidate=q.shape[1], **sizes)
             return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))

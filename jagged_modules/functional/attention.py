@@ -192,7 +192,7 @@ def target_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    candidates: CandidateIndex,
+    candidates: CandidateIndex | Tensor,
     kv_offsets: Tensor,
     *,
     max_seqlen_q: int | None = None,
@@ -212,7 +212,8 @@ def target_attention(
     Args:
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
         k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
-        candidates: which user each candidate belongs to.
+        candidates: which user each candidate belongs to: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order. With
+            kv_offsets="shared", which does not tell how many users there are, a CandidateIndex.
         schedule: of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
         mask: takes a user's query rows, candidate after candidate in the order of q, for the last rows of the history.
         Others: as in `jagged_attention`; max_seqlen_q counts the query rows of a user.
@@ -225,11 +226,13 @@ def target_attention(
     """
     for name, x, shape in (("q", q, "[num_candidates, n_q, H, D]"), ("k", k, "[L, Hkv, D]"), ("v", v, "[L, Hkv, Dv]")):
         check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
-    if not isinstance(candidates, CandidateIndex):
-        raise TypeError(f"candidates must be a CandidateIndex, got {type(candidates).__name__}")
     if kv_offsets is None:  # jagged_attention would take it for self-attention
         raise TypeError('kv_offsets must be a torch.Tensor or "shared", got NoneType')
-    candidates.check(q.shape[0], num_users=kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None)
+    num_users = kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None
+    if num_users is None and isinstance(candidates, Tensor):
+        raise TypeError('candidates must be a CandidateIndex where kv_offsets is "shared", got Tensor')
+    candidates = CandidateIndex.wrap(candidates, num_users)
+    candidates.check(q.shape[0], num_users)
     check_device("candidates", candidates.offsets, q.device, "q's")
     candidates = candidates.to(q.device)
     num_candidates, rows = q.shape[:2]

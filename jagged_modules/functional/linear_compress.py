@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
 from ..broadcast import CandidateIndex
-from ..checks import check_device, check_implementation, check_integers, check_tensor, values_are_checkable
+from ..checks import WrongDtype, check_device, check_implementation, check_integers, check_tensor, values_are_checkable
 from ..decomposed import linear_compress_decomposed
 from ..reference import linear_compress_reference
 from ..settings import is_batch_invariant
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused", "hopper")
+
+
+class LevelNames(NamedTuple):
+    """What errors of `linear_compress` call its arguments, level by level."""
+
+    weights: list[str]
+    embeddings: list[str]
+    indices: list[str]
 
 
 def linear_compress(
@@ -22,6 +31,7 @@ def linear_compress(
     indices: Tensor | CandidateIndex | Sequence[Tensor | CandidateIndex] | None = None,
     *,
     implementation: str = "auto",
+    names: dict[str, list[str]] | None = None,
 ) -> Tensor:
     """Linear compression of embeddings that belong to the candidates and to what many candidates share (users, vendors).
 
@@ -43,6 +53,8 @@ def linear_compress(
             with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
             in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
             "auto": hopper where it takes the operands and N > 64, else fused on CUDA, decomposed elsewhere.
+        names: what errors call the arguments, where a caller knows them by other names: by "weights", "embeddings" or "indices", a name
+            for each level.
 
     Returns:
         `[B, M, N]`.
@@ -53,7 +65,8 @@ def linear_compress(
     """
     weights, embeddings = _levels("weights", weights), _levels("embeddings", embeddings)
     indices = [] if indices is None else _levels("indices", indices)
-    _check_linear_compress(weights, embeddings, indices, implementation)
+    default_names = {argument: [f"{argument}[{level}]" for level in range(len(weights))] for argument in LevelNames._fields}
+    _check_linear_compress(weights, embeddings, indices, implementation, LevelNames(**default_names | (names or {})))
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
@@ -79,36 +92,49 @@ def _levels(name: str, x) -> list:
     return list(x)
 
 
-def _check_linear_compress(weights, embeddings, indices, implementation) -> None:
+def _check_linear_compress(weights, embeddings, indices, implementation, names: LevelNames) -> None:
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
         raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
-    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
+    for level, weight in enumerate(weights):
         check_tensor(f"weights[{level}]", weight, 2, "[M, K]", "linear_compress", implementation)
-        check_tensor(f"embeddings[{level}]", embedding, 3, "[B, K, N]", "linear_compress", implementation)
-        if weight.shape[1] != embedding.shape[1]:
-            raise ValueError(f"embeddings[{level}] must have weights[{level}]'s K, {weight.shape[1]}, got {embedding.shape[1]}")
+        _check_alike(f"weights[{level}]", weight, "weights[0]", weights[0])
         if weight.shape[0] != weights[0].shape[0]:
             raise ValueError(f"weights[{level}] must have weights[0]'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
-        if embedding.shape[2] != embeddings[0].shape[2]:
-            raise ValueError(f"embeddings[{level}] must have embeddings[0]'s N, {embeddings[0].shape[2]}, got {embedding.shape[2]}")
-        for name, x in (("weights", weight), ("embeddings", embedding)):
-            if x.device != embeddings[0].device:
-                raise ValueError(f"{name}[{level}] must be on embeddings[0]'s device, {embeddings[0].device}, got {x.device}")
-            if x.dtype != embeddings[0].dtype and autocast_dtype(x) != autocast_dtype(embeddings[0]):
-                raise ValueError(f"{name}[{level}] must have embeddings[0]'s dtype, {embeddings[0].dtype}, got {x.dtype}")
-    rows, device = embeddings[-1].shape[0], embeddings[-1].device
-    check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, device, reads_offsets=False)
+    for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
+        name, weight_name = names.embeddings[level], names.weights[level]
+        check_tensor(name, embedding, 3, "[B, K, N]", "linear_compress", implementation)
+        _check_alike(name, embedding, weight_name, weight)
+        for dimension, size, whose in (("K", weight.shape[1], weight_name), ("N", embeddings[0].shape[2], names.embeddings[0])):
+            if embedding.shape["BKN".index(dimension)] != size:
+                shape = f"[B, K, N] with {dimension} = {size}, that of {whose}"
+                raise ValueError(f"{name} must have shape {shape}, got {list(embedding.shape)}")
+    check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False)
     for level, index in enumerate(indices):
-        name, size = f"indices[{level}]", embeddings[level].shape[0]
-        if isinstance(index, CandidateIndex):
-            index.check(rows, size, names=("the last embeddings have", f"embeddings[{level}] has"))
-            check_device(name, index.offsets, device, "the embeddings'")
-            continue
-        check_integers(name, index)
-        if index.shape[0] != rows:
-            raise ValueError(f"{name} must have one entry per row of the last embeddings, {rows}, got {index.shape[0]}")
-        check_device(name, index, device, "the embeddings'")
-        if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
-            found = f"values {int(index.min())} to {int(index.max())}"
-            raise ValueError(f"{name} must be 0 to {size - 1}, the rows of embeddings[{level}], got {found}")
+        candidates, shared = ((names.embeddings[of], embeddings[of]) for of in (-1, level))
+        _check_index(names.indices[level], index, candidates, shared)
+
+
+def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
+    """ValueError unless both have one device and, as they are or by autocast, one dtype."""
+    if x.device != other.device:
+        raise ValueError(f"{name} must be on {other_name}'s device, {other.device}, got {x.device}")
+    if x.dtype != other.dtype and autocast_dtype(x) != autocast_dtype(other):
+        raise WrongDtype(f"{name} must have {other_name}'s dtype, {other.dtype}, got {x.dtype}")
+
+
+def _check_index(name: str, index, candidates: tuple[str, Tensor], shared: tuple[str, Tensor]) -> None:
+    """Raise unless the index gives a row of the shared embeddings for each of the candidates'; both come with their names."""
+    (candidates_name, candidates), (shared_name, shared) = candidates, shared
+    rows, size = candidates.shape[0], shared.shape[0]
+    if isinstance(index, CandidateIndex):
+        index.check(rows, size, names=(f"{candidates_name} has", f"{shared_name} has"), name=name)
+        check_device(name, index.offsets, candidates.device, "the embeddings'")
+        return
+    check_integers(name, index)
+    if index.shape[0] != rows:
+        raise ValueError(f"{name} must have one entry per row of {candidates_name}, {rows}, got {index.shape[0]}")
+    check_device(name, index, candidates.device, "the embeddings'")
+    if values_are_checkable(index) and rows and not 0 <= int(index.min()) <= int(index.max()) < size:
+        found = f"values {int(index.min())} to {int(index.max())}"
+        raise ValueError(f"{name} must be 0 to {size - 1}, the rows of {shared_name}, got {found}")

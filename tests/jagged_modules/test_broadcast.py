@@ -32,6 +32,12 @@ def test_a_map_in_any_order(counts, data):
         assert all((candidates.diff() > 0).all() for candidates in grouped), "a user's candidates keep their order"
 
 
+def test_an_index_or_what_it_is_made_of():
+    index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3)
+    assert jm.CandidateIndex.wrap(index, 5) is index
+    assert_same_index(jm.CandidateIndex.wrap(torch.tensor([2, 0, 2]), 3), index)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_counts_offsets_map_and_container_agree(dtype):
     expected = jm.CandidateIndex.from_map(torch.tensor([0, 0, 0, 2, 2], dtype=dtype), 3)

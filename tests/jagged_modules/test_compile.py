@@ -135,26 +135,25 @@ def test_shared_operands(shared):
         assert_compiles_once(lambda q, k, v, offsets: F.jagged_attention(q, k, v, offsets, "shared"), batches)
 
 
-@pytest.mark.parametrize("form", ["map", "offsets"])
+def user_index(form, users, count):
+    """The input from which the graph makes the users of the candidates."""
+    return torch.randint(users, (count,)) if form in ("tensor", "map") else random_offsets(users, count)
+
+
+@pytest.mark.parametrize("form", ["tensor", "map", "offsets"])
 def test_target_attention(form):
     def attend(q, k, v, offsets, candidates):
         if form == "map":
-            index = jm.CandidateIndex.from_map(candidates, offsets.shape[0] - 1)
-        else:
-            index = jm.CandidateIndex.from_offsets(candidates)
-        return F.target_attention(q, k, v, index, offsets)
+            candidates = jm.CandidateIndex.from_map(candidates, offsets.shape[0] - 1)
+        elif form == "offsets":
+            candidates = jm.CandidateIndex.from_offsets(candidates)
+        return F.target_attention(q, k, v, candidates, offsets)
 
     batches = []
     for users, rows, count in SIZES:
         _, k, v = qkv(1, rows)
-        candidates = torch.randint(users, (count,)) if form == "map" else random_offsets(users, count)
-        batches.append((torch.randn(count, 4, HEADS, DIM), k, v, random_offsets(users, rows), candidates))
+        batches.append((torch.randn(count, 4, HEADS, DIM), k, v, random_offsets(users, rows), user_index(form, users, count)))
     assert_compiles_once(attend, batches)
-
-
-def user_index(form, users, count):
-    """The input from which the graph makes the users of the candidates."""
-    return torch.randint(users, (count,)) if form in ("tensor", "map") else random_offsets(users, count)
 
 
 @pytest.mark.parametrize("form", ["tensor", "map", "offsets"])
@@ -342,13 +341,14 @@ def compress_inputs(users, _, count):
 
 def test_compressing_layer_with_keyed_tensors():
     torchrec = pytest.importorskip("torchrec")
-    layer = jm.LinearCompressEmbedding(10, 4, 9)
+    names = [str(i) for i in range(10)]
+    layer = jm.LinearCompressEmbedding(10, 4, 9, candidate_features=names[::-1], user_features=names[:9])
     graph, counter = compiled(layer)
     for sizes in SIZES:
         candidates, shared, _, users_of, _ = compress_inputs(*sizes)
         keyed = [torchrec.KeyedTensor(list(map(str, range(x.shape[1]))), [WIDTH] * x.shape[1], x.flatten(1)) for x in (candidates, shared)]
         out = graph(*keyed, jm.CandidateIndex.from_map(users_of, sizes[0]))
-        torch.testing.assert_close(out, layer(candidates, shared, users_of))
+        torch.testing.assert_close(out, layer(candidates.flip(1), shared, users_of))
         out.sum().backward()
     assert counter.frame_count == 1
 

@@ -208,6 +208,30 @@ def test_cached_histories(config, offsets_dtype, values, offsets_of):
     assert offsets is targets
 
 
+def test_caching_and_scoring_call_the_stack_and_its_layers(values, offsets_of):
+    """So forward hooks see both, as they see a plain forward."""
+    stack, history, targets = double_stack(CONFIGS["all"]), (values, offsets_of(LENGTHS)), (values[:10], offsets_of([1] * 10))
+    seen = []
+    for module, name in ((stack, "stack"), *((layer, i) for i, layer in enumerate(stack.layers))):
+        module.register_forward_pre_hook(lambda *_, name=name: seen.append(("before", name)))
+        module.register_forward_hook(lambda *_, name=name: seen.append(("after", name)))
+    order = [("before", "stack"), *((when, i) for i in range(LAYERS) for when in ("before", "after")), ("after", "stack")]
+    stack(history)
+    assert seen == order
+    cache = stack.cache(history)
+    assert seen == 2 * order
+    stack.score(targets, cache)
+    assert seen == 3 * order
+
+
+def test_the_last_layer_of_a_cache_projects_alone(values, offsets_of, monkeypatch):
+    attended, attend = [], hstu.HSTULayer._attend
+    monkeypatch.setattr(hstu.HSTULayer, "_attend", lambda layer, *args: attended.append(layer) or attend(layer, *args))
+    stack = double_stack(CONFIGS["plain"])
+    stack.cache((values, offsets_of(LENGTHS)))
+    assert attended == [*stack.layers[:-1]]
+
+
 def test_a_cache_serves_many_times(values, offsets_of):
     stack = double_stack(CONFIGS["plain"])
     cache = stack.cache((values, offsets_of(LENGTHS)))
@@ -230,7 +254,7 @@ def test_a_cache_holds_what_targets_see(context, rows, offsets_of):
 def test_the_cache_of_a_jagged_keeps_its_scaling_length(values, offsets_of):
     stack, lengths = double_stack(config_of(scaling_seqlen=None)), offsets_of(LENGTHS)
     cache = stack.cache(jm.Jagged(values, lengths, max_seqlen=30))
-    assert cache.scaling_seqlen == 30
+    assert [layer.max_seqlen for layer in cache.layers] == [30] * LAYERS
     targets = torch.randn(10, WIDTH, dtype=torch.float64), offsets_of([1] * 10)
     both = torch.cat([y for pair in zip(values.split(LENGTHS), targets[0].split(1)) for y in pair])
     full = stack(jm.Jagged(both, offsets_of([n + 1 for n in LENGTHS]), max_seqlen=30), torch.ones(10, dtype=torch.int64))
@@ -521,6 +545,10 @@ def test_an_unknown_scaling_length():
 
 def test_bad_cache():
     stack, shorter = (jm.HSTUStack(WIDTH, HEADS, layers, config_of()) for layers in (2, 1))
+    for options in (dict(return_cache=True), dict(cache=stack.cache(X))):
+        with pytest.raises(ValueError, match="num_targets must be None with cache or return_cache, got Tensor"):
+            stack(X, torch.tensor([1, 1]), **options)
+    assert isinstance(stack.cache(X), jm.HSTUCache)
     with pytest.raises(TypeError, match="cache must be an HSTUCache, got tuple"):
         stack.score(X, X)
     with pytest.raises(ValueError, match="cache must have 2 layers, got 1"):

@@ -161,9 +161,18 @@ def test_autocast():
 SHARED = {"one": 0, "two": 11, "three": (3, 11)}  # num_user_embeddings for the sizes of LEVELS
 
 
-def layer_and_inputs(levels, dtype=torch.float32):
+def names(count):
+    return [f"feature {i}" for i in range(count)]
+
+
+def keyed_tensor(torchrec, embeddings, keys):
+    """The KeyedTensor of embeddings `[B, K, N]` with the K keys."""
+    return torchrec.KeyedTensor(keys, [embeddings.shape[2]] * len(keys), embeddings.flatten(1))
+
+
+def layer_and_inputs(levels, dtype=torch.float32, **features):
     """A layer from 5 candidate embeddings to 3, and its three arguments."""
-    layer = jm.LinearCompressEmbedding(5, 3, SHARED[levels]).to(dtype)
+    layer = jm.LinearCompressEmbedding(5, 3, SHARED[levels], **features).to(dtype)
     _, (*shared, candidate), indices = random_levels(*LEVELS[levels], dtype=dtype)
     return layer, (candidate, shared or None, indices or None)
 
@@ -202,20 +211,69 @@ def test_initialised_as_one_linear_over_all_levels():
 
 def test_keyed_tensors_are_not_copied():
     torchrec = pytest.importorskip("torchrec")
-    layer, (candidate, (shared,), (users,)) = layer_and_inputs("two")
-    keyed = [
-        torchrec.KeyedTensor([f"f{i}" for i in range(x.shape[1])], [9] * x.shape[1], x.flatten(1).contiguous()) for x in (candidate, shared)
-    ]
+    layer, (candidate, (shared,), (users,)) = layer_and_inputs("two", candidate_features=names(5), user_features=names(11))
+    keyed = [keyed_tensor(torchrec, x, names(x.shape[1])) for x in (candidate, shared)]
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.data_ptr()) or x, lambda x: x):
         out = layer(keyed[0], keyed[1], users)
     assert torch.equal(out, layer(candidate, shared, users))
     assert {x.values().data_ptr() for x in keyed} <= set(saved)
+
+
+@pytest.mark.parametrize("order", [[4, 3, 2, 1, 0], [1, 0, 2, 3, 4], [2, 4, 0, 1, 3]], ids=str)
+def test_the_order_of_a_keyed_tensor_does_not_matter(order, assert_accurate):
+    torchrec = pytest.importorskip("torchrec")
+    layer, (candidate, _, _) = layer_and_inputs("one", candidate_features=names(5))
+
+    def run(candidate, weight):
+        keyed = keyed_tensor(torchrec, candidate[:, order], [names(5)[i] for i in order])
+        return torch.func.functional_call(layer, {"weights.0": weight}, keyed)
+
+    assert_accurate(run, lambda candidate, weight: weight @ candidate, candidate, layer.weights[0])
+
+
+def test_features_of_several_levels():
+    """A level without names takes tensors."""
+    torchrec = pytest.importorskip("torchrec")
+    features = dict(user_features=[names(3), None], candidate_features=tuple(names(5)))
+    layer, (candidate, (coarse, shared), indices) = layer_and_inputs("three", **features)
+    keyed, reversed_keyed = (keyed_tensor(torchrec, x.flip(1), names(x.shape[1])[::-1]) for x in (candidate, coarse))
+    assert torch.equal(layer(keyed, [reversed_keyed, shared], indices), layer(candidate, [coarse, shared], indices))
+    with pytest.raises(ValueError, match=r"user_embeddings\[1\] must be a torch.Tensor where the layer has no user_features"):
+        layer(keyed, [reversed_keyed, keyed], indices)
+
+
+BAD_FEATURES = [  # of a layer with candidate features a, b and c
+    (["a", "b"], r"once, got 2: missing \['c'\], unexpected \[\]"),
+    (["c", "b", "d"], r"once, got 3: missing \['a'\], unexpected \['d'\]"),
+    (["a", "b", "c", "d"], r"once, got 4: missing \[\], unexpected \['d'\]"),
+    (["a", "b", "c", "a"], r"once, got 4: missing \[\], unexpected \[\]"),
+]
+
+
+@pytest.mark.parametrize("keys, message", BAD_FEATURES, ids=[str(keys) for keys, _ in BAD_FEATURES])
+def test_missing_and_unexpected_features(keys, message):
+    torchrec = pytest.importorskip("torchrec")
+    layer = jm.LinearCompressEmbedding(3, 2, candidate_features=["a", "b", "c"])
+    with pytest.raises(ValueError, match="candidate_embeddings must have each of the layer's 3 features " + message):
+        layer(keyed_tensor(torchrec, torch.randn(2, len(keys), 4), keys))
+
+
+def test_bad_keyed_tensors():
+    torchrec = pytest.importorskip("torchrec")
+    keyed = keyed_tensor(torchrec, torch.randn(2, 3, 4), ["a", "b", "c"])
+    with pytest.raises(ValueError, match=r"candidate_embeddings must be a torch.Tensor .* no candidate_features, .* \['a', 'b', 'c'\]"):
+        jm.LinearCompressEmbedding(3, 2)(keyed)
     uneven = torchrec.KeyedTensor(["a", "b"], [9, 18], torch.randn(7, 27))
     with pytest.raises(ValueError, match=r"candidate_embeddings must have features of one width, got \[9, 18\]"):
-        layer(uneven, shared, users)
-    with pytest.raises(ValueError, match=r"user_embeddings must have shape \[B, K, N\] with K = 11, got \[7, 5, 9\]"):
-        layer(keyed[0], keyed[0], users)
+        jm.LinearCompressEmbedding(2, 2, candidate_features=["a", "b"])(uneven)
+
+
+def test_lazy_embeddings():
+    torchrec, lazy = pytest.importorskip("torchrec"), pytest.importorskip("torchrec.distributed.types").LazyNoWait
+    layer, (candidate, (shared,), (users,)) = layer_and_inputs("two", candidate_features=names(5))
+    keyed = keyed_tensor(torchrec, candidate, names(5))
+    assert torch.equal(layer(lazy(keyed), lazy(shared), users), layer(candidate, shared, users))
 
 
 def test_gradients_reach_embedding_bags():
@@ -230,7 +288,8 @@ def test_gradients_reach_embedding_bags():
         return torchrec.KeyedJaggedTensor(list(features), torch.randint(20, (int(lengths.sum()),)), lengths=lengths)
 
     users, items = bags("age", "city", "clicks"), bags("item", "price")
-    layer = jm.LinearCompressEmbedding(2, 6, 3)
+    features = dict(candidate_features=["item", "price"], user_features=["age", "city", "clicks"])
+    layer = jm.LinearCompressEmbedding(2, 6, 3, **features)
     out = layer(items(ids(5, "item", "price")), users(ids(3, "age", "city", "clicks")), torch.tensor([2, 0, 2, 1, 1]))
     assert out.shape == (5, 6, 4)
     out.square().sum().backward()
@@ -303,17 +362,17 @@ BAD_CALLS = [
     (dict(weights=[USER[1], CANDIDATE[0]]), ValueError, r"weights\[0\] must have shape \[M, K\], got \[2, 4, 9\]"),
     (dict(embeddings=[USER[1].long(), CANDIDATE[1]]), TypeError, r"embeddings\[0\] must be float64, .* on cpu, got torch.int64"),
     (dict(embeddings=[USER[1], CANDIDATE[1][0]]), ValueError, r"embeddings\[1\] must have shape \[B, K, N\], got \[6, 9\]"),
-    (dict(embeddings=[USER[1][:, :3], CANDIDATE[1]]), ValueError, r"embeddings\[0\] must have weights\[0\]'s K, 4, got 3"),
+    (dict(embeddings=[USER[1][:, :3], CANDIDATE[1]]), ValueError, r"embeddings\[0\] .* K = 4, that of weights\[0\], got \[2, 3, 9\]"),
     (dict(weights=[USER[0], CANDIDATE[0][:2]]), ValueError, r"weights\[1\] must have weights\[0\]'s M, 3, got 2"),
-    (dict(embeddings=[USER[1], CANDIDATE[1][..., :8]]), ValueError, r"embeddings\[1\] must have embeddings\[0\]'s N, 9, got 8"),
-    (dict(weights=[USER[0].to("meta"), CANDIDATE[0]]), ValueError, r"weights\[0\] must be on embeddings\[0\]'s device, cpu, got meta"),
-    (dict(weights=[USER[0].half(), CANDIDATE[0]]), ValueError, r"weights\[0\] must have embeddings\[0\]'s dtype.*float32, got.*float16"),
-    (dict(indices=jm.CandidateIndex.from_counts(torch.tensor([1, 2, 0]))), ValueError, r"describe 3 users, embeddings\[0\] has 2"),
-    (dict(indices=jm.CandidateIndex.from_counts(torch.tensor([1, 1]))), ValueError, "describe 2 candidates, the last embeddings have 3"),
+    (dict(embeddings=[USER[1], CANDIDATE[1][..., :8]]), ValueError, r"embeddings\[1\] .* N = 9, that of embeddings\[0\], got \[3, 6, 8\]"),
+    (dict(weights=[USER[0].to("meta"), CANDIDATE[0]]), ValueError, r"weights\[1\] must be on weights\[0\]'s device, meta, got cpu"),
+    (dict(weights=[USER[0].half(), CANDIDATE[0]]), ValueError, r"weights\[1\] must have weights\[0\]'s dtype.*float16, got.*float32"),
+    (dict(indices=jm.CandidateIndex.from_counts(torch.tensor([1, 2, 0]))), ValueError, r"indices\[0\] describe 3 users, embed.*0\] has 2"),
+    (dict(indices=jm.CandidateIndex.from_counts(torch.tensor([1, 1]))), ValueError, r"describe 2 candidates, embeddings\[1\] has 3"),
     (dict(indices=[[1, 0, 1]]), TypeError, r"indices\[0\] must be a torch.Tensor, got list"),
     (dict(indices=torch.tensor([1.0, 0.0, 1.0])), TypeError, r"indices\[0\] must be int32 or int64, got torch.float32"),
     (dict(indices=torch.tensor([[1, 0, 1]])), ValueError, r"indices\[0\] must be 1-D, got shape \[1, 3\]"),
-    (dict(indices=torch.tensor([1, 0])), ValueError, r"indices\[0\] must have one entry per row of the last embeddings, 3, got 2"),
+    (dict(indices=torch.tensor([1, 0])), ValueError, r"indices\[0\] must have one entry per row of embeddings\[1\], 3, got 2"),
     (dict(indices=torch.zeros(3, dtype=torch.int64, device="meta")), ValueError, r"indices\[0\] must be on .* cpu, or the host, got meta"),
     (dict(indices=torch.tensor([1, 0, 2])), ValueError, r"indices\[0\] must be 0 to 1, the rows of embeddings\[0\], got values 0 to 2"),
     (dict(indices=torch.tensor([1, -1, 1])), ValueError, r"indices\[0\] must be 0 to 1, .*got values -1 to 1"),
@@ -334,6 +393,22 @@ BAD_LAYERS = [
     ((3, 4, "6"), TypeError, "num_user_embeddings must be an int, got str"),
     ((3, 4, (6, 0)), ValueError, r"num_user_embeddings\[1\] must be at least 1, got 0"),
 ]
+BAD_NAMES = [
+    (dict(candidate_features=["a", "b"]), ValueError, r"candidate_features must be 3 different names, got \['a', 'b'\]"),
+    (dict(candidate_features=["a", "b", "a"]), ValueError, r"candidate_features must be 3 different names, got \['a', 'b', 'a'\]"),
+    (dict(candidate_features="abc"), TypeError, "candidate_features must be a sequence of names, got 'abc'"),
+    (dict(candidate_features=[1, 2, 3]), TypeError, r"candidate_features must be a sequence of names, got \[1, 2, 3\]"),
+    (dict(user_features=["a"]), ValueError, r"user_features must be names for each shared level, 0, got \[\['a'\]\]"),
+    (dict(num_user_embeddings=2, user_features=["a"]), ValueError, r"user_features must be 2 different names, got \['a'\]"),
+    (dict(num_user_embeddings=(1, 2), user_features=["a", "b"]), TypeError, r"user_features\[0\] must be a sequence of names, got 'a'"),
+    (dict(num_user_embeddings=(1, 2), user_features=[["a"]]), ValueError, r"user_features must be names for each shared level, 2, got"),
+]
+
+
+@pytest.mark.parametrize("features, error, message", BAD_NAMES, ids=[message[:60] for _, _, message in BAD_NAMES])
+def test_bad_names_of_features(features, error, message):
+    with pytest.raises(error, match=message):
+        jm.LinearCompressEmbedding(3, 4, **features)
 
 
 @pytest.mark.parametrize("arguments, error, message", BAD_LAYERS, ids=[message[:40] for _, _, message in BAD_LAYERS])
@@ -343,15 +418,21 @@ def test_bad_constructor(arguments, error, message):
 
 
 BAD_FORWARDS = [
-    ((CANDIDATE[1][:, :5], USER[1], INDEX), ValueError, r"candidate_embeddings must have shape .* K = 6, got \[3, 5, 9\]"),
-    ((CANDIDATE[1], CANDIDATE[1], INDEX), ValueError, r"user_embeddings must have shape .* K = 4, got \[3, 6, 9\]"),
+    ((CANDIDATE[1][:, :5], USER[1], INDEX), ValueError, r"candidate_embeddings must have shape .* K = 6, that of the layer, got .*5"),
+    ((CANDIDATE[1], CANDIDATE[1], INDEX), ValueError, r"user_embeddings must have shape .* K = 4, .*got \[3, 6, 9\]"),
     ((CANDIDATE[1].flatten(1), USER[1], INDEX), ValueError, r"candidate_embeddings must have shape \[B, K, N\], got \[3, 54\]"),
     (("candidates", USER[1], INDEX), TypeError, "candidate_embeddings must be a torch.Tensor, got str"),
     ((CANDIDATE[1],), ValueError, "user_embeddings must be one per shared level, 1, got 0"),
     ((CANDIDATE[1], USER[1]), ValueError, "candidates must be one per shared level, 1, got 0"),
     ((CANDIDATE[1], [USER[1]] * 2, INDEX), ValueError, "user_embeddings must be one per shared level, 1, got 2"),
-    ((CANDIDATE[1], USER[1], torch.tensor([0, 1])), ValueError, r"indices\[0\] must have one entry per row of the last .* 3, got 2"),
-    ((CANDIDATE[1], USER[1][..., :8], INDEX), ValueError, r"embeddings\[1\] must have embeddings\[0\]'s N, 8, got 9"),
+    ((CANDIDATE[1], USER[1], torch.tensor([0, 1])), ValueError, "^candidates .* one entry per row of candidate_embeddings, 3, got 2"),
+    ((CANDIDATE[1], USER[1], torch.tensor([0, 1, 2])), ValueError, "^candidates must be 0 to 1, the rows of user_embeddings, .* 0 to 2"),
+    ((CANDIDATE[1], USER[1], [INDEX] * 2), ValueError, "candidates must be one per shared level, 1, got 2"),
+    ((CANDIDATE[1], USER[1], torch.tensor([0.0, 1.0, 1.0])), TypeError, "^candidates must be int32 or int64, got torch.float32"),
+    ((CANDIDATE[1], CANDIDATE[1][:, :4], INDEX), ValueError, "^candidates describe 2 users, user_embeddings has 3"),
+    ((CANDIDATE[1].double(), USER[1], INDEX), ValueError, "^candidate_embeddings must have the layer's dtype, .*32, got .*64"),
+    ((CANDIDATE[1], USER[1].to("meta"), INDEX), ValueError, "^user_embeddings must be on the layer's device, cpu, got meta"),
+    ((CANDIDATE[1], USER[1][..., :8], INDEX), ValueError, "^candidate_embeddings .* N = 8, that of user_embeddings, got"),
 ]
 
 

@@ -66,6 +66,17 @@ def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of, assert_a
     assert_accurate(lambda q, k, v: F.target_attention(q, k, v, index, offsets), reference, *tensors)
 
 
+@pytest.mark.parametrize("users", [[0, 2, 2], [2, 0, 1, 2, 0], []], ids=str)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_an_index_tensor_is_as_good_as_a_candidate_index(users, dtype, attention, offsets_of):
+    users, offsets = torch.tensor(users, dtype=dtype), offsets_of([4, 0, 6])
+    index = jm.CandidateIndex.from_map(users, 3)
+    q, k, v = torch.randn(len(users), 2, 2, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
+    assert torch.equal(F.target_attention(q, k, v, users, offsets), F.target_attention(q, k, v, index, offsets))
+    targets, history = torch.randn(len(users), 2, 10).double(), (torch.randn(10, 12).double(), offsets)
+    assert torch.equal(attention(targets, history, users), attention(targets, history, index))
+
+
 def test_ten_thousand_candidates_of_one_user(offsets_of, assert_accurate):
     index, offsets = jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0])), offsets_of([3, 20, 5])
     tensors = torch.randn(10_002, 1, 2, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
@@ -298,7 +309,12 @@ INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
 BAD_CALLS = [
     (dict(q=torch.randn(3, 2, 8)), ValueError, r"q must have shape \[num_candidates, n_q, H, D\], got \[3, 2, 8\]"),
     (dict(q=None), TypeError, "q must be a torch.Tensor, got NoneType"),
-    (dict(candidates=torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
+    (dict(candidates=[0, 1, 1]), TypeError, "candidates must be a CandidateIndex or a torch.Tensor, got list"),
+    (dict(candidates=torch.tensor([0.0, 1.0, 1.0])), TypeError, "^candidates must be int32 or int64, got torch.float32"),
+    (dict(candidates=torch.tensor([[0, 1, 1]])), ValueError, r"^candidates must be 1-D, got shape \[1, 3\]"),
+    (dict(candidates=torch.tensor([0, 2, 1])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 2"),
+    (dict(candidates=torch.tensor([0, 1])), ValueError, "candidates describe 2 candidates, the queries have 3"),
+    (dict(candidates=torch.tensor([0, 1, 1]), kv_offsets="shared"), TypeError, 'a CandidateIndex where kv_offsets is "shared", got Tensor'),
     (dict(q=torch.randn(4, 2, 2, 8)), ValueError, "candidates describe 3 candidates, the queries have 4"),
     (dict(kv_offsets=torch.tensor([0, 2, 3, 5])), ValueError, "candidates describe 2 users, the history has 3"),
     (dict(candidates=jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2)), ValueError, "describe 2 candidates, the queries have 3"),
@@ -345,7 +361,8 @@ BAD_FORWARDS = [
     (((torch.randn(4, 8), torch.arange(5)), HISTORY), ValueError, "targets and history must have the same number of segments, got 4 and 2"),
     (("targets", HISTORY), TypeError, "targets must be a JaggedTensor.*got str"),
     ((HISTORY, HISTORY, INDEX), TypeError, r"targets must be a torch.Tensor \[num_candidates, n_q, E_t\], got tuple"),
-    ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 1])), TypeError, "candidates must be a CandidateIndex, got Tensor"),
+    ((torch.randn(3, 1, 8), HISTORY, (0, 1, 1)), TypeError, "candidates must be a CandidateIndex or a torch.Tensor, got tuple"),
+    ((torch.randn(3, 1, 8), HISTORY, torch.tensor([0, 1, 3])), ValueError, "^candidates must be 0 to num_users - 1 = 1, got values 0 to 3"),
     ((torch.randn(4, 1, 8), HISTORY, INDEX), ValueError, "candidates describe 3 candidates, the queries have 4"),
 ]
 
