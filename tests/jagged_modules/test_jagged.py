@@ -283,8 +283,8 @@ def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
         step(torch.empty(4, 3, 8, device="meta"), history)
         step(torch.empty(4, 3, 8, device="meta"), jm.Jagged(values, offsets.clone()).to("meta"))  # nothing was prepared
     builds.clear()
-    needed = r"it needs \(num_heads=2, num_kv_heads=2, head_dim=8, itemsize=4, queries=Jagged, mask=None\)"
-    prepared = r"prepared are \(num_heads=2, num_kv_heads=2, head_dim=4, itemsize=4, queries=Jagged, mask=None; .*queries=3, mask=None\)"
+    needed = r"it needs \(num_heads=2, num_kv_heads=2, head_dim=8, itemsize=4, batch_invariant=False, queries=Jagged, mask=None\)"
+    prepared = r"prepared are \(num_heads=2, num_kv_heads=2, head_dim=4, itemsize=4, batch_invariant=False, queries=Jagged, mask=None; .*queries=3, mask=None\)"
     with pytest.warns(UserWarning, match=f"no schedule that Jagged.prepare built fits.*{needed}, {prepared}"):
         history.schedule(num_heads=2, head_dim=8, dtype=torch.float32)
     with pytest.warns(UserWarning, match="queries=Jagged, mask=None\\) of other queries, prepared are"):
