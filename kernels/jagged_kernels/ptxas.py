@@ -10,8 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import triton
-from triton import knobs
+from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import ptx_get_version
 
@@ -38,15 +37,15 @@ def safe_ptxas(kernel):
 def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
     """`triton.compile`, on compute capability 9.0 with `hopper_ptxas`."""
     if target.backend != "cuda" or target.arch // 10 != 9:
-        return triton.compile(source, target=target, options=options, **kwargs)
+        return compiler.compile(source, target=target, options=options, **kwargs)
     ptxas = hopper_ptxas()
     if ptxas == knobs.nvidia.ptxas:
-        return triton.compile(source, target=target, options=options, **kwargs)
+        return compiler.compile(source, target=target, options=options, **kwargs)
     with _lock, knobs.nvidia.scope():
         knobs.nvidia.ptxas = ptxas.path
         # Part of the key of Triton's cache on disk, which may hold the same kernel as the older ptxas compiled it.
         options = {**options, "ptx_version": options.get("ptx_version") or ptx_get_version(ptxas.version)}
-        return triton.compile(source, target=target, options=options, **kwargs)
+        return compiler.compile(source, target=target, options=options, **kwargs)
 
 
 def hopper_ptxas() -> knobs.NvidiaTool:

@@ -60,7 +60,7 @@ def test_settings_of_triton_are_left_as_they_were(monkeypatch):
         if source == "bad":
             raise ValueError(source)
 
-    monkeypatch.setattr(ptxas.triton, "compile", compile_with)
+    monkeypatch.setattr(ptxas.compiler, "compile", compile_with)
     hopper = GPUTarget("cuda", 90, 32)
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda i: ptxas.compile_kernel(i, hopper, {}), range(32)))
