@@ -37,6 +37,17 @@ LENGTHS = {  # query and key lengths of the segments
 
 
 @pytest.fixture
+def record_cell(record_property):
+    """Notes what a test looks at, for the matrix of `make test-gpu`; head dims by the power of two that a tile gives to the larger."""
+
+    def record(operator, dtype, dims, *options):
+        side = max(16, 1 << (max(*dims, 1) - 1).bit_length())
+        record_property("cell", f"{operator}|{str(dtype).removeprefix('torch.')}|≤{side}|{' '.join(filter(None, options)) or 'plain'}")
+
+    return record
+
+
+@pytest.fixture
 def check_activation():
     """The device function's value and derivative against torch's in fp64, over [-30, 30] and at 0, with scales of the score."""
     import triton
@@ -131,7 +142,7 @@ def poisoned_memory():
 
 
 @pytest.fixture
-def check_attention(poisoned_memory, offsets):
+def check_attention(poisoned_memory, offsets, record_cell):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(
@@ -145,6 +156,11 @@ def check_attention(poisoned_memory, offsets):
             shapes = (rows[0], heads[0], dims[0]), (rows[1], heads[1], dims[0]), (rows[1], heads[1], dims[1])
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
         schedule = options.pop("schedule", None)
+        mask = options.get("mask")
+        record_cell(
+            f"attention {kernels}", dtype, (tensors[0].shape[2], tensors[2].shape[2]), options.get("activation", "softmax"),
+            shared and f"shared {shared}", mask if isinstance(mask, str) else mask and "mask",
+        )  # fmt: skip
         if isinstance(options.get("mask"), str):
             fields = dict(MASKS[options["mask"]])
             if "num_targets" in fields:  # from none to all of a segment
@@ -163,10 +179,11 @@ def check_attention(poisoned_memory, offsets):
 
 
 @pytest.fixture
-def check_self_target_attention(poisoned_memory, offsets):
+def check_self_target_attention(poisoned_memory, offsets, record_cell):
     """One call for users' rows and their candidates, held to the accuracy rule; rows read in place or copied give the same bits."""
 
     def check(lengths, candidates, dtype, device, heads=(4, 2), dim=24, kernels="triton", **options):
+        record_cell(f"self-target attention {kernels}", dtype, (dim, dim), options.get("activation", "softmax"))
         segments, of_candidates, rows = offsets(lengths, device), offsets(candidates, device), [sum(lengths), sum(candidates)]
         q, k, v = (torch.randn(n, h, dim, device=device).to(dtype) for n, h in zip((sum(rows), rows[0], rows[0]), (*heads, heads[1])))
 
@@ -220,10 +237,12 @@ def compress_inputs():
 
 
 @pytest.fixture
-def check_linear_compress(poisoned_memory, compress_inputs):
+def check_linear_compress(poisoned_memory, compress_inputs, record_cell):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(batches, depths, num_compressed, width, dtype, device, grouped=False, change=None, grad=None, kernels="fused"):
+        option = f"{len(depths)} level{'s' if len(depths) > 1 else ''}"
+        record_cell(f"linear_compress {kernels}", dtype, (width, 1), option, "grouped" if grouped else None)
         weights, embeddings, indices = compress_inputs(batches, depths, num_compressed, width, dtype, device, grouped)
         if change is not None:
             weights, embeddings = ([change(x) for x in tensors] for tensors in (weights, embeddings))
@@ -241,7 +260,7 @@ def check_linear_compress(poisoned_memory, compress_inputs):
 
 
 @pytest.fixture
-def check_block_attention(poisoned_memory, offsets):
+def check_block_attention(poisoned_memory, offsets, record_cell):
     """Hold an implementation, forward and every gradient, to the accuracy rule."""
 
     def check(
@@ -252,6 +271,8 @@ def check_block_attention(poisoned_memory, offsets):
         if tensors is None:
             shapes = [(sum(lengths), number, dim) for number in (heads[0], heads[1], heads[1])]
             tensors = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+        option = "plain" if rotate is None else f"rotary {rotate}{'' if linear else ' table'}{' precise' if precise else ''}"
+        record_cell(f"block_attention {kernels}", dtype, (tensors[0].shape[2], 1), f"blocks of {block_size}", option)
         if rotate is not None:
             tables = jm.Rotary.from_frequencies(tensors[0].shape[2], max(max(lengths, default=0), 1), rotate, device=device)
             options["rotary"] = jm.Rotary(tables.cos, tables.sin, rotate, positions, linear, precise)
@@ -270,12 +291,13 @@ def check_block_attention(poisoned_memory, offsets):
 
 
 @pytest.fixture
-def check_packed_block_attention(poisoned_memory, offsets):
+def check_packed_block_attention(poisoned_memory, offsets, record_cell):
     """q, k and v in one tensor: the results of three, bit for bit, and within the accuracy rule. Not `linear`: angles of no order."""
 
     def check(lengths, dtype, device, block_size=64, heads=2, dim=24, rotate=None, linear=True, qkv=None, grad=None, kernels="triton"):
         segments = offsets(lengths, device)
         qkv = torch.randn(sum(lengths), 3, heads, dim, device=device).to(dtype) if qkv is None else qkv
+        record_cell(f"block_attention {kernels}", dtype, (qkv.shape[3], 1), "packed", rotate and f"rotary {rotate}")
         rows, rotary = max(max(lengths, default=0), 1), None
         if rotate is not None and linear:
             rotary = jm.Rotary.from_frequencies(qkv.shape[3], rows, rotate, device=device)

@@ -1,4 +1,10 @@
-"""The attention kernels on a GPU, through the public functions."""
+"""The attention kernels on a GPU, through the public functions.
+
+Kernels compile for seconds: what is not about head dims, heads and types runs those of `CASES`, with four query heads on two key heads. Two
+parameters that touch different lines of a kernel are not multiplied: `alternate` pairs them, so that each value meets several of the other.
+"""
+
+import math
 
 import pytest
 import torch
@@ -14,15 +20,37 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400]
 MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets"]
+CASES = [((24, 40), torch.float32), ((24, 40), torch.bfloat16), ((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
 
 
+def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=None, mask=None, shared="none", **_):
+    """Whether the kernels take what a test with such parameters gives them; the others are not collected."""
+    if kernels == "triton":
+        return True
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        return False
+    if kernels == "hopper-kept" and (mask is not None or shared not in ("none", None)):
+        return False
+    dims, dtype = case or (dims, dtype)
+    dims = (dims, dims) if isinstance(dims, int) else dims
+    if kernels != "hopper" and dtype == torch.float16:  # where blocks of keys are long, or gradients are kept, a type changes nothing more
+        return False
+    return hopper_attention_fits(*(dims or (dim or 64,) * 2), dtype.itemsize, (9, 0))
+
+
+def alternate(number, values):
+    return values[number % len(values)]
+
+
 def plan_for(blocks, parts):
-    """In place of plan_workspace: room for so many blocks of score gradients, and as many parts."""
+    """In place of plan_workspace: room for so many blocks of score gradients, and at most as many parts, which begin where its do."""
 
     def plan(q, k, q_offsets, *rest):
+        from jagged_kernels.hopper.attention_score_gradients import PART
+
         segments = len(q_offsets) - 1
-        bounds = sorted({part * segments // parts for part in range(parts + 1)})
+        bounds = sorted({min(PART * math.ceil(part * segments / parts / PART), segments) for part in range(parts + 1)})
         return blocks, list(zip(bounds, bounds[1:]))
 
     return plan
@@ -32,8 +60,6 @@ def plan_for(blocks, parts):
 def kernels(request, monkeypatch):
     """Implementations, Hopper's also with the blocks that it takes for long segments, and keeping the scores' gradients for dq."""
     implementation, *variant = request.param.split("-")
-    if implementation == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Gluon kernels for compute capability 9.0")
     if variant == ["long"]:
         monkeypatch.setattr("jagged_kernels.hopper.attention.hopper_keys_are_long", lambda *_: True)
     if variant == ["kept"]:
@@ -48,11 +74,6 @@ def check_attention(check_attention, kernels, request):
     default_dims = (24, 40) if kernels == "triton" else (128, 128) if keeps else (64, 64)
 
     def check(lengths, dtype, device, dims=default_dims, tensors=None, **options):
-        head_dims = dims if tensors is None else (tensors[0].shape[2], tensors[2].shape[2])
-        if keeps and (options.get("mask") is not None or "shared" in options):
-            pytest.skip("no gradients of scores are kept")
-        if kernels == "hopper" and not hopper_attention_fits(*head_dims, dtype.itemsize, (9, 0)):
-            pytest.skip("the portable kernels take this")
         check_attention(lengths, dtype, device, dims=dims, tensors=tensors, kernels=kernels, **options)
 
     return check
@@ -87,25 +108,22 @@ def test_lengths(check_attention, lengths, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_segments_of_one_key(check_one_key, kernels, dtype):
-    if kernels == "hopper" and dtype == torch.float32:
-        pytest.skip("the portable kernels take fp32")
     check_one_key(dtype, "cuda", 24 if kernels == "triton" else 64, kernels)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shared", ["q", "kv"])
-@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
-def test_shared_operands(check_attention, shared, dims, dtype):
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_shared_operands(check_attention, shared, case):
+    dims, dtype = case
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
-def test_several_lists_of_queries(check_attention, lengths, dims, activation, dtype):
-    for heads in ((4, 4), (4, 2)):
-        check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
+def test_several_lists_of_queries(check_attention, lengths, case, activation):
+    (dims, dtype), heads = case, alternate(CASES.index(case) + (activation == "softmax"), [(4, 4), (4, 2)])
+    check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
 
 
 @pytest.mark.parametrize("dim", [64, 128])
@@ -121,11 +139,10 @@ def test_many_segments_of_several_lists(check_attention, activation, lists, dim)
     check_attention((queries.tolist(), keys.tolist()), torch.bfloat16, "cuda", **options)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-@pytest.mark.parametrize("dim", [64, 128])
-def test_user_rows_and_candidates_together(check_self_target_attention, kernels, dim, activation, dtype):
-    lengths, candidates = SELF, [200, 3, 0, 5, 0, 1, 129, 64, 65, 17, 300]
+@pytest.mark.parametrize("case", [(24, torch.float32), (64, torch.float16), (128, torch.bfloat16)], ids=str)
+def test_user_rows_and_candidates_together(check_self_target_attention, kernels, case, activation):
+    (dim, dtype), lengths, candidates = case, SELF, [200, 3, 0, 5, 0, 1, 129, 64, 65, 17, 300]
     check_self_target_attention(lengths, candidates, dtype, "cuda", dim=dim, kernels=kernels, activation=activation)
 
 
@@ -146,7 +163,8 @@ def test_runs_and_schedules_of_several_lists_agree_bit_for_bit(offsets, kernels,
 @pytest.mark.parametrize("dim", [64, 128])
 def test_nan_in_a_list_reaches_the_keys_that_it_reads(offsets, kernels, dim, activation):
     queries, keys = offsets([70, 100, 130, 50, 90, 65], "cuda"), offsets([40, 129, 64], "cuda")
-    q, k, v = (torch.randn(n, 2, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (505, 233, 233))
+    rows_and_heads = (505, 4), (233, 2), (233, 2)
+    q, k, v = (torch.randn(n, h, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, h in rows_and_heads)
     with torch.no_grad():
         q[350:440] = float("nan")
     out = F.jagged_attention(q, k, v, queries, keys, activation=activation, implementation=kernels)
@@ -157,8 +175,7 @@ def test_nan_in_a_list_reaches_the_keys_that_it_reads(offsets, kernels, dim, act
 
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
 def test_heads(check_attention, heads):
-    check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(40, 40))
-    check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(128, 128))
+    check_attention("mixed", torch.bfloat16, "cuda", heads=heads, dims=(128, 128) if heads[0] == 6 else (40, 40))
 
 
 def test_empty_shared_operands(check_empty_shared_operands, kernels):
@@ -197,28 +214,27 @@ def test_scale(check_attention, scale):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations(check_attention, activation, dtype):
-    for dims in ((64, 64), (96, 128)):
-        check_attention("mixed", dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
+    dims = alternate(ACTIVATIONS.index(activation) + DTYPES.index(dtype), [(64, 64), (128, 128)])
+    check_attention("mixed", dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
 
 
-@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
-@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", ["self", "mixed"])
-def test_masks(check_attention, lengths, mask, activation, dims):
-    lengths = (SELF, SELF) if lengths == "self" else lengths
-    for dtype in (torch.bfloat16, torch.float32) if dims == (24, 40) else (torch.float16,):
-        check_attention(lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
+def test_masks(check_attention, lengths, mask, case):
+    dims, dtype = case
+    activation = alternate(MASKS.index(mask) + CASES.index(case), ["softmax", "silu"])
+    check_attention((SELF, SELF) if lengths == "self" else lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations_under_a_mask(check_attention, activation, dtype):
-    for dims in ((64, 64), (128, 128)):
-        check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation=activation, mask="hstu", scale=0.3, output_scale=0.02)
+    dims = alternate(ACTIVATIONS.index(activation) + DTYPES.index(dtype), [(128, 128), (64, 64)])
+    check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation=activation, mask="hstu", scale=0.3, output_scale=0.02)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", ["q", "kv"])
 @pytest.mark.parametrize("activation", ["gelu_tanh", "sigmoid"])
 def test_shared_operands_with_pointwise_activations(check_attention, activation, shared, dtype):
@@ -226,18 +242,16 @@ def test_shared_operands_with_pointwise_activations(check_attention, activation,
     check_attention("mixed", dtype, "cuda", shared=shared, activation=activation, output_scale=output_scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shared", ["none", "q", "kv", "lists"])
 def test_scales_with_a_gradient(check_scales_with_a_gradient, kernels, shared, dtype):
-    if kernels == "hopper" and dtype == torch.float32:
-        pytest.skip("the portable kernels take fp32")
     check_scales_with_a_gradient(shared, dtype, "cuda", kernels, repeats=16)
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
-@pytest.mark.parametrize("mask", [None, "hstu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_pointwise_head_dims(check_attention, dtype, mask, dims):
+def test_pointwise_head_dims(check_attention, kernels, dtype, dims):
+    mask = None if kernels == "hopper" else alternate(dims[0] // 8 + DTYPES.index(dtype), [None, "hstu"])
     check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05)
 
 
@@ -263,11 +277,10 @@ def test_one_row_and_one_head_of_odd_stride(check_attention):
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
-@pytest.mark.parametrize("dim", [16, 64, 128])
-def test_a_neighbours_nan_stays_where_it_is(offsets, kernels, dim, mask, activation):
-    if kernels == "hopper" and dim == 16:
-        pytest.skip("the portable kernels take this")
-    q, k, v = (torch.randn(300, 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+@pytest.mark.parametrize("dims", [(24, 40), (64, 64), (128, 128)], ids=str)
+def test_a_neighbours_nan_stays_where_it_is(offsets, kernels, dims, mask, activation):
+    shapes = (4, dims[0]), (2, dims[0]), (2, dims[1])
+    q, k, v = (torch.randn(300, *shape, device="cuda", dtype=torch.bfloat16) for shape in shapes)
     for x in (q, k, v):
         x[:70], x[170:] = float("nan"), float("nan")
         x.requires_grad_()
@@ -278,6 +291,7 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, kernels, dim, mask, activat
         assert x[70:170].isfinite().all() and x[:70].isnan().all() and x[170:].isnan().all()
 
 
+@pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements(offsets, kernels):
     rows, heads, dim = 2**31 // 512 + 1000, 4, 128
     q = torch.randn(rows, heads, dim, device="cuda", dtype=torch.bfloat16)
@@ -293,7 +307,7 @@ def test_more_than_two_to_the_31_elements(offsets, kernels):
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 def test_twenty_runs_agree_bit_for_bit(offsets, kernels, activation, mask):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
-    q, k, v = (torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    q, k, v = (torch.randn(sum(lengths), h, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (4, 2, 2))
     grad = torch.randn_like(q)
     runs = []
     for _ in range(20):

@@ -16,9 +16,13 @@ ROTARIES = [(None, True), ("qk", True), ("qk", False), ("qkv", True)]
 
 @pytest.fixture(params=["triton", "hopper"])
 def kernels(request):
-    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Gluon kernels for compute capability 9.0")
     return request.param
+
+
+def applies(kernels="triton", dtype=torch.bfloat16, **_):
+    """Whether the kernels take what a test with such parameters gives them; the others are not collected."""
+    on_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+    return kernels == "triton" or on_hopper and dtype != torch.float32
 
 
 def inputs(rows=0, heads=4, dim=64, requires_grad=True):
@@ -31,8 +35,6 @@ def inputs(rows=0, heads=4, dim=64, requires_grad=True):
 @pytest.mark.parametrize("rotate, linear", ROTARIES, ids=str)
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_forward_and_gradients(check_block_attention, kernels, block_size, rotate, linear, dtype):
-    if kernels == "hopper" and dtype == torch.float32:
-        pytest.skip("the portable kernels take fp32")
     heads = (4, 4) if kernels == "hopper" else (4, 2)
     check_block_attention(LENGTHS, dtype, "cuda", block_size, heads, 64, rotate, linear=linear, kernels=kernels)
 
@@ -40,6 +42,7 @@ def test_forward_and_gradients(check_block_attention, kernels, block_size, rotat
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("rotate, linear", ROTARIES[1:], ids=str)
 @pytest.mark.parametrize("block_size", [16, 64, 128])
+@pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
 def test_precise(check_block_attention, kernels, block_size, rotate, linear, dim):
     options = dict(rotate=rotate, linear=linear, precise=True, kernels=kernels)
     check_block_attention(LENGTHS, torch.bfloat16, "cuda", block_size, (4, 4), dim, **options)
@@ -60,7 +63,7 @@ def test_head_dims(check_block_attention, dim, rotate):
 @pytest.mark.parametrize("rotate", [None, "qk"], ids=str)
 @pytest.mark.parametrize("heads", [(1, 1), (6, 6), (8, 1), (6, 3)], ids=str)
 def test_heads(check_block_attention, heads, rotate):
-    check_block_attention(LENGTHS, torch.float16, "cuda", heads=heads, dim=40, rotate=rotate, kernels="auto")
+    check_block_attention(LENGTHS, torch.bfloat16, "cuda", heads=heads, dim=40, rotate=rotate, kernels="auto")
     check_block_attention(LENGTHS, torch.bfloat16, "cuda", heads=heads, dim=128, rotate=rotate)
 
 
@@ -135,6 +138,7 @@ def test_twenty_runs_agree_bit_for_bit(kernels, offsets, rotate):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
+@pytest.mark.large_memory
 def test_elements_past_two_to_the_31(offsets, kernels):
     """Rows whose offset in elements takes more than 32 bits; the same rows alone give the same results."""
     rows, heads, dim = 2**31 // (8 * 128) + 100, 8, 128
@@ -252,13 +256,13 @@ def turned_in_bf16(x, cos, sin):
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
 
-@pytest.mark.parametrize("precise, limit", [(False, 0.75), (True, 0.5)])
+@pytest.mark.parametrize(
+    "kernels, precise, limit", [("triton", False, 0.75), ("hopper", False, 0.75), ("hopper", True, 0.5)], indirect=["kernels"]
+)
 @pytest.mark.parametrize("rotate", ["qk", "qkv"])
 def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, precise, limit, rotate, offsets):
     """Against float64 on the same inputs, less than 3/4, and `precise` less than half, of the error where rotary is arithmetic in bf16
     around an attention of its own."""
-    if precise and kernels == "triton":
-        pytest.skip("the Hopper kernels heed it")
     lengths = torch.randint(1, 513, (64,)).tolist()
     q, k, v, grad = (torch.randn(sum(lengths), 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     segments, rotary = offsets(lengths, "cuda"), jm.Rotary.from_frequencies(128, 512, rotate, device="cuda")

@@ -14,10 +14,11 @@ LENGTHS = ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", 
 
 
 @pytest.fixture
-def make(jagged_products, jagged_softmaxes):
+def make(jagged_products, jagged_softmaxes, record_cell):
     """Any of the operators, its definition and tensors, on the GPU."""
 
     def make(name, lengths, dtype, depth=20, columns=9):
+        record_cell("softmax" if name in SOFTMAXES else "products", dtype, (depth, columns), name)
         if name in SOFTMAXES:
             return jagged_softmaxes(name, lengths, dtype, "cuda", columns)
         return jagged_products(name, lengths, dtype, "cuda", depth, columns)
@@ -154,6 +155,7 @@ def test_no_compilation_per_batch(make, name):
     assert compiled() == before
 
 
+@pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements_of_a_matrix(offsets):
     from jagged_kernels import jagged_matmul as jagged
     from jagged_kernels import jagged_softmax as softmax
@@ -179,6 +181,7 @@ def test_more_than_two_to_the_31_elements_of_a_matrix(offsets):
     torch.testing.assert_close(weights[rows * 2 :].view(columns, columns)[:, -5:], expected, rtol=2e-3, atol=1e-7)
 
 
+@pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements_of_rows(offsets):
     from jagged_kernels import jagged_matmul as jagged
     from jagged_kernels import jagged_softmax as softmax

@@ -13,16 +13,18 @@ pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
+HEIGHTS, DEPTHS = [8, 64, 65, 128, 192, 193, 256, 320, 449, 577, 1000], [1, 64, 65, 500, 2000]
+
+
 @pytest.fixture(params=["fused", "hopper"])
 def kernels(request):
-    if request.param == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("a Gluon kernel for compute capability 9.0")
     return request.param
 
 
-def skip_what_hopper_refuses(kernels, dtype, width=8):
-    if kernels == "hopper" and (dtype == torch.float32 or width % 8):
-        pytest.skip("the portable kernels take it")
+def applies(kernels="fused", dtype=torch.bfloat16, width=8, **_):
+    """Whether the kernels take what a test with such parameters gives them; the others are not collected."""
+    on_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
+    return kernels == "fused" or on_hopper and dtype != torch.float32 and width % 8 == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -33,25 +35,26 @@ def skip_what_hopper_refuses(kernels, dtype, width=8):
     ids=str,
 )
 def test_forward_and_gradients(check_linear_compress, kernels, batches, depths, grouped, dtype):
-    skip_what_hopper_refuses(kernels, dtype)
     check_linear_compress(batches, depths, 433, 256, dtype, "cuda", grouped, kernels=kernels)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("num_compressed, width", [(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)], ids=str)
 def test_sizes(check_linear_compress, kernels, num_compressed, width, dtype):
-    skip_what_hopper_refuses(kernels, dtype, width)
     check_linear_compress([2, 30], [8, 173], num_compressed, width, dtype, "cuda", kernels=kernels)
 
 
-@pytest.mark.parametrize("num_compressed", [8, 64, 65, 128, 192, 193, 256, 320, 449, 577, 1000])
-@pytest.mark.parametrize("depth", [1, 64, 65, 500, 2000])
+@pytest.mark.parametrize(
+    "num_compressed, depth", [(height, DEPTHS[(place + more) % 5]) for place, height in enumerate(HEIGHTS) for more in (0, 2)]
+)
 def test_heights_and_depths(check_linear_compress, kernels, num_compressed, depth):
     check_linear_compress([3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels)
 
 
-@pytest.mark.parametrize("num_compressed", [64, 128, 192, 300, 433, 1000])
-@pytest.mark.parametrize("depth", [8, 33, 64, 65])
+@pytest.mark.parametrize(
+    "num_compressed, depth",
+    [(64, 8), (64, 64), (128, 33), (128, 65), (192, 8), (192, 64), (300, 33), (300, 65), (433, 8), (433, 64), (1000, 33), (1000, 65)],
+)
 def test_one_shallow_level(check_linear_compress, kernels, num_compressed, depth):
     """Of one step: the assembler lost operands of tiles of two heights that it computed at once."""
     check_linear_compress([150], [depth], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
@@ -78,14 +81,13 @@ def test_more_tiles_than_programs(check_linear_compress, kernels, users):
 
 
 @pytest.mark.parametrize("processors", [1, 7, 1000])
-def test_any_number_of_programs(check_linear_compress, monkeypatch, processors):
+@pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
+def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, processors):
     """Fewer than the GPU runs at once, and more: those wait for nothing that the others do not finish."""
     from jagged_kernels.hopper import linear_compress as hopper
 
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("a Gluon kernel for compute capability 9.0")
     monkeypatch.setattr(hopper, "device_properties", lambda device: ((9, 0), processors))
-    check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels="hopper")
+    check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
 
 
 @pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
@@ -141,6 +143,7 @@ def test_a_neighbours_nan_stays_where_it_is(compress_inputs, kernels):
     assert d_candidates[touched].isnan().all() and d_candidates[[0, 1, 3, 5, 6, 7, 8]].isfinite().all()
 
 
+@pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements(kernels):
     candidates = torch.randn(2**31 // (64 * 256) + 100, 64, 256, device="cuda", dtype=torch.float16, requires_grad=True)
     weight = torch.randn(70, 64, device="cuda", dtype=torch.float16)
@@ -273,14 +276,13 @@ def test_several_streams_at_once(compress_inputs, kernels):
     assert all(torch.equal(out, expected) for outs in outputs for out in outs)
 
 
-def test_ten_thousand_launches_on_several_streams(compress_inputs):
+@pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
+def test_ten_thousand_launches_on_several_streams(compress_inputs, kernels):
     """Thread blocks of one launch wait for one another: also where others hold their places, none waits for ever."""
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("a Gluon kernel for compute capability 9.0")
     cases = []
     for batches, depths in (([40, 100], [300, 70]), ([3, 70], [200, 40]), ([130, 30], [64, 200])):
         inputs = compress_inputs(batches, depths, 200, 136, torch.float16, "cuda")
-        cases.append((inputs, F.linear_compress(*inputs, implementation="hopper")))
+        cases.append((inputs, F.linear_compress(*inputs, implementation=kernels)))
     streams = [torch.cuda.Stream() for _ in range(4)]
     wrong = [torch.zeros((), device="cuda", dtype=torch.bool) for _ in streams]
     torch.cuda.synchronize()
@@ -288,7 +290,7 @@ def test_ten_thousand_launches_on_several_streams(compress_inputs):
         for i in range(10_000):
             inputs, expected = cases[i % len(cases)]
             with torch.cuda.stream(streams[i % len(streams)]):
-                out = F.linear_compress(*inputs, implementation="hopper")
+                out = F.linear_compress(*inputs, implementation=kernels)
                 if i % 5 == 0:
                     wrong[i % len(streams)] |= (out != expected).any()
     torch.cuda.synchronize()

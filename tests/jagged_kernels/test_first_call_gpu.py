@@ -1,0 +1,36 @@
+"""Later training steps of a layer compile nothing on a GPU."""
+
+import pytest
+import torch
+from benchmarks.training_steps import training_steps
+
+from .batches import FIRST_BATCHES, LATER_BATCHES
+
+knobs = pytest.importorskip("triton").knobs
+pytestmark = pytest.mark.gpu
+LAYERS = list(training_steps("cpu", torch.float32))
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Names of the kernels that are compiled, or loaded from Triton's cache, while the test runs."""
+    names, before = [], knobs.runtime.jit_post_compile_hook
+
+    def note(*args, **options):
+        names.append(options["fn"].name)
+        return before(*args, **options) if before else None
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    return names
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_later_steps_compile_nothing(compiled, name, dtype):
+    step = training_steps("cuda", dtype)[name]()
+    for batch in FIRST_BATCHES:
+        step(*batch)
+    compiled.clear()
+    for batch in LATER_BATCHES:
+        step(*batch)
+        assert compiled == [], batch
