@@ -89,7 +89,7 @@ def jagged_attention(
     q, k, v = (autocast(x) for x in (q, k, v))
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    batch_invariant = is_batch_invariant(implementation)
+    dtype, batch_invariant = q.dtype, is_batch_invariant(implementation)
 
     if q_shared:
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
@@ -111,6 +111,8 @@ def jagged_attention(
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
         output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
         output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
+        if batch_invariant and alike is not None and implementation != "hopper":  # sums that are not scaled yet may be too large for fp16
+            q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
@@ -131,7 +133,7 @@ def jagged_attention(
             out = _cpu_attention(q, k, v, q_offsets, kv_offsets, batch_invariant=batch_invariant, **flags)
         else:
             out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, **flags)
-    return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
+    return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
 def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool) -> tuple[Tensor, Tensor]:
