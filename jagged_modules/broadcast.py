@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
+from jagged_kernels.one_thread import one_thread
 from torch import Tensor
 
 from .blocks import rows_and_segments
@@ -54,13 +57,18 @@ class CandidateIndex:
         """
         check_integers(name, candidate_to_user)
         check_size("num_users", num_users, at_least=0)
+        on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
+        with one_thread() if on_host else contextlib.nullcontext():
+            return cls._grouped(candidate_to_user, num_users, on_host)
+
+    @classmethod
+    def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool) -> CandidateIndex:
         if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
             low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
             if low < 0 or high >= num_users:
                 raise ValueError(f"{name} must be 0 to num_users - 1 = {num_users - 1}, got values {low} to {high}")
         users, order = torch.sort(candidate_to_user, stable=True)
         offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
-        on_host = users.device.type == "cpu" and not torch.compiler.is_compiling()
         if on_host and torch.equal(users, candidate_to_user):
             return cls(offsets)
         inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))

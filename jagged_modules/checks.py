@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import torch
+from jagged_kernels.one_thread import one_thread
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
@@ -135,8 +136,12 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
     if max_seqlen is not None:
         check_size(longest, max_seqlen, at_least=0)
-    if not values_are_checkable(offsets):
-        return
+    if values_are_checkable(offsets):
+        _check_offset_values(name, offsets, total, max_seqlen, longest)
+
+
+@one_thread()
+def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str) -> None:
     if offsets[0] != 0:
         raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
     lengths = offsets.diff()

@@ -14,6 +14,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from .one_thread import one_thread
 from .tile_work import cdiv, key_tile_work, query_tile_work
 
 
@@ -65,6 +66,7 @@ class TileSchedule:
         return dataclasses.replace(self, **moved, backward=backward)
 
 
+@one_thread()
 def zigzag_schedule(
     q_lengths, kv_lengths, *, num_heads: int, block_m: int, block_n: int, num_workers: int, mask=None, key_tiles: bool = False
 ) -> TileSchedule:
