@@ -40,7 +40,7 @@ newest_triton := triton==3.9.0
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 
 ifdef PY
-export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels
+export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
 else
 PY := .venv/bin/python
 ENV := .venv/.installed-$(VARIANT)

@@ -59,10 +59,10 @@ class CandidateIndex:
         check_size("num_users", num_users, at_least=0)
         on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
         with one_thread() if on_host else contextlib.nullcontext():
-            return cls._grouped(candidate_to_user, num_users, on_host)
+            return cls._grouped(candidate_to_user, num_users, on_host, name)
 
     @classmethod
-    def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool) -> CandidateIndex:
+    def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str) -> CandidateIndex:
         if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
             low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
             if low < 0 or high >= num_users:
