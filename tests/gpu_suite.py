@@ -78,6 +78,11 @@ class GpuWorker:
     def __init__(self, config: pytest.Config):
         self.config, self.compilation = config, SharedCompilation()
 
+    def pytest_ignore_collect(self, collection_path):
+        """Files without such tests are not even imported: what they need may not be installed."""
+        files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+        return None if any("mark.gpu" in file.read_text() for file in files) else True
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config, items):
         chosen = [item for item in items if item.get_closest_marker("gpu")]

@@ -71,6 +71,7 @@ def output(tmp_path_factory):
     """What a run of TESTS in two workers prints."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "conftest.py").write_text(textwrap.dedent(CONFTEST.format(folder=str(Path(__file__).parent))))
+    (folder / "test_of_the_cpu.py").write_text("import a_package_that_is_not_installed")
     (folder / "test_example.py").write_text(textwrap.dedent(TESTS))
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "load", "--maxschedchunk", "1", "-p", "no:cacheprovider", "-rf"]
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0", "PYTHONUTF8": "1"}
@@ -78,16 +79,19 @@ def output(tmp_path_factory):
     return process.stdout + process.stderr
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_for_all_workers(output):
     assert "1 kernels compiled in" in output, output
 
 
+@pytest.mark.slow
 def test_a_test_that_breaks_its_context_is_named_and_others_run(output):
     assert "test_that_breaks_the_context broke the CUDA context" in output, output
     assert "an illegal memory access was encountered" in output
     assert "2 failed, 4 passed, 1 skipped" in output
 
 
+@pytest.mark.slow
 def test_the_matrix_shows_what_ran(output):
     lines = [line.split() for line in output.splitlines()]
     assert ["plain", "4", "F"] in lines and ["masked", "skip", "HOLE"] in lines, output
