@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import sys
 import tempfile
 import time
@@ -77,6 +78,11 @@ class GpuWorker:
 
     def __init__(self, config: pytest.Config):
         self.config, self.compilation = config, SharedCompilation()
+
+    def pytest_ignore_collect(self, collection_path):
+        """Files without such tests are not even imported: what they need may not be installed."""
+        files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
+        return None if any("mark.gpu" in file.read_text() for file in files) else True
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -149,7 +155,8 @@ REPORT = "gpu-suite-report"
 class GpuReport:
     """In the process that reports: what was compiled, and the matrix of cells.
 
-    A test records the cells that it looks at as properties "cell": "operator|dtype|head dims|option". EXPECTED_CELLS of a test module:
+    A test records the cells that it looks at as properties "cell": "operator|dtype|sizes|option", as in "attention|bf16|D80|causal" or
+    "linear_compress|fp16|M64 K8 N65|2 levels". EXPECTED_CELLS of a test module:
     those that are to be looked at by some test.
     """
 
@@ -187,33 +194,40 @@ class GpuReport:
 
 def matrix_lines(outcomes: dict[str, Counter], expected: set[str]) -> list[str]:
     """A table for each operator: a line for each option, a column for each dtype and class of head dims."""
-    tables: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(dict))
+    tables: dict[str, dict[str, dict[str, Counter]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(Counter)))
     for cell in sorted({*outcomes, *expected}):
-        operator, dtype, dims, option = cell.split("|")
-        tables[operator][option][f"{dtype} {dims}"] = _cell_text(outcomes.get(cell, Counter()))
+        operator, dtype, sizes, option = cell.split("|")
+        tables[operator][option][f"{dtype} {size_class(sizes)}"].update(outcomes.get(cell, {"hole": 1}))
     lines = ["Tests that passed in each cell; F: some failed, skip: all skipped, HOLE: expected and not run, –: not expected."]
     for operator, options in tables.items():
-        columns = sorted({column for cells in options.values() for column in cells}, key=lambda x: (x.split()[0], _number(x)))
-        widths = [max(len(x), 5) for x in columns]
-        name_width = max(len(x) for x in options)
-        lines += ["", f"{operator:{name_width}}  " + "  ".join(f"{x:>{w}}" for x, w in zip(columns, widths))]
-        for option, cells in options.items():
-            lines.append(f"{option:{name_width}}  " + "  ".join(f"{cells.get(x, '–'):>{w}}" for x, w in zip(columns, widths)))
+        lines += ["", *_table_lines(operator, options)]
     holes = sorted(expected - outcomes.keys())
-    return lines + ["", f"{len(outcomes)} cells run, {len(holes)} holes"]
+    return lines + ["", f"{len(outcomes)} cells run, {len(holes)} holes", *holes]
 
 
-def _number(column: str) -> int:
-    digits = "".join(x for x in column.split(" ", 1)[1] if x.isdigit())
-    return int(digits or 0)
+def size_class(sizes: str) -> str:
+    """Head dims "D80" or "D64 Dv40" by the power of two that a tile gives to the first; other sizes are no class."""
+    head_dim = re.match(r"D(\d+)\b", sizes)
+    return f"≤{max(16, 1 << (int(head_dim[1]) - 1).bit_length())}" if head_dim else "sizes"
+
+
+def _table_lines(operator: str, options: dict[str, dict[str, Counter]]) -> list[str]:
+    dtypes = "fp64 fp32 fp16 bf16".split()
+    columns = sorted({column for cells in options.values() for column in cells}, key=lambda x: (dtypes.index(x[:4]), len(x), x))
+    name_width = max(len(x) for x in (operator, *options))
+    lines = [f"{operator:{name_width}}  " + "  ".join(columns)]
+    for option, cells in options.items():
+        texts = (f"{_cell_text(cells[x]) if x in cells else '–':>{len(x)}}" for x in columns)
+        lines.append(f"{option:{name_width}}  " + "  ".join(texts))
+    return lines
 
 
 def _cell_text(outcomes: Counter) -> str:
     if outcomes["failed"]:
         return "F"
     if outcomes["passed"]:
-        return str(outcomes["passed"])
-    return "skip" if outcomes["skipped"] else "HOLE"
+        return f"{outcomes['passed']}{'+HOLE' if outcomes['hole'] else ''}"
+    return "HOLE" if outcomes["hole"] else "skip"
 
 
 def register(config: pytest.Config) -> None:

@@ -37,7 +37,7 @@ TESTS = """
     import triton.language as tl
     from triton.backends.compiler import GPUTarget
 
-    EXPECTED_CELLS = [f"sum|fp32|≤{dim}|{option}" for dim in (16, 32) for option in ("plain", "masked")]
+    EXPECTED_CELLS = [f"sum|fp32|D{dim}|{option}" for dim in (16, 32) for option in ("plain", "masked")]
     pytestmark = pytest.mark.gpu
 
     @triton.jit
@@ -46,16 +46,16 @@ TESTS = """
 
     @pytest.mark.parametrize("number", range(4))
     def test_that_compiles(record_property, number):
-        record_property("cell", "sum|fp32|≤16|plain")
+        record_property("cell", "sum|fp32|D16|plain")
         source = triton.compiler.ASTSource(kernel, signature=dict(ptr="*fp32"), constexprs={})
         assert triton.compiler.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
 
     def test_that_fails(record_property):
-        record_property("cell", "sum|fp32|≤32|plain")
+        record_property("cell", "sum|fp32|D32|plain")
         assert False
 
     def test_that_skips(record_property):
-        record_property("cell", "sum|fp32|≤16|masked")
+        record_property("cell", "sum|fp32|D16|masked")
         pytest.skip("not here")
 
     @pytest.mark.large_memory
@@ -71,6 +71,7 @@ def output(tmp_path_factory):
     """What a run of TESTS in two workers prints."""
     folder = tmp_path_factory.mktemp("suite")
     (folder / "conftest.py").write_text(textwrap.dedent(CONFTEST.format(folder=str(Path(__file__).parent))))
+    (folder / "test_of_the_cpu.py").write_text("import a_package_that_is_not_installed")
     (folder / "test_example.py").write_text(textwrap.dedent(TESTS))
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "load", "--maxschedchunk", "1", "-p", "no:cacheprovider", "-rf"]
     environment = os.environ | {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0", "PYTHONUTF8": "1"}
@@ -78,26 +79,33 @@ def output(tmp_path_factory):
     return process.stdout + process.stderr
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_for_all_workers(output):
     assert "1 kernels compiled in" in output, output
 
 
+@pytest.mark.slow
 def test_a_test_that_breaks_its_context_is_named_and_others_run(output):
     assert "test_that_breaks_the_context broke the CUDA context" in output, output
     assert "an illegal memory access was encountered" in output
     assert "2 failed, 4 passed, 1 skipped" in output
 
 
+@pytest.mark.slow
 def test_the_matrix_shows_what_ran(output):
     lines = [line.split() for line in output.splitlines()]
     assert ["plain", "4", "F"] in lines and ["masked", "skip", "HOLE"] in lines, output
     assert "3 cells run, 1 holes" in output
 
 
-def test_columns_are_in_the_order_of_head_dims():
-    outcomes = {f"a|bf16|≤{dim}|x": Counter(passed=dim) for dim in (128, 16, 64)}
-    header, row = matrix_lines(outcomes, set())[2:4]
-    assert header.split() == ["a", "bf16", "≤16", "bf16", "≤64", "bf16", "≤128"] and row.split() == ["x", "16", "64", "128"]
+def test_columns_are_in_the_order_of_types_and_head_dims():
+    outcomes = {f"a|{dtype}|D{dim}|x": Counter(passed=dim) for dtype in ("bf16", "fp32") for dim in (100, 16, 64)}
+    outcomes |= {"a|fp32|D128 Dv72|x": Counter(passed=1), "b|fp16|M64 K8 N65|y": Counter(passed=2)}
+    lines = matrix_lines(outcomes, {"b|fp16|M1 K1 N1|y"})
+    assert lines[2].split() == "a fp32 ≤16 fp32 ≤64 fp32 ≤128 bf16 ≤16 bf16 ≤64 bf16 ≤128".split()
+    assert lines[3].split() == ["x", "16", "64", "101", "16", "64", "100"]
+    assert lines[5].split() == ["b", "fp16", "sizes"] and lines[6].split() == ["y", "2+HOLE"]
+    assert lines[-2:] == ["8 cells run, 1 holes", "b|fp16|M1 K1 N1|y"]
 
 
 def test_tests_that_compile_most_come_first_and_large_ones_apart():

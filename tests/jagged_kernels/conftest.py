@@ -38,11 +38,11 @@ LENGTHS = {  # query and key lengths of the segments
 
 @pytest.fixture
 def record_cell(record_property):
-    """Notes what a test looks at, for the matrix of `make test-gpu`; head dims by the power of two that a tile gives to the larger."""
+    """Notes what a test looks at, for the matrix of `make test-gpu`; of head dims the larger."""
 
     def record(operator, dtype, dims, *options):
-        side = max(16, 1 << (max(*dims, 1) - 1).bit_length())
-        record_property("cell", f"{operator}|{str(dtype).removeprefix('torch.')}|≤{side}|{' '.join(filter(None, options)) or 'plain'}")
+        names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+        record_property("cell", f"{operator}|{names[dtype]}|D{max(*dims, 1)}|{' '.join(filter(None, options)) or 'plain'}")
 
     return record
 

@@ -227,10 +227,10 @@ def test_masks(check_attention, lengths, mask, case):
     check_attention((SELF, SELF) if lengths == "self" else lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations_under_a_mask(check_attention, activation, dtype):
-    dims = alternate(ACTIVATIONS.index(activation) + DTYPES.index(dtype), [(128, 128), (64, 64)])
+    dims = alternate(ACTIVATIONS.index(activation) + (dtype == torch.bfloat16), [(128, 128), (64, 64)])
     check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation=activation, mask="hstu", scale=0.3, output_scale=0.02)
 
 
