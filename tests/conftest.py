@@ -1,5 +1,6 @@
-"""What the tests of all packages share: the accuracy rule, offsets from lengths, a fixed budget for hypothesis, the gpu mark."""
+"""What the tests of all packages share: offsets from lengths, a fixed budget for hypothesis, the gpu mark."""
 
+import accuracy
 import pytest
 import torch
 from hypothesis import settings
@@ -54,72 +55,14 @@ def container(request):
     }[request.param]
 
 
-def _leaves(tensors, dtype=None):
-    """Leaves that keep the strides of `tensors`."""
-    return [x.detach().to(dtype or x.dtype).requires_grad_() for x in tensors]
-
-
-def _maximum(x):
-    return x.abs().amax()
-
-
-def _assert_accurate(operator, reference, *tensors, grad=None, fp32_roundings=32) -> None:
-    """`operator(*tensors)` and its gradients are as accurate as the reference in the same dtype.
-
-    The truth is the reference in float64. Allowed error: 2 (gradients: 3) times that of the reference in the dtype of the tensors,
-    plus a band for where the reference happens to be exact: the last rounding in the dtype itself and `fp32_roundings` eps of
-    fp32 (torch's fused CPU attention takes exponentials of up to 20 ulp; our kernels are held to 4). In float64 the truth has errors
-    of its own, those of sums of up to 1000 terms in another order: sqrt(1000) eps each. Both the 2-norm and the maximum
-    of the error are held to it.
-
-    `grad`: gradient of the output; random if None.
-    """
-    inputs = _leaves(tensors)
-    out = operator(*inputs)
-    grad = torch.randn_like(out) if grad is None else grad
-    actual = [out, *torch.autograd.grad(out, inputs, grad)]
-
-    def run_reference(dtype):
-        inputs = _leaves(tensors, dtype)
-        out = reference(*inputs)
-        return [out, *torch.autograd.grad(out, inputs, grad.to(dtype), materialize_grads=True)]
-
-    truth = run_reference(torch.float64)
-    same_dtype = run_reference(out.dtype)
-    names = ["output", *(f"gradient {i}" for i in range(len(inputs)))]
-    for name, ours, theirs, exact in zip(names, actual, same_dtype, truth, strict=True):
-        assert ours.shape == exact.shape and ours.dtype == theirs.dtype, name
-        if not exact.numel():
-            continue
-        factor = 2 if name == "output" else 3
-        eps, eps32 = torch.finfo(out.dtype).eps, torch.finfo(torch.float32).eps
-        roundings = 64 * eps if out.dtype == torch.float64 else fp32_roundings * eps32 + eps / 2
-        for norm in (torch.linalg.vector_norm, _maximum):
-            error, allowed = norm(ours.double() - exact), factor * norm(theirs.double() - exact) + roundings * norm(exact)
-            assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
-
-
-@pytest.fixture(scope="session")
-def assert_accurate():
-    return _assert_accurate
-
-
 def _assert_one_key(attend, q_lengths, dtype, device="cpu", dim=24) -> None:
-    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly, dv the sum of do, and dq = dk = 0, where
-    plain torch cancels exactly and others up to rounding of dP and rowsum(dO o O), each at most |do| |v|: the accuracy rule has no band
-    for what is 0."""
+    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly, and gradients by the accuracy rule, dq and
+    dk of what is 0 but for the rounding of dP and rowsum(dO ∘ O)."""
     user = torch.arange(len(q_lengths), device=device).repeat_interleave(torch.tensor(q_lengths, device=device))
-    offsets = (_offsets(x).to(device) for x in (q_lengths, [1] * len(q_lengths)))
-    q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype).requires_grad_() for n in (len(user), len(q_lengths), len(q_lengths)))
-    out = attend(q, k, v, *offsets)
-    do = torch.randn_like(out)
-    dq, dk, dv = torch.autograd.grad(out, (q, k, v), do)
-    assert torch.equal(out, v[user])
-    expected = torch.zeros_like(v, dtype=torch.float64).index_add(0, user, do.double()).to(dtype)
-    eps, inner_eps = torch.finfo(dtype).eps, min(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    torch.testing.assert_close(dv, expected, rtol=2 * eps, atol=2 * inner_eps)
-    bound = 8 * inner_eps * dim**-0.5 * do.norm() * v.norm() * max(q.norm(), k.norm())
-    assert dq.norm() <= bound and dk.norm() <= bound
+    offsets = [_offsets(x).to(device) for x in (q_lengths, [1] * len(q_lengths))]
+    q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype) for n in (len(user), len(q_lengths), len(q_lengths)))
+    accuracy.check(lambda *x: attend(*x, *offsets), lambda *x: accuracy.attention(*x, *offsets), dict(q=q, k=k, v=v))
+    assert torch.equal(attend(q, k, v, *offsets), v[user])
 
 
 @pytest.fixture(scope="session")

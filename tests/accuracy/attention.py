@@ -10,6 +10,8 @@ was rounded to, and rounds each result once. Everything else is fp32, or float64
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ from jagged_modules.rotary import Rotary
 from .activations import activated
 from .arithmetic import Arithmetic, arithmetic_of
 from .bound import Bound
+
+MOST_SCORES = 2**21  # of several segments at a time, in float64
 
 
 class _Options(NamedTuple):
@@ -69,17 +73,18 @@ def attention(
         grad = grad.scaled(rest).rounded(q.dtype)
     inner = _Rows(do.shape, do)
     dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
-    for segment in segments.of_keys:
-        rows, q_rows, kv_rows = segment.rows, segment.q_rows, segment.kv_rows
-        if len(rows) == 0 or len(kv_rows) == 0:
-            continue
-        targets = 0 if mask is None or mask.num_targets is None else int(mask.num_targets[segment.number])
-        keep = None if mask is None else mask.keep(len(rows), len(kv_rows), targets, q.device).repeat(q.shape[1] // heads, 1)
-        blocks = [_take(x, r, heads) for x, r in zip((*operands, grad), (q_rows, kv_rows, kv_rows, rows))]
-        row_factor = factor[rows].repeat(q.shape[1] // heads)[:, None]
-        results = _segment(*blocks, keep, row_factor, options)
-        for total, place, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
-            total.add(place, result, heads)
+    factors_of_rows = Bound.exact(factor[:, None, None].expand(-1, q.shape[1], 1))
+    for group in _groups(segments.of_keys, mask, q.shape[1]):
+        rows, kv_rows = group.rows, group.kv_rows
+        q_rows = rows % q.shape[0]
+        keep = None
+        if mask is not None:
+            keep = mask.keep(rows.shape[1], kv_rows.shape[1], group.targets, q.device).repeat(q.shape[1] // heads, 1)
+        parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
+        *blocks, row_factor = (_take(x, places, heads) for x, places in parts)
+        results = _segment(*blocks, keep, row_factor.value, options)
+        for total, places, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
+            total.add(places, result, heads)
 
     inner = inner.bound.rounded(q.dtype)
     out = inner if rest is None else inner.scaled(rest).rounded(q.dtype)
@@ -127,21 +132,19 @@ def block_attention(
         operands = [_rotated(x, cos, sin).rounded(d) if t else x for x, d, t in zip(operands, dtypes, turned)]
 
     heads = k.shape[1]
-    rows = torch.arange(q.shape[0], device=q.device)
     totals = [_Rows(x.shape, x) for x in (do, q, k, v)]
     one = torch.ones((), dtype=torch.float64, device=q.device)
-    bounds = block_offsets(offsets.to(q.device), block_size, q.shape[0]).tolist()
-    for start, end in zip(bounds, bounds[1:]):
-        if end > start:
-            blocks = [_take(x, rows[start:end], heads) for x in (*operands, Bound.exact(do))]
-            for total, result in zip(totals, _segment(*blocks, None, one, options)):
-                total.add(rows[start:end], result, heads)
+    blocks = [_Segment(0, rows, rows) for rows in _rows_of(block_offsets(offsets.to(q.device), block_size, q.shape[0]), q.device)]
+    for group in _groups(blocks, None, q.shape[1]):
+        parts = [_take(x, group.rows, heads) for x in (*operands, Bound.exact(do))]
+        for total, result in zip(totals, _segment(*parts, None, one, options)):
+            total.add(group.rows, result, heads)
     results = [x.bound for x in totals]
     gradients = [_rotated(x, cos, -sin) if t else x for x, t in zip(results[1:], turned)]
     return {name: x.rounded(q.dtype) for name, x in zip(("out", "dq", "dk", "dv"), (results[0], *gradients))}
 
 
-# -- one segment: [key heads, group · rows, dim] ------------------------------------------------------------------------------------
+# -- segments of equal lengths: [segments · key heads, group · rows, dim] -----------------------------------------------------------
 
 
 def _segment(
@@ -213,11 +216,10 @@ def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
 
 
 class _Segment(NamedTuple):
-    """The rows of one segment of keys, and those of the result and of q that read them."""
+    """The rows of one segment of keys, and those of the result that read them."""
 
     number: int
     rows: Tensor
-    q_rows: Tensor
     kv_rows: Tensor
 
 
@@ -232,19 +234,41 @@ def _segments(q: Tensor, q_offsets: Tensor | str, k: Tensor, kv_offsets: Tensor 
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
     count = (kv_offsets if q_shared else q_offsets).shape[0] - 1
-
-    def rows_of(offsets: Tensor) -> list[Tensor]:
-        bounds = offsets.tolist()
-        return [torch.arange(start, end, device=q.device) for start, end in zip(bounds, bounds[1:])]
-
-    queries = [torch.arange(q.shape[0], device=q.device) + b * q.shape[0] for b in range(count)] if q_shared else rows_of(q_offsets)
-    keys = [torch.arange(k.shape[0], device=q.device)] if kv_shared else rows_of(kv_offsets)
+    every_q = torch.arange(q.shape[0], device=q.device)
+    queries = [every_q + b * q.shape[0] for b in range(count)] if q_shared else _rows_of(q_offsets, q.device)
+    keys = [torch.arange(k.shape[0], device=q.device)] if kv_shared else _rows_of(kv_offsets, q.device)
     segments = []
     for number, kv_rows in enumerate(keys):
         readers = queries[number :: len(keys)]
-        rows = torch.cat(readers) if readers else torch.arange(0, device=q.device)
-        segments.append(_Segment(number, rows, rows % max(1, q.shape[0]), kv_rows))
+        segments.append(_Segment(number, torch.cat(readers) if readers else every_q[:0], kv_rows))
     return _Segments(segments, queries, kv_shared or len(queries) > len(keys))
+
+
+def _rows_of(offsets: Tensor, device: torch.device) -> list[Tensor]:
+    bounds = offsets.tolist()
+    return [torch.arange(start, end, device=device) for start, end in zip(bounds, bounds[1:])]
+
+
+class _Group(NamedTuple):
+    """Segments of equal lengths and targets: their rows, `[segments, length]`."""
+
+    rows: Tensor
+    kv_rows: Tensor
+    targets: int
+
+
+def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) -> Iterator[_Group]:
+    """Every segment that has queries and keys, in one group each; no more of them at a time than fit in memory."""
+    targets = [] if mask is None or mask.num_targets is None else mask.num_targets.tolist()
+    alike = defaultdict(list)
+    for segment in segments:
+        if len(segment.rows) and len(segment.kv_rows):
+            alike[len(segment.rows), len(segment.kv_rows), targets[segment.number] if targets else 0].append(segment)
+    for (num_queries, num_keys, count), members in alike.items():
+        at_a_time = max(1, MOST_SCORES // (heads * num_queries * num_keys))
+        for first in range(0, len(members), at_a_time):
+            some = members[first : first + at_a_time]
+            yield _Group(torch.stack([x.rows for x in some]), torch.stack([x.kv_rows for x in some]), count)
 
 
 def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -271,12 +295,12 @@ class _Rows:
         self._dtype = torch.promote_types(like.dtype, torch.float32)
 
     def add(self, rows: Tensor, block: Bound, heads: int) -> None:
-        """Add a block `[key heads, group · rows, dim]`, whose rows may repeat."""
+        """Add what belongs to rows `[segments, length]`, which may repeat, in the form of `_take`."""
         parts = block.value, block.error, block.rms**2
         for total, part in zip(self._sums, parts):
-            group = total.shape[1] // heads
-            spread = part.expand_as(block.value).unflatten(1, (group, len(rows))).permute(2, 0, 1, 3).flatten(1, 2)
-            total.index_add_(0, rows, spread)
+            shape = len(rows), heads, total.shape[1] // heads, rows.shape[1], total.shape[2]
+            spread = part.expand_as(block.value).reshape(shape).permute(0, 3, 1, 2, 4)
+            total.index_add_(0, rows.flatten(), spread.flatten(2, 3).flatten(0, 1))
 
     @property
     def bound(self) -> Bound:
@@ -285,5 +309,5 @@ class _Rows:
 
 
 def _take(x: Bound, rows: Tensor, heads: int) -> Bound:
-    """`[key heads, group · rows, dim]` of `[rows, heads, dim]`."""
-    return x.map(lambda y: y[rows].unflatten(1, (heads, -1)).permute(1, 2, 0, 3).flatten(1, 2))
+    """`[segments · key heads, group · length, dim]` of x `[rows, heads, dim]` at rows `[segments, length]`."""
+    return x.map(lambda y: y[rows].unflatten(2, (heads, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3).flatten(0, 1))

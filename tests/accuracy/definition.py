@@ -1,6 +1,8 @@
-"""Bounds of anything that has a definition in plain torch, by Monte Carlo arithmetic (Parker 1997): the definition runs in float64, once as it
-is and several times with a random error after each operation, as large as rounding would make it. What it is then off by is how far a
-program may be off that rounds each operation's result. No processor's sums take part in it."""
+"""Bounds of anything that has a definition in plain torch, by Monte Carlo arithmetic (Parker 1997).
+
+The definition runs in float64, once as it is and several times with a random error after each operation, as large as rounding would make
+it. What that is off by is how far a program may be off that rounds each operation's result. No processor's own sums take part in it.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .bound import LARGEST_DEVIATION, RMS_OF_ROUNDING, Bound
 
-SAMPLES = 24
+SAMPLES = 16
 # Results of these are elements of their operands, or constants.
 EXACT = {
     "abs", "alias", "cat", "clone", "constant_pad_nd", "copy", "detach", "empty", "expand", "full", "index", "index_select", "masked_fill",

@@ -334,12 +334,14 @@ def test_linear_of_each_segment(activation, dtype, implementation, offsets_of):
 
 
 @pytest.mark.parametrize("activation", POINTWISE)
-def test_linear_of_all_rows(activation):
-    check_definition(
-        lambda *x: F.jagged_linear(*x, activation=activation),
-        lambda x, w, b: POINTWISE[activation].function(x @ w.T + b),
-        dict(x=torch.randn(7, 5), w=torch.randn(3, 5), b=torch.randn(3)),
-    )
+def test_linear_of_all_rows(activation, offsets_of):
+    def bounds(x, weight, bias, do):
+        one_segment = accuracy.jagged_dense_bmm(x, weight.T[None], offsets_of([7]), do, bias=bias[None], activation=activation)
+        dweight, dbias = (one_segment.pop(name).map(lambda y: y[0]) for name in ("dy", "dbias"))
+        return one_segment | dict(dweight=dweight.mT, dbias=dbias)
+
+    tensors = dict(x=torch.randn(7, 5), weight=torch.randn(3, 5), bias=torch.randn(3))
+    accuracy.check(lambda *x: F.jagged_linear(*x, activation=activation), bounds, tensors)
 
 
 def test_linear_without_bias_or_activation(offsets_of):

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import accuracy
 import pytest
 import torch
 
@@ -38,15 +39,25 @@ def compress(implementation, indices):
     return lambda *x: F.linear_compress(x[: len(x) // 2], x[len(x) // 2 :], indices, implementation=implementation)
 
 
+def check(weights, embeddings, indices, implementation="auto", maps=None, grad=None, operator=None):
+    """Hold the function, or an operator of (*weights, *embeddings), to the accuracy rule; maps: the indices as tensors."""
+    levels = {f"weights[{i}]": x for i, x in enumerate(weights)} | {f"embeddings[{i}]": x for i, x in enumerate(embeddings)}
+
+    def bounds(*x):
+        return accuracy.linear_compress(weights, embeddings, indices if maps is None else maps, x[-1])
+
+    accuracy.check(compress(implementation, indices) if operator is None else operator, bounds, levels, grad)
+
+
 # -- the function --------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("levels", LEVELS)
-def test_equals_the_replicated_product(levels, dtype, implementation, assert_accurate):
+def test_equals_the_replicated_product(levels, dtype, implementation):
     weights, embeddings, indices = random_levels(*LEVELS[levels], dtype=dtype)
-    assert_accurate(compress(implementation, indices), compress("reference", indices), *weights, *embeddings)
+    check(weights, embeddings, indices, implementation)
 
 
 def test_reference_is_the_formula():
@@ -57,7 +68,7 @@ def test_reference_is_the_formula():
 
 
 @pytest.mark.parametrize("counts", [[1, 1, 1], [3, 0, 4], [0, 0, 7], [0, 0, 0]], ids=str)
-def test_every_form_of_the_index(counts, assert_accurate):
+def test_every_form_of_the_index(counts):
     """Users without candidates are legal; their embeddings get a gradient of 0."""
     users, counts = torch.arange(3).repeat_interleave(torch.tensor(counts)), torch.tensor(counts)
     weights, embeddings, _ = random_levels([3, len(users)], [11, 5])
@@ -67,13 +78,13 @@ def test_every_form_of_the_index(counts, assert_accurate):
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     forms += [(users, jm.CandidateIndex.from_offsets(offsets)), (users, jm.CandidateIndex.from_jagged((users, offsets)))]
     for map_, form in forms:
-        assert_accurate(compress("auto", form), compress("reference", map_), *weights, *embeddings)
+        check(weights, embeddings, form, maps=[map_])
 
 
-def test_maps_and_indices_mixed(assert_accurate):
+def test_maps_and_indices_mixed():
     weights, embeddings, indices = random_levels(*LEVELS["three"])
     mixed = [jm.CandidateIndex.from_map(indices[0], 2), indices[1]]
-    assert_accurate(compress("auto", mixed), compress("reference", indices), *weights, *embeddings)
+    check(weights, embeddings, mixed, maps=indices)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -95,20 +106,20 @@ def test_gradcheck(levels, implementation):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("grad", [torch.ones(()).expand(7, 3, 9), torch.randn(9, 3, 7).permute(2, 1, 0)], ids=["expanded", "strided"])
-def test_gradients_of_any_stride(grad, implementation, assert_accurate):
+def test_gradients_of_any_stride(grad, implementation):
     weights, embeddings, indices = random_levels(*LEVELS["two"])
     assert not grad.is_contiguous() and grad.shape == (7, 3, 9)
-    assert_accurate(compress(implementation, indices), compress("reference", indices), *weights, *embeddings, grad=grad)
+    check(weights, embeddings, indices, implementation, grad=grad)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_inputs_of_any_stride(implementation, assert_accurate):
+def test_inputs_of_any_stride(implementation):
     """Weights with rows padded in storage, transposed weights, embeddings that are slices of wider ones, expanded embeddings."""
     weights, embeddings, indices = random_levels(*LEVELS["two"])
     weights = torch.full((3, 16), float("nan"))[:, :11].copy_(weights[0]), torch.empty(5, 3).T.copy_(weights[1])
     embeddings = embeddings[0][:1].expand(3, -1, -1), torch.empty(7, 8, 12)[:, 2:7, 1:10].copy_(embeddings[1])
     assert not any(x.is_contiguous() for x in (*weights, *embeddings))
-    assert_accurate(compress(implementation, indices), compress("reference", indices), *weights, *embeddings)
+    check(weights, embeddings, indices, implementation)
 
 
 @pytest.mark.parametrize("levels", ["one", "two", "three"])
@@ -170,7 +181,7 @@ def layer_and_inputs(levels, dtype=torch.float32):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("levels", SHARED)
-def test_layer_applies_its_weights(levels, dtype, assert_accurate):
+def test_layer_applies_its_weights(levels, dtype):
     layer, (candidate, shared, indices) = layer_and_inputs(levels, dtype)
     names = [name for name, _ in layer.named_parameters()]
     shared = shared or []
@@ -180,7 +191,7 @@ def test_layer_applies_its_weights(levels, dtype, assert_accurate):
         arguments = embeddings[-1], list(embeddings[:-1]), indices
         return torch.func.functional_call(layer, dict(zip(names, weights, strict=True)), arguments)
 
-    assert_accurate(run, compress("reference", indices), *layer.parameters(), *shared, candidate)
+    check(list(layer.parameters()), [*shared, candidate], indices or [], operator=run)
 
 
 def test_one_shared_level_needs_no_list():

@@ -3,6 +3,7 @@
 import copy
 import pickle
 
+import accuracy
 import pytest
 import torch
 from hypothesis import given
@@ -22,6 +23,22 @@ def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
         scores = torch.einsum("ihd,jhd->hij", query, keys) * q.shape[3] ** -0.5
         outputs.append(torch.einsum("hij,jhd->ihd", scores.softmax(-1), values))
     return torch.stack(outputs) if outputs else q.new_zeros(0, *q.shape[1:3], v.shape[2])
+
+
+def check(candidate_to_user, kv_offsets, operator, q, k, v, **options):
+    """Hold target attention of q `[C, n_q, H, D]` and its gradients to what attention of each user's candidates, put together, gives."""
+    order, rows = torch.argsort(candidate_to_user, stable=True), q.shape[1]
+    counts = torch.bincount(candidate_to_user, minlength=len(kv_offsets) - 1)
+    q_offsets = rows * torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+
+    def bounds(q, k, v, *rest):
+        queries, do = (x[order].flatten(0, 1) for x in (q, rest[-1]))
+        grouped = accuracy.attention(queries, k, v, do, q_offsets, kv_offsets, **options)
+        own_order = {name: grouped[name].map(lambda x: x.unflatten(0, (-1, rows))[order.argsort()]) for name in ("out", "dq")}
+        return grouped | own_order
+
+    tensors = dict(q=q, k=k, v=v) | ({"output_scale": options["output_scale"]} if "output_scale" in options else {})
+    accuracy.check(operator, bounds, tensors)
 
 
 @pytest.fixture(scope="module")
@@ -52,38 +69,26 @@ def outputs_and_gradients(run, layer, *inputs):
 @pytest.mark.parametrize("n_q", [1, 2, 5])
 @pytest.mark.parametrize("counts", [[1, 1, 1], [3, 0, 5], [0, 0, 7], [0, 0, 0]])
 @pytest.mark.parametrize("shuffled", [False, True], ids=["grouped", "shuffled"])
-def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of, assert_accurate):
+def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of):
     users = torch.arange(3).repeat_interleave(torch.tensor(counts))
     if shuffled:
         users = users[torch.randperm(len(users))]
     index, offsets = jm.CandidateIndex.from_map(users, 3), offsets_of([4, 6, 0])
     tensors = torch.randn(len(users), n_q, 4, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 6)
-
-    def reference(q, k, v):
-        out = replicated_attention(q, k, v, users, offsets)
-        return out if out.requires_grad else out + 0 * q.sum()
-
-    assert_accurate(lambda q, k, v: F.target_attention(q, k, v, index, offsets), reference, *tensors)
+    check(users, offsets, lambda q, k, v: F.target_attention(q, k, v, index, offsets), *tensors)
 
 
-def test_ten_thousand_candidates_of_one_user(offsets_of, assert_accurate):
+def test_ten_thousand_candidates_of_one_user(offsets_of):
     index, offsets = jm.CandidateIndex.from_counts(torch.tensor([2, 10_000, 0])), offsets_of([3, 20, 5])
     tensors = torch.randn(10_002, 1, 2, 8), torch.randn(28, 2, 8), torch.randn(28, 2, 8)
-
-    def reference(q, k, v):  # a candidate's row is one query row of its user's segment
-        return F.jagged_attention(q.flatten(0, 1), k, v, index.offsets, offsets, implementation="reference").unflatten(0, (-1, 1))
-
-    assert_accurate(lambda q, k, v: F.target_attention(q, k, v, index, offsets), reference, *tensors)
+    check(index.candidate_to_user, offsets, lambda q, k, v: F.target_attention(q, k, v, index, offsets), *tensors)
 
 
-def test_a_history_shared_by_all_users(offsets_of, assert_accurate):
-    users = torch.tensor([1, 0, 1])
-    index, tensors = jm.CandidateIndex.from_map(users, 2), (torch.randn(3, 2, 2, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8))
-    assert_accurate(
-        lambda q, k, v: F.target_attention(q, k, v, index, "shared"),
-        lambda q, k, v: replicated_attention(q, k, v, torch.zeros(3, dtype=torch.int64), offsets_of([5])),
-        *tensors,
-    )
+def test_a_history_shared_by_all_users(offsets_of):
+    index, tensors = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2), (torch.randn(n, 2, 8) for n in (6, 5, 5))
+    q, k, v = tensors
+    of_one = torch.zeros(3, dtype=torch.int64)
+    check(of_one, offsets_of([5]), lambda q, k, v: F.target_attention(q, k, v, index, "shared"), q.unflatten(0, (3, 2)), k, v)
 
 
 def test_gradcheck(offsets_of):
@@ -122,21 +127,14 @@ def test_memory_does_not_grow_with_candidates_times_history(shuffled, one_thread
 
 
 @pytest.mark.parametrize("users", [[0, 0, 2, 2, 2], [2, 0, 2, 2, 0]], ids=["grouped", "shuffled"])
-def test_activations_with_a_scale_for_each_user(users, offsets_of, assert_accurate):
-    """Each candidate's row alone, as a segment of its own."""
-    index, offsets, q = jm.CandidateIndex.from_map(torch.tensor(users), 3), offsets_of([4, 6, 3]), torch.randn(5, 1, 2, 8)
-    tensors = q, torch.randn(13, 2, 8), torch.randn(13, 2, 8), torch.tensor([0.5, 2.0, 0.1])
-
-    def reference(q, k, v, scale):
-        rows = torch.cat([torch.arange(*offsets[user : user + 2].tolist()) for user in users])
-        kv_offsets = offsets_of(offsets.diff()[users].tolist())
-        options = dict(activation="silu", output_scale=scale[users], implementation="reference")
-        return F.jagged_attention(q.flatten(0, 1), k[rows], v[rows], offsets_of([1] * 5), kv_offsets, **options)[:, None]
+def test_activations_with_a_scale_for_each_user(users, offsets_of):
+    index, offsets, scale = jm.CandidateIndex.from_map(torch.tensor(users), 3), offsets_of([4, 6, 3]), torch.tensor([0.5, 2.0, 0.1])
 
     def operator(q, k, v, scale):
         return F.target_attention(q, k, v, index, offsets, activation="silu", output_scale=scale)
 
-    assert_accurate(operator, reference, *tensors)
+    tensors = torch.randn(5, 1, 2, 8), torch.randn(13, 2, 8), torch.randn(13, 2, 8)
+    check(torch.tensor(users), offsets, operator, *tensors, activation="silu", output_scale=scale.requires_grad_())
 
 
 # -- the layer -----------------------------------------------------------------------------------------------------------------
