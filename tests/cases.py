@@ -37,7 +37,7 @@ class Case:
         return cls(**json.loads(text))
 
 
-# -- random cases ------------------------------------------------------------------------------------------------------------------
+# -- making cases ------------------------------------------------------------------------------------------------------------------
 
 EDGES = [edge + step for edge in (16, 32, 64, 128, 192) for step in (-1, 0, 1)]
 
@@ -45,6 +45,14 @@ EDGES = [edge + step for edge in (16, 32, 64, 128, 192) for step in (-1, 0, 1)]
 def random_case(function: str, seed: int, device: str, **fixed) -> Case:
     """A case drawn by `seed`. fixed: the dtype or options that are given."""
     return with_random_data(random_configuration(function, seed, device, **fixed), seed)
+
+
+def simplest_case(function: str, device: str, dtype: str, **given) -> Case:
+    """A case without segments: the given options, and the simplest values of all others; of sizes the smallest."""
+    operator = OPERATORS[function]
+    axes = {name: operator.axis(name, device)[0] for name in operator.names(device)}
+    options = {name: x.low if isinstance(x, Range) else list(x) if isinstance(x, tuple) else x for name, x in axes.items()} | given
+    return legal(Case(function, device, dtype, options, [[] for _ in range(operator.num_lists(options))]))
 
 
 def random_configuration(function: str, seed: int, device: str, **fixed) -> Case:

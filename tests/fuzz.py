@@ -33,7 +33,6 @@ from space import OPERATORS  # noqa: E402
 
 DEVICES = ("cpu", "interpreter", "cuda")
 CASES = dict(cpu=3, interpreter=1, cuda=40)  # of one configuration, one after the other
-MAX_FAILURES = 30  # more say nothing new
 RESERVED_BYTES = 2**31  # of GPU memory in one worker's cache
 
 
@@ -47,7 +46,7 @@ class Failure:
 
     @property
     def command(self) -> str:
-        return f"{Path(sys.executable).name} {sys.argv[0]} --case {shlex.quote(self.case.to_json())}"
+        return shlex.join([sys.executable, sys.argv[0], "--case", self.case.to_json()])
 
 
 # -- the worker process ------------------------------------------------------------------------------------------------------------
@@ -68,11 +67,13 @@ def run_case(case: Case) -> dict | None:
 
 def serve() -> None:
     """Answers each line of stdin, a case, by a line of stdout."""
+    import calls  # noqa: F401  imports all that a case needs
     import torch
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     torch.set_num_threads(1)
+    print("ready", file=answers, flush=True)
     for line in sys.stdin:
         failure = run_case(Case.from_json(line))
         print(json.dumps(failure), file=answers, flush=True)
@@ -112,13 +113,14 @@ class Worker:
         return None if failure is None else Failure(case, **failure)
 
     def _start(self, device: str) -> None:
-        environment = os.environ | dict(OMP_NUM_THREADS="1", CUBLAS_WORKSPACE_CONFIG=":4096:8")
-        environment["TRITON_INTERPRET"] = "1" if device == "interpreter" else "0"
+        environment = os.environ | dict(OMP_NUM_THREADS="1", TRITON_INTERPRET="1" if device == "interpreter" else "0")
         self.stderr = tempfile.TemporaryFile("w+")
         self.process = subprocess.Popen(
             [sys.executable, sys.argv[0], "--worker"],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self.stderr, text=True, env=environment,
         )  # fmt: skip
+        if self.process.stdout.readline() != "ready\n":
+            raise RuntimeError(f"a worker for {device} does not start: {self._last_words()}")
 
     def _last_words(self) -> str:
         code = self.process.wait()
@@ -159,7 +161,8 @@ class Run:
     def __init__(self, options: argparse.Namespace):
         self.options = options
         self.deadline = time.monotonic() + options.seconds
-        self.functions = [name for name in options.function for _ in range(OPERATORS[name].weight)]
+        weights = {name: OPERATORS[name].weight for name in options.function}
+        self.functions = [name for i in range(max(weights.values())) for name in weights if weights[name] > i]
         self.numbers = {device: itertools.count() for device in options.device}
         self.counts, self.visited = collections.Counter(), collections.Counter()
         self.failures: list[Failure] = []
@@ -217,7 +220,8 @@ class Run:
             print(f"SMALLER {small.kind}: {_first_line(small.message)}\n  {small.command}", flush=True)
 
     def _is_over(self) -> bool:
-        return time.monotonic() > self.deadline or len(self.failures) >= MAX_FAILURES
+        all_run = self.options.max_cases is not None and self.counts.total() >= self.options.max_cases
+        return all_run or time.monotonic() > self.deadline or len(self.failures) >= self.options.max_failures
 
     def summary(self) -> dict:
         counts = [dict(function=f, device=d, dtype=t, cases=n) for (f, d, t), n in sorted(self.counts.items())]
@@ -286,6 +290,8 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cases", type=int, default=None, help=f"of a configuration before the next; by device {CASES} if not given")
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take, compilation included")
     parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for making one failing case smaller")
+    parser.add_argument("--max-cases", type=int, default=None, help="stop after so many")
+    parser.add_argument("--max-failures", type=int, default=30, help="stop after so many")
     parser.add_argument("--json", type=Path, default=None, help="write the summary there, too")
     parser.add_argument("--case", type=Case.from_json, default=None, help="run this one, as a failure prints it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
@@ -294,6 +300,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> int:
     options = _parse(sys.argv[1:] if arguments is None else arguments)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what torch's deterministic mode asks for
     if options.worker:
         serve()
         return 0

@@ -95,7 +95,7 @@ def attention(
         products = (Bound.exact(do) * inner).map(lambda x: x.expand(do.shape) / factor[:, None, None])
         sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
         stacked = (torch.stack([torch.as_tensor(x) for x in part]) for part in list(zip(*sums))[:3])
-        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
+        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype) if sums else Bound.exact(output_scale)
     return bounds
 
 

@@ -1,0 +1,151 @@
+"""The matrix of what is tested on a GPU: operator x dtype x sizes x option.
+
+Every distinct kernel costs seconds of compilation. So not every combination of options is a cell, but every pair of values of two of them
+is in one: two options span a table, and the others go through their values along its diagonals. `make fuzz` draws all combinations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from cases import Case, legal, simplest_case
+from space import HALVES, OPERATORS, POINTWISE
+
+DTYPES = ("float32", *HALVES)
+SHORT = dict(float64="fp64", float32="fp32", float16="fp16", bfloat16="bf16")
+ACTIVATIONS = ("softmax", *POINTWISE)
+MASKS = (None, "causal", "causal-window", "grouped-targets", "hstu", "band", "open-targets")
+HEAD_DIMS = (64, 128, 16, 32, 80, 200, 256)
+HEADS = ((4, 2), (2, 2), (3, 1))
+PAIRS = (  # lengths of queries and keys
+    ([3, 0, 1, 70, 5, 130, 17, 0, 257], [5, 4, 0, 100, 33, 64, 16, 0, 300]),
+    ([1, 1, 300, 1, 0], [2, 1, 500, 0, 3]),
+    ([64, 128, 192, 63, 65], [128, 64, 1, 129, 191]),
+)
+LENGTHS = [[x] for x in ([3, 0, 70, 5, 130, 0, 0, 64, 1, 400, 65], [128, 128, 128], [1, 1, 700, 0, 2])]
+
+
+class Cell(NamedTuple):
+    """name: operator|dtype|sizes|option. cases: one for each list of lengths; in the second one, a segment is NaN in a second run."""
+
+    name: str
+    cases: list[Case]
+
+
+def cell(function: str, dtype: str, sizes: str, option: str, lengths: Sequence[Sequence[list[int]]], **options) -> Cell:
+    simplest = simplest_case(function, "cuda", dtype, **options)
+    cases = []
+    for seed, lists in enumerate(lengths):
+        own = [list(x) for x in lists][: len(simplest.lengths)]
+        cases.append(legal(dataclasses.replace(simplest, lengths=own, seed=seed, poison="nan" if seed == 1 else None)))
+    return Cell(f"{function}|{SHORT[dtype]}|{sizes}|{option}", cases)
+
+
+def attention_cells() -> Iterator[Cell]:
+    """Activations by head dims; masks, dtypes and heads along the diagonals."""
+    for (i, activation), (j, dim) in itertools.product(enumerate(ACTIVATIONS), enumerate(HEAD_DIMS)):
+        mask, dtype, heads = MASKS[(i + j) % len(MASKS)], DTYPES[(i + 2 * j) % 3], list(HEADS[(i // 2 + j // 2) % 3])
+        options = dict(activation=activation, mask=mask, head_dim=dim, heads=heads, operands="cross", implementation="triton")
+        yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} triton", PAIRS, **options)
+
+
+def hopper_cells() -> Iterator[Cell]:
+    for i, activation in enumerate(ACTIVATIONS):
+        for j, dim in enumerate((64, 128)):
+            mask, dtype = MASKS[(i + 3 * j) % len(MASKS)], HALVES[(i + j) % 2]
+            options = dict(activation=activation, mask=mask, head_dim=dim, heads=list(HEADS[i % 3]))
+            options |= dict(operands="cross", implementation="hopper")
+            yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} hopper", PAIRS, **options)
+    for dtype, dims in zip(HALVES, ((80, 104), (40, 48))):
+        options = dict(head_dim=dims[0], v_dim=dims[1], heads=[4, 2], operands="cross", implementation="hopper")
+        yield cell("jagged_attention", dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS, **options)
+
+
+def operand_cells() -> Iterator[Cell]:
+    two = [(q, [n // 2 for n in q], kv) for q, kv in PAIRS]
+    lengths = {"q shared": LENGTHS, "kv shared": LENGTHS, "2 lists": two, "3 lists": [(q, half, q[::-1], kv) for q, half, kv in two]}
+    for (i, operands), (j, dim) in itertools.product(enumerate(lengths), enumerate((20, 64, 128))):
+        activation, dtype = ACTIVATIONS[(0, 5, 7)[(i + j) % 3]], DTYPES[(i + 2 * j) % 3]
+        scale = 1 if activation == "softmax" else ("tensor", "tensor with gradient")[j % 2]
+        options = dict(activation=activation, head_dim=dim, heads=list(HEADS[i % 3]), operands=operands, output_scale=scale, shared_rows=70)
+        yield cell("jagged_attention", dtype, f"D{dim}", f"{operands} {activation}", lengths[operands], **options)
+    for i, (function, dtype) in enumerate(itertools.product(("target_attention", "self_target_attention"), DTYPES)):
+        options = dict(activation=("softmax", "silu")[i % 2], head_dim=(32, 64, 96)[i % 3], heads=[4, 2])
+        options |= dict(index="shuffled map", rows=2) if function == "target_attention" else {}
+        lengths = [(q[:4], kv[:4]) for q, kv in PAIRS]
+        yield cell(function, dtype, f"D{options['head_dim']}", options["activation"], lengths, **options)
+
+
+def block_attention_cells() -> Iterator[Cell]:
+    for dim, block in itertools.product((16, 32), (16, 32, 64, 128)):  # the default layer's
+        options = dict(head_dim=dim, block_size=block, rotary="qk", heads=[2, 2] if block < 64 else [5, 5])
+        yield cell("block_diagonal_attention", "float32", f"D{dim}", f"block {block} qk", LENGTHS, **options)
+    rotaries = ((None, "linear"), ("qk", "linear"), ("qkv", "linear"), ("qk", "any"), ("qkv", "positions"))
+    for (i, (rotary, angles)), (j, dim) in itertools.product(enumerate(rotaries), enumerate(HEAD_DIMS)):
+        dtype, block, heads = DTYPES[(i + j) % 3], (16, 32, 64, 128)[(i + 2 * j) % 4], [[2, 2], [4, 2]][(i + j) % 2]
+        options = dict(head_dim=dim, block_size=block, rotary=rotary, angles=angles, heads=heads, precise=rotary is not None and j % 2 == 0)
+        yield cell("block_diagonal_attention", dtype, f"D{dim}", f"block {block} {rotary or 'unrotated'} {angles}", LENGTHS, **options)
+    for dtype, dim in itertools.product(DTYPES, (32, 64)):
+        options = dict(head_dim=dim, rotary="qk", heads=[2, 2])
+        yield cell("block_diagonal_attention_packed", dtype, f"D{dim}", "block 64 qk linear", LENGTHS, **options)
+
+
+def linear_compress_cells() -> Iterator[Cell]:
+    heights, depths = (65, 129, 433, 64, 1), (8, 3, 1, 20, 100)
+    counts = [[[3, 0, 1, 5]], [[1, 1, 12, 0]], [[0, 0]], [[40]]]
+
+    def compress(dtype: str, width: int, depth: int, height: int, levels: int, implementation: str) -> Cell:
+        options = dict(levels=levels, compressed=height, depths=[max(1, depth - 1), depth, depth][-levels:] + [1] * (3 - levels))
+        options |= dict(columns=width, index=("map", "int32 map", "counts")[levels - 1], implementation=implementation)
+        return cell("linear_compress", dtype, f"M{height} K{depth} N{width}", f"{levels} levels {implementation}", counts, **options)
+
+    for (i, width), j in itertools.product(enumerate((1, 60, 64, 65, 68, 100, 128, 136, 200, 256, 300)), range(2)):
+        depth, height = depths[(i + 2 * j) % 5], heights[(2 * i + j) % 5]
+        yield compress(DTYPES[(i + j) % 3], width, depth, height, 1 + (i + j) % 3, "fused")
+    for (i, width), (j, depth) in itertools.product(enumerate((65, 68, 100)), enumerate((1, 3, 8))):  # loads without descriptors
+        yield compress("bfloat16", width, depth, (129, 433)[(i + j) % 2], 1 + (i + j) % 2, "fused")
+    for (i, width), (j, dtype) in itertools.product(enumerate((64, 128, 136, 200, 256)), enumerate(HALVES)):
+        yield compress(dtype, width, depths[(i + 2 * j) % 5], heights[(i + j) % 5], 1 + (i + j) % 3, "hopper")
+
+
+def product_cells() -> Iterator[Cell]:
+    widths = ((64, 64), (20, 9), (128, 200), (65, 1), (8, 300))
+    for (i, dtype), (j, (depth, columns)) in itertools.product(enumerate(DTYPES), enumerate(widths)):
+        if (i + j) % 2 == 0 or j == 0:
+            sizes, options = f"D{depth} T{columns}", dict(depth=depth, columns=columns)
+            yield cell("jagged_dense_bmm", dtype, sizes, "plain", LENGTHS, **options)
+            yield cell("jagged_jagged_bmm", dtype, sizes, "plain", LENGTHS, **options)
+            yield cell("jagged_jagged_bmm_jagged_out", dtype, f"D{depth}", "two tensors", PAIRS, depth=depth)
+            yield cell("jagged_jagged_bmm_jagged_out", dtype, f"D{depth}", "one tensor", LENGTHS, depth=depth, operands="itself")
+            for transposed in (False, True):
+                option = "transposed" if transposed else "plain"
+                yield cell("array_jagged_bmm_jagged_out", dtype, f"D{depth}", option, PAIRS, depth=depth, transposed=transposed)
+    for i, activation in enumerate((None, *POINTWISE)):
+        options = dict(depth=40, columns=72, activation=activation, bias=i % 3 > 0, weights="per segment")
+        yield cell("jagged_linear", DTYPES[i % 3], "D40 T72", f"{activation} per segment", LENGTHS, **options)
+    for dtype in DTYPES:
+        yield cell("jagged_linear", dtype, "D40 T72", "silu shared", LENGTHS, depth=40, columns=72, activation="silu", weights="shared")
+        for columns in (1, 9, 130):
+            yield cell("jagged_softmax", dtype, f"H{columns}", "plain", LENGTHS, columns=columns)
+        for dim in (-1, -2):
+            yield cell("jagged2_softmax", dtype, "flat", f"dim {dim}", PAIRS, dim=dim)
+
+
+def row_cells() -> Iterator[Cell]:
+    """Functions of torch operators."""
+    for function, operator in OPERATORS.items():
+        if not operator.implementations:
+            for dtype in operator.dtypes["cuda"]:
+                lists = [[x, x[::-1], x] for (x,) in LENGTHS]
+                size = {name: 40 for name in ("columns", "head_dim") if name in operator.axes}
+                yield cell(function, dtype, "40", "plain", lists, **size)
+
+
+CELLS = [
+    cell
+    for table in (hopper_cells, attention_cells, operand_cells, block_attention_cells, linear_compress_cells, product_cells, row_cells)
+    for cell in table()
+]
