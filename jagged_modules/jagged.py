@@ -117,8 +117,8 @@ class Jagged:
     def pin_memory(self) -> Jagged:
         """The Jagged, its schedules included, in page-locked memory. DataLoader calls it."""
         pinned = self._copy(self.values.pin_memory(), self.offsets.pin_memory())
-        for key, schedule in self._segmentation.schedules.items():
-            self._segmentation.schedules[key] = schedule.pin_memory()
+        for key, schedule in list(self._segmentation.schedules.items()):
+            self._segmentation.keep(key, schedule.pin_memory())
         return pinned
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
@@ -220,24 +220,27 @@ class Jagged:
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         mask = None if mask is None or mask.hides_nothing() else mask
         key = (token, rows_per_candidate, *sizes.values(), *(mask.spec if mask else ()))
-        schedules = self._segmentation.schedules
-        if key not in schedules:
-            offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
-            if lengths is not None and self.host_lengths is not None:
-                schedule = host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
-            elif total is not None:
-                offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
-                on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
-                rows = total / max(1, len(offsets) - 1), self.values.shape[0] / max(1, len(kv_offsets) - 1)
-                on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
-                schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
-            else:
-                return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
-            if len(schedules) == MAX_SCHEDULES:  # segments that outlive their batch, such as cached histories, meet ever new queries
-                del schedules[next(iter(schedules))]
-            schedules[key] = schedule
-        schedules[key] = schedules[key].to(self.values.device, non_blocking=True)
-        return schedules[key]
+        schedule = self._segmentation.schedules.get(key)
+        if schedule is None:
+            with torch.inference_mode(False):  # a later call may save it for its backward
+                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes)
+            if schedule is None:
+                return None
+        schedule = schedule.to(self.values.device, non_blocking=True)
+        self._segmentation.keep(key, schedule)
+        return schedule
+
+    def _build_schedule(self, queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: dict[str, int]) -> TileSchedule | None:
+        offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
+        if lengths is not None and self.host_lengths is not None:
+            return host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
+        if total is None:
+            return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
+        offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
+        on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
+        rows = total / max(1, len(offsets) - 1), self.values.shape[0] / max(1, len(kv_offsets) - 1)
+        on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
+        return device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
 
     def _device_targets(self, mask: AttentionMask | None) -> Tensor | None:
         targets = None if mask is None else mask.num_targets
@@ -257,7 +260,7 @@ class Jagged:
         return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries
 
     @property
-    def token(self) -> tuple[int, int]:
+    def token(self) -> bytes:
         """Names the segmentation: equal for all Jagged of the same segments, in every process."""
         return self._segmentation.token
 
@@ -269,13 +272,17 @@ class _Segmentation:
     def __init__(self, host_lengths: Tensor | None) -> None:
         self.host_lengths = host_lengths
         self.schedules: dict[tuple, TileSchedule] = {}
-        self._token: tuple[int, int] | None = None
+
+    def keep(self, key: tuple, schedule: TileSchedule) -> None:
+        """Keep a schedule and forget the oldest past MAX_SCHEDULES: segments that outlive their batch, such as cached histories, meet ever
+        new queries. Without a lock: other threads may do the same meanwhile, and no process inherits it locked."""
+        self.schedules[key] = schedule
+        for oldest in list(self.schedules)[:-MAX_SCHEDULES]:
+            self.schedules.pop(oldest, None)
 
     @property
-    def token(self) -> tuple[int, int]:
-        if self._token is None:
-            self._token = new_token()
-        return self._token
+    def token(self) -> bytes:
+        return vars(self).setdefault("_token", new_token())
 
 
 _segmentations = WeakTensorKeyDictionary()  # offsets -> their state then, and segmentation; not an attribute: torch.save would take it
