@@ -143,15 +143,19 @@ class CandidateIndex:
         """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""
         if self._users is not None:
             return self._users
-        _, users = rows_and_segments(self.offsets, num_candidates)
-        users = users if self.inverse is None else users[self.inverse]
-        if not torch.compiler.is_compiling():
-            self._users = users
+        if torch.compiler.is_compiling():
+            return self._find_users(num_candidates)
+        with torch.inference_mode(False):  # a later call may save them for its backward
+            self._users = users = self._find_users(num_candidates)
         return users
 
+    def _find_users(self, num_candidates: int) -> Tensor:
+        _, users = rows_and_segments(self.offsets, num_candidates)
+        return users if self.inverse is None else users[self.inverse]
+
     @property
-    def token(self) -> tuple[int, int]:
-        """Names the candidates' segmentation: equal for all copies of the index, in every process."""
+    def token(self) -> bytes:
+        """Names the candidates' segmentation: equal for all copies of the index, in every process and thread."""
         return self._segmentation.token
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
@@ -160,9 +164,11 @@ class CandidateIndex:
             return self.offsets
         if torch.compiler.is_compiling():
             return self.offsets * rows_per_candidate
-        if rows_per_candidate not in self._query_offsets:
-            self._query_offsets[rows_per_candidate] = self.offsets * rows_per_candidate
-        return self._query_offsets[rows_per_candidate]
+        offsets = self._query_offsets.get(rows_per_candidate)
+        if offsets is None:
+            with torch.inference_mode(False):
+                offsets = self._query_offsets[rows_per_candidate] = self.offsets * rows_per_candidate
+        return offsets
 
     def query_lengths(self, rows_per_candidate: int) -> Tensor | None:
         """`[num_users]` query rows per user on the host, or None."""

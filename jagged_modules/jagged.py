@@ -16,8 +16,6 @@ from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedu
 from .segmentation import Segmentation, remember, segmentation_of
 from .settings import is_batch_invariant
 
-MAX_SCHEDULES = 16  # kept with a segmentation
-
 
 class Jagged:
     """Rows of variable-length segments: segment b is `values[offsets[b]:offsets[b + 1]]`.
@@ -124,8 +122,8 @@ class Jagged:
     def pin_memory(self) -> Jagged:
         """The Jagged, its schedules included, in page-locked memory. DataLoader calls it."""
         pinned = self._copy(self.values.pin_memory(), self.offsets.pin_memory())
-        for key, schedule in self._segmentation.schedules.items():
-            self._segmentation.schedules[key] = schedule.pin_memory()
+        for key, schedule in list(self._segmentation.schedules.items()):
+            self._segmentation.keep(key, schedule.pin_memory())
         return pinned
 
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
@@ -236,27 +234,30 @@ class Jagged:
         queries = self if queries is None else queries
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         mask = None if mask is None or mask.hides_nothing() else mask
-        sizes["batch_invariant"] = batch_invariant = is_batch_invariant()
+        sizes["batch_invariant"] = is_batch_invariant()
         key = (token, rows_per_candidate, *sizes.values(), *(mask.spec if mask else ()))
-        schedules = self._segmentation.schedules
-        if key not in schedules:
+        schedule = self._segmentation.schedules.get(key)
+        if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), prepares)
-            offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
-            if lengths is not None and self.host_lengths is not None:
-                schedule = host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
-            elif total is not None:
-                offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
-                on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
-                rows = (mean_rows(n, x, batch_invariant) for n, x in ((total, offsets), (self.values.shape[0], kv_offsets)))
-                on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
-                schedule = device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
-            else:
-                return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
-            if len(schedules) == MAX_SCHEDULES:  # segments that outlive their batch, such as cached histories, meet ever new queries
-                del schedules[next(iter(schedules))]
-            schedules[key] = schedule
-        schedules[key] = schedules[key].to(self.values.device, non_blocking=True)
-        return schedules[key]
+            with torch.inference_mode(False):  # a later call may save it for its backward
+                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes)
+            if schedule is None:
+                return None
+        schedule = schedule.to(self.values.device, non_blocking=True)
+        self._segmentation.keep(key, schedule)
+        return schedule
+
+    def _build_schedule(self, queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: dict[str, int]) -> TileSchedule | None:
+        offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
+        if lengths is not None and self.host_lengths is not None:
+            return host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
+        if total is None:
+            return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
+        offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
+        on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
+        rows = (mean_rows(n, x, sizes["batch_invariant"]) for n, x in ((total, offsets), (self.values.shape[0], kv_offsets)))
+        on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
+        return device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
 
     def _device_targets(self, mask: AttentionMask | None) -> Tensor | None:
         targets = None if mask is None else mask.num_targets
@@ -276,7 +277,7 @@ class Jagged:
         return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries
 
     @property
-    def token(self) -> tuple[int, int]:
+    def token(self) -> bytes:
         """Names the segmentation: equal for all Jagged of the same segments, in every process."""
         return self._segmentation.token
 

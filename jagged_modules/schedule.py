@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import functools
-import itertools
 import os
 
 import torch
@@ -16,12 +15,12 @@ from torch import Tensor
 from .masks import AttentionMask
 
 NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels deal anew to the workers there are
-_tokens = itertools.count()
 
 
-def new_token() -> tuple[int, int]:
-    """A name for a segmentation, unique across the processes of a DataLoader, by which schedules are found again."""
-    return os.getpid(), next(_tokens)
+def new_token() -> bytes:
+    """A name for a segmentation, by which schedules are found again: random, as process numbers are used again and forked processes would
+    count on from the same number."""
+    return os.urandom(16)
 
 
 def chooses_hopper(device: torch.device | int, query_rows: float | None, key_rows: float | None) -> bool:

@@ -11,6 +11,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from .checks import values_are_checkable
 from .schedule import TileSchedule, new_token
 
+MAX_SCHEDULES = 16  # kept with a segmentation
+
 
 class Segmentation:
     """Host lengths, tile schedules, and a token that outlives copies and the way out of a DataLoader worker.
@@ -25,14 +27,18 @@ class Segmentation:
         self.host_lengths = host_lengths
         self.schedules: dict[tuple, TileSchedule] = {}
         self.prepared: dict[str, None] = {}  # an ordered set
-        self._token: tuple[int, int] | None = None
 
     @property
-    def token(self) -> tuple[int, int]:
-        """Equal for all copies, in every process."""
-        if self._token is None:
-            self._token = new_token()
-        return self._token
+    def token(self) -> bytes:
+        """Equal for all copies, in every process and thread."""
+        return vars(self).setdefault("_token", new_token())
+
+    def keep(self, key: tuple, schedule: TileSchedule) -> None:
+        """Keep a schedule and forget the oldest past MAX_SCHEDULES: segments that outlive their batch, such as cached histories, meet ever
+        new queries. Without a lock: other threads may do the same meanwhile, and no process inherits it locked."""
+        self.schedules[key] = schedule
+        for oldest in list(self.schedules)[:-MAX_SCHEDULES]:
+            self.schedules.pop(oldest, None)
 
     def note_build(self, what: str, prepares: bool) -> None:
         """Note a schedule that `Jagged.prepare` builds. A warning where it is built in spite of it: none of the prepared ones fits."""

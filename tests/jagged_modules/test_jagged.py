@@ -272,7 +272,7 @@ def test_a_long_lived_history_keeps_few_schedules(values, offsets):
     history = jm.Jagged(values, offsets)
     for _ in range(100):
         history.prepare(**SIZES, queries=jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])))
-    assert len(history._segmentation.schedules) == jagged_module.MAX_SCHEDULES
+    assert len(history._segmentation.schedules) == segmentation.MAX_SCHEDULES
 
 
 def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
@@ -283,8 +283,8 @@ def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):
         step(torch.empty(4, 3, 8, device="meta"), history)
         step(torch.empty(4, 3, 8, device="meta"), jm.Jagged(values, offsets.clone()).to("meta"))  # nothing was prepared
     builds.clear()
-    needed = r"it needs \(num_heads=2, num_kv_heads=2, head_dim=8, itemsize=4, batch_invariant=False, queries=Jagged, mask=None\)"
-    prepared = r"prepared are \(num_heads=2, num_kv_heads=2, head_dim=4, itemsize=4, batch_invariant=False, queries=Jagged, mask=None; .*queries=3, mask=None\)"
+    sizes = "num_heads=2, num_kv_heads=2, head_dim={}, itemsize=4, batch_invariant=False, queries=Jagged, mask=None"
+    needed, prepared = rf"it needs \({sizes.format(8)}\)", rf"prepared are \({sizes.format(4)}; .*queries=3, mask=None\)"
     with pytest.warns(UserWarning, match=f"no schedule that Jagged.prepare built fits.*{needed}, {prepared}"):
         history.schedule(num_heads=2, head_dim=8, dtype=torch.float32)
     with pytest.warns(UserWarning, match="queries=Jagged, mask=None\\) of other queries, prepared are"):
