@@ -42,8 +42,8 @@ def block_diagonal_attention(
         implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
             "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128 and H = Hkv; "auto"
             takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
-            CUDA too: blocks of 128 where D > 128, or in fp32 > 32; before Hopper and on consumer GPUs blocks of 128, and D > 128, or in
-            fp32 > 64.
+            CUDA too: blocks of 128 with D > 128 (fp32: > 32), fp32 blocks of 64 with D > 128. Before Hopper and on consumer GPUs: blocks
+            of 128, and D > 128 (fp32: > 64). Consumer GPUs also: fp32 with D > 32, grouped heads with D > 64.
 
     Returns:
         `[L, H, D]`.
@@ -62,7 +62,7 @@ def block_diagonal_attention(
 
 def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Rotary | None, implementation: str) -> Tensor:
     """`block_diagonal_attention` of checked arguments."""
-    if _block_attention_by_kernels(q, block_size, implementation):
+    if _block_attention_by_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention import triton_block_attention
 
         q, k, v = (rows_in_place(x) for x in (q, k, v))
@@ -95,7 +95,7 @@ def block_diagonal_attention_packed(
     q, k, v = qkv.unbind(1)
     _check_block_attention(q, k, v, "qkv", offsets, block_size, None, rotary, None, implementation)
     offsets, scale = offsets.to(qkv.device, non_blocking=True), q.shape[2] ** -0.5
-    if not _block_attention_by_kernels(q, block_size, implementation):
+    if not _block_attention_by_kernels(q, k, block_size, implementation):
         return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation)
 
     from jagged_kernels.block_attention import triton_block_attention_packed
@@ -104,14 +104,15 @@ def block_diagonal_attention_packed(
     return triton_block_attention_packed(qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, scale, implementation)
 
 
-def _block_attention_by_kernels(q: Tensor, block_size: int, implementation: str) -> bool:
+def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
     """Whether block attention has kernels for such tensors, and they are asked for."""
     if not uses_kernels(q.device, implementation):
         return False
 
     from jagged_kernels.block_attention import block_attention_fits
 
-    return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size)
+    group = q.shape[1] // k.shape[1]
+    return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size, group)
 
 
 def _fixed_kernels(implementation: str, *operands: Tensor) -> str:

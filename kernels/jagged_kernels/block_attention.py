@@ -231,9 +231,9 @@ def _range(num_items):
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
 
 
-def block_attention_fits(head_dim: int, itemsize: int, device: torch.device, block_size: int) -> bool:
+def block_attention_fits(head_dim: int, itemsize: int, device: torch.device, block_size: int, group: int) -> bool:
     """Whether the kernels take blocks of that many rows on a device."""
-    return configs.block_attention_fits(head_dim, itemsize, capability(device), block_size)
+    return configs.block_attention_fits(head_dim, itemsize, capability(device), block_size, group)
 
 
 def _fake(q, k, v, *rest):

@@ -236,12 +236,19 @@ def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int
     return ProductConfig(*tile, depth=64, num_warps=8, num_stages=3)
 
 
-def block_attention_fits(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int) -> bool:
-    """Whether a block of that many rows, with what its backward makes of it, fits a multiprocessor's shared memory."""
-    dim = padded_dim(head_dim)
-    if capability < (9, 0) or capability[0] == 12:
-        return block_size <= 64 and dim <= (128 if itemsize == 2 else 64)
-    return block_size <= 64 or dim <= (128 if itemsize == 2 else 32)
+def block_attention_fits(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int) -> bool:
+    """Whether a block of that many rows, with what its backward makes of it, fits a multiprocessor's shared memory. The backward of a group
+    of several query heads to a key head is a loop, for which more is there at once."""
+    dim, small_memory = padded_dim(head_dim), capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+    if small_memory:
+        return block_size <= 64 and dim <= (32 if itemsize == 4 else 64 if group > 1 else 128)
+    if capability < (9, 0):
+        return block_size <= 64 and dim <= (64 if itemsize == 4 else 128)
+    if block_size <= 32:
+        return True
+    if block_size == 64:
+        return itemsize == 2 or dim <= 128
+    return dim <= (32 if itemsize == 4 else 128)
 
 
 def block_attention_config(

@@ -16,6 +16,7 @@ from jagged_kernels.configs import (  # noqa: E402
     attention_config,
     attention_tile,
     block_attention_config,
+    block_attention_fits,
     hopper_attention_config,
     hopper_product_config,
     jagged2_softmax_config,
@@ -416,7 +417,7 @@ def test_sum_groups_kernel_compiles(capability):
     assert compile_for(capability, source).asm["cubin"]
 
 
-def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1):
+def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"):
     """The compiled kernel with the launch configuration that it gets."""
     kernel, itemsize = getattr(block_attention, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
     rotary = "none" if rotate is None else "relative" if relative else "absolute"
@@ -425,7 +426,7 @@ def compile_block_attention(name, capability, dtype, dim, block_size, rotate, re
         HEADS=4, GROUP=group, DIM=dim, TILE=config.tile, BLOCK=block_size, BLOCK_D=max(32, padded_dim(dim)), positions_ptr=None
     )
     constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, ALIGN=16 // itemsize, PACKED=itemsize == 2)
-    constants |= dict(PRECISION="bf16x6" if dtype == "fp32" else "ieee")
+    constants |= dict(PRECISION=precision if dtype == "fp32" else "ieee")
     constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
     pointers = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
     signature = {}
@@ -447,6 +448,19 @@ def test_block_attention_kernels_compile(name, rotate, relative):
                 assert "wgmma.mma_async" in compiled.asm["ptx"]
     for dim in (16, 32, 64):
         compile_block_attention(name, 90, "fp32", dim, 64, rotate, relative)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
+@pytest.mark.parametrize("capability, shared_memory", [(86, 99), (90, 227)])
+def test_what_block_attention_takes_fits_shared_memory(capability, shared_memory, dtype, precision, block_size):
+    """The widest heads that the rule allows, in groups, whose backward needs most."""
+    generation, itemsize = divmod(capability, 10), 4 if dtype == "fp32" else 2
+    taken = [dim for dim in (32, 64, 128, 256) if block_attention_fits(dim, itemsize, generation, block_size, 2)]
+    for dim in taken[-1:]:
+        compiled = compile_block_attention("bwd", capability, dtype, dim, block_size, None, group=2, precision=precision)
+        assert compiled.metadata.shared <= shared_memory * 1024
+    assert taken or capability == 86 and block_size == 128
 
 
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
