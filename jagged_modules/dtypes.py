@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-_KERNELS = (torch.float32, torch.float16, torch.bfloat16)
-FLOATS = (torch.float64, *_KERNELS)
+EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)  # every function takes them, on the CPU, on CUDA and on meta
+FLOATS = (torch.float64, *EVERYWHERE)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
 
@@ -29,7 +29,7 @@ DTYPES = {
             "jagged2_softmax",
             "jagged_linear (weight per segment)",
         ),
-        (FLOATS, _KERNELS),
+        (FLOATS, EVERYWHERE),
     ),
     **dict.fromkeys(
         ("jagged_linear (one weight)", "jagged_layer_norm", "jagged_dense_add", "jagged_dense_mul", "apply_rotary"), (FLOATS, FLOATS)

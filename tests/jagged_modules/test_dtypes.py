@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.dtypes import DTYPES, WITHOUT_KERNELS, dtype_table, dtypes_of
+from jagged_modules.dtypes import DTYPES, EVERYWHERE, WITHOUT_KERNELS, dtype_table, dtypes_of
 
 ALL_DTYPES = sorted({x for x in vars(torch).values() if isinstance(x, torch.dtype)}, key=str)
 QUANTIZED = [dtype for dtype in ALL_DTYPES if str(dtype).startswith(("torch.qint", "torch.quint"))]  # made on the CPU alone
@@ -68,6 +68,10 @@ WITH_KERNELS = [function for function, (plain, kernels) in DTYPES.items() if pla
 def test_the_table_lists_every_public_function():
     assert set(CALLS) == set(DTYPES)
     assert {function.split(" ")[0] for function in DTYPES} == set(F.__all__) - {"ScorePlan"}
+
+
+def test_every_function_takes_what_is_not_looked_up():
+    assert all(set(EVERYWHERE) <= set(dtypes) for rule in DTYPES.values() for dtypes in rule)
 
 
 def check(function: str, dtype: torch.dtype, device: str, **options) -> None:
