@@ -108,8 +108,7 @@ def jagged_attention(
     if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
-        output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
-        output_scale, row_scale = _split_scale(output_scale, alike)
+        output_scale, row_scale = _split_scale(output_scale.to(q.device, non_blocking=True), alike, q.dtype)
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
@@ -133,10 +132,10 @@ def jagged_attention(
     return out if row_scale is None else (out * row_scale[:, None, None]).to(out.dtype)
 
 
-def _split_scale(output_scale: Tensor, alike: int | None) -> tuple[Tensor, Tensor]:
-    """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32: the kernels give no
-    gradient for theirs, and take the same for all segments where there are so many `alike`."""
-    output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
+def _split_scale(output_scale: Tensor, alike: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32 and in the
+    queries' `dtype`: the kernels give no gradient for theirs, and take the same for all segments where there are so many `alike`."""
+    output_scale = output_scale.to(torch.promote_types(torch.promote_types(output_scale.dtype, dtype), torch.float32))
     factor = output_scale.detach()
     if alike is not None:  # a segment's scale that is no finite number is none for the others
         factor = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()

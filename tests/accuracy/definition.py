@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .bound import LARGEST_DEVIATION, RMS_OF_ROUNDING, Bound
+from .bound import LARGEST_DEVIATION, RMS_OF_ROUNDING, Bound, partial_sums
 
 SAMPLES = 16
 # Results of these are elements of their operands, or constants.
@@ -59,6 +59,8 @@ class _RandomErrors(TorchDispatchMode):
         out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         sizes = _sum_sizes(name, args, out) if isinstance(out, Tensor) else None
+        if name == "native_layer_norm_backward":
+            out = self._summed_in_dtype(out, *args)
 
         def disturbed(x):
             if name in EXACT or not isinstance(x, Tensor) or x.dtype != torch.float64 or x.untyped_storage().data_ptr() in given:
@@ -68,6 +70,15 @@ class _RandomErrors(TorchDispatchMode):
 
         return tree_map(disturbed, out)
 
+    def _summed_in_dtype(self, out: tuple, grad: Tensor, x: Tensor, shape: list[int], mean: Tensor, rstd: Tensor, *_) -> tuple:
+        """torch sums the gradients of a layer norm's weight and bias row by row in their own dtype on the CPU."""
+        results = [out[0]]
+        for total, terms in zip(out[1:], (grad * (x - mean) * rstd, grad)):
+            terms = terms.reshape(-1, *shape)
+            sizes = partial_sums(torch.tensor(float(len(terms))), total, (terms**2).sum(0))
+            results.append(total + RMS_OF_ROUNDING * self._eps * torch.randn_like(total) * sizes)
+        return tuple(results)
+
 
 def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
     """How large the error of a sum is, in eps: roots of the number of terms and of the sum of their squares (`Bound.summed`); None where
@@ -75,7 +86,7 @@ def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
     if name in ("mm", "bmm", "addmm", "baddbmm"):
         a, b = args[-2:]
         return ((a**2) @ (b**2)).sqrt() * (math.sqrt(a.shape[-1]) / 4 + 1)
-    if name in ("sum", "mean", "_softmax_backward_data", "native_layer_norm_backward"):
+    if name in ("sum", "mean", "_softmax_backward_data"):
         source = args[0]
         return out.abs() + source.abs().mean() * math.sqrt(max(1, source.numel() // max(1, out.numel()))) / 4
     return None

@@ -1,0 +1,338 @@
+"""The accuracy rule itself: it accepts honest arithmetic in any order of summation, and rejects mutants, on several random inputs.
+
+Mutants and honest programs are written in plain torch. What they compute with is rounded by casts; sums are made in fp32.
+"""
+
+import functools
+
+import accuracy
+import pytest
+import torch
+
+SEEDS = range(5)
+HALVES = [torch.bfloat16, torch.float16]
+
+
+def cut_to_tf32(x):
+    """An fp32 operand with the 13 lowest bits of its mantissa cut off, as matrix units read it."""
+    return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
+
+
+# -- sums in any order ---------------------------------------------------------------------------------------------------------------
+
+
+def reversed_order(a, b):
+    return (a.flip(-1) @ b.flip(-2)).clone()
+
+
+def one_after_the_other_of(terms):
+    total = torch.zeros_like(terms[..., 0, :])
+    for k in range(terms.shape[-2]):
+        total = total + terms[..., k, :]
+    return total
+
+
+def one_after_the_other(a, b):
+    return one_after_the_other_of(a[..., :, :, None] * b[..., None, :, :])
+
+
+def by_blocks(a, b, block=16):
+    parts = zip(a.split(block, -1), b.split(block, -2))
+    return functools.reduce(torch.add, [x @ y for x, y in parts])
+
+
+def pairwise(a, b):
+    terms = a[..., :, :, None] * b[..., None, :, :]
+    while terms.shape[-2] > 1:
+        terms = torch.nn.functional.pad(terms, (0, 0, 0, terms.shape[-2] % 2))
+        terms = terms[..., ::2, :] + terms[..., 1::2, :]
+    return terms.squeeze(-2)
+
+
+def smallest_first(a, b):
+    terms = a[..., :, :, None] * b[..., None, :, :]
+    return one_after_the_other_of(terms.gather(-2, terms.abs().argsort(-2)))
+
+
+def sorted_by_sign(a, b):
+    """All negative terms, then all positive ones: partial sums as large as they can be."""
+    terms = a[..., :, :, None] * b[..., None, :, :]
+    return one_after_the_other_of(terms.sort(-2).values)
+
+
+ORDERS = [torch.matmul, reversed_order, one_after_the_other, by_blocks, pairwise, smallest_first, sorted_by_sign]
+
+
+# -- attention -----------------------------------------------------------------------------------------------------------------------
+
+ROWS, KEYS, HEADS, DIM = 96, 112, 2, 32
+SCALE = DIM**-0.5
+
+
+def attention_inputs(seed, dtype):
+    torch.manual_seed(seed)
+    return [torch.randn(n, HEADS, DIM).to(dtype) for n in (ROWS, KEYS, KEYS, ROWS)]
+
+
+def attend(
+    q, k, v, do, matmul=torch.matmul, operand=lambda x: x, score=lambda x: x, weight=None, delta=lambda x: x, gradient=None,
+    result=lambda x: x, keys=KEYS, rescale=True, activation="softmax",
+):  # fmt: skip
+    """One segment's attention and gradients as kernels compute them, key block by key block in fp32, of all heads at a time.
+
+    What is applied where: operand to matrices before a product, score to S, weight to P, gradient to dS, result to out before its rounding.
+    """
+    dtype = q.dtype
+    weight, gradient = (f if f is not None else lambda x: x.to(dtype).float() for f in (weight, gradient))
+    q, k, v, do = (x.float().transpose(0, 1) for x in (q, k, v, do))
+    k, v = k[:, :keys], v[:, :keys]
+
+    def product(a, b):
+        return matmul(operand(a), operand(b))
+
+    scores = score(product(q, k.mT) * SCALE)
+    if activation == "silu":
+        p, slope = torch.nn.functional.silu(scores), torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores)))
+        out = product(weight(p), v)
+        ds = slope * product(do, v.mT)
+    else:
+        largest, total, acc = torch.full_like(scores[..., :1], -torch.inf), torch.zeros(HEADS, ROWS, 1), torch.zeros(HEADS, ROWS, DIM)
+        for columns in torch.arange(keys).split(32):
+            new = torch.maximum(largest, scores[..., columns].amax(-1, keepdim=True))
+            terms = torch.exp(scores[..., columns] - new)
+            factor = torch.exp(largest - new) if rescale else torch.ones_like(new)
+            total = total * torch.exp(largest - new) + terms.sum(-1, keepdim=True)
+            acc, largest = acc * factor + product(weight(terms), v[:, columns]), new
+        out = acc / total
+        p = torch.exp(scores - (largest + total.log()))
+        row_sum = (do * out.to(dtype).float()).sum(-1, keepdim=True)
+        ds = p * (product(do, v.mT) - delta(row_sum))
+    ds = gradient(ds)
+    dk, dv = (torch.zeros(HEADS, KEYS, DIM) for _ in range(2))
+    dk[:, :keys], dv[:, :keys] = product(ds.mT, q) * SCALE, product(weight(p).mT, do)
+    results = {"out": result(out), "dq": product(ds, k) * SCALE, "dk": dk, "dv": dv}
+    return {name: x.transpose(0, 1).to(dtype) for name, x in results.items()}
+
+
+def worst_of_attention(seed, dtype, arithmetic, activation="softmax", **changes):
+    """The largest ratio of an error to its bound, of each result."""
+    inputs = attention_inputs(seed, dtype)
+    offsets = torch.tensor([0, ROWS]), torch.tensor([0, KEYS])
+    bounds = accuracy.attention(*inputs, *offsets, activation=activation, arithmetic=arithmetic)
+    actual = attend(*inputs, activation=activation, **changes)
+    return {name: max(accuracy.compare(actual[name], bounds[name], name)) for name in bounds}
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("matmul", ORDERS, ids=lambda x: x.__name__)
+def test_attention_in_any_order_is_accepted(matmul, dtype, activation):
+    for seed in SEEDS[:2]:
+        worst = worst_of_attention(seed, dtype, accuracy.KERNELS, activation, matmul=matmul)
+        assert max(worst.values()) <= 1, worst
+
+
+def exactly(x):
+    return x
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_attention_without_the_roundings_that_kernels_may_make_is_accepted(dtype):
+    for arithmetic in (accuracy.KERNELS, accuracy.TORCH_CPU):
+        worst = worst_of_attention(0, dtype, arithmetic, weight=exactly, gradient=exactly)
+        assert max(worst.values()) <= 1, worst
+
+
+def rounded_to(dtype):
+    return lambda x: x.to(dtype).float()
+
+
+ATTENTION_MUTANTS = {  # changes, dtype, results that must be rejected
+    "last key dropped": (dict(keys=KEYS - 1), None, ["out", "dq", "dk", "dv"]),
+    "sums not rescaled": (dict(rescale=False), None, ["out"]),
+    "tf32": (dict(operand=cut_to_tf32), torch.float32, ["out", "dq", "dk", "dv"]),
+    "weights in bf16": (dict(weight=rounded_to(torch.bfloat16)), torch.float32, ["out", "dv"]),
+    "gradients of scores in fp16": (dict(gradient=rounded_to(torch.float16)), torch.float32, ["dq", "dk"]),
+    "rowsum(dO ∘ out) left out": (dict(delta=torch.zeros_like), None, ["dq", "dk"]),
+    "out rounded to bf16 first": (dict(result=rounded_to(torch.bfloat16)), torch.float16, ["out"]),
+}
+
+
+@pytest.mark.parametrize("mutant", ATTENTION_MUTANTS)
+def test_attention_mutants_are_rejected(mutant):
+    changes, only, names = ATTENTION_MUTANTS[mutant]
+    for seed in SEEDS:
+        for dtype in [torch.float32, *HALVES] if only is None else [only]:
+            worst = worst_of_attention(seed, dtype, accuracy.KERNELS, **changes)
+            assert all(worst[name] > 1 for name in names), worst
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name, names", [("score", ["out", "dv"]), ("weight", ["out", "dv"]), ("gradient", ["dq", "dk"])])
+def test_one_rounding_too_many_is_rejected(name, names, dtype, activation):
+    """Scores rounded to 16 bits where weights may be too; weights, or gradients of scores, where they may not."""
+    if name == "score":
+        changes, arithmetic = dict(score=rounded_to(dtype)), accuracy.KERNELS
+    else:
+        changes = dict(weight=exactly, gradient=exactly) | {name: rounded_to(dtype)}
+        arithmetic = accuracy.TORCH_CPU
+    for seed in SEEDS:
+        worst = worst_of_attention(seed, dtype, arithmetic, activation, **changes)
+        assert any(worst[result] > 1 for result in names), worst
+
+
+# -- linear compression --------------------------------------------------------------------------------------------------------------
+
+
+def compress_inputs(seed, dtype):
+    torch.manual_seed(seed)
+    weights = [(torch.randn(24, k) * k**-0.5).to(dtype) for k in (40, 33)]
+    embeddings = [torch.randn(b, k, 16).to(dtype) for b, k in ((7, 40), (60, 33))]
+    return weights, embeddings, torch.randint(0, 7, (60,)), torch.randn(60, 24, 16).to(dtype)
+
+
+def compressed(weights, embeddings, index, do, matmul=torch.matmul, shared=exactly, sums=None, candidates=60):
+    """The fused implementation, forward and backward, in fp32; what is applied to the shared product and to the sums of gradients."""
+    dtype = do.dtype
+    sums = sums or rounded_to(dtype)
+    (w_user, w), (users, e), do = [x.float() for x in weights], [x.float() for x in embeddings], do.float()
+    grad = sums(torch.zeros(7, 24, 16).index_add(0, index[:candidates], do[:candidates]))
+    results = {"out": matmul(w, e) + shared(matmul(w_user, users))[index]}
+    for level, (gradient, weight, embedding) in enumerate(((grad, w_user, users), (do, w, e))):
+        flat = (x.transpose(0, 1).flatten(1) for x in (gradient, embedding))
+        rows, columns = flat
+        results |= {f"dweights[{level}]": matmul(rows, columns.mT), f"dembeddings[{level}]": matmul(weight.mT, gradient)}
+    return {name: x.to(dtype) for name, x in results.items()}
+
+
+def worst_of_compress(seed, dtype, **changes):
+    weights, embeddings, index, do = compress_inputs(seed, dtype)
+    bounds = accuracy.linear_compress(weights, embeddings, [index], do, arithmetic=accuracy.KERNELS)
+    actual = compressed(weights, embeddings, index, do, **changes)
+    return {name: max(accuracy.compare(actual[name], bounds[name], name)) for name in bounds}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("matmul", [torch.matmul, reversed_order, one_after_the_other, by_blocks], ids=lambda x: x.__name__)
+def test_compression_in_any_order_is_accepted(matmul, dtype):
+    worst = worst_of_compress(0, dtype, matmul=matmul)
+    assert max(worst.values()) <= 1, worst
+
+
+def test_compression_mutants_are_rejected():
+    def tf32(a, b):
+        return cut_to_tf32(a) @ cut_to_tf32(b)
+
+    for seed in SEEDS:
+        for dtype in HALVES:
+            assert worst_of_compress(seed, dtype, shared=rounded_to(dtype))["out"] > 1
+            assert worst_of_compress(seed, dtype, candidates=59)["dweights[0]"] > 1
+        worst = worst_of_compress(seed, torch.float32, matmul=tf32)
+        assert min(worst.values()) > 1, worst
+        assert worst_of_compress(seed, torch.float32, sums=rounded_to(torch.bfloat16))["dweights[0]"] > 1
+
+
+# -- products and softmaxes ----------------------------------------------------------------------------------------------------------
+
+
+def product_results(seed, matmul, terms=300):
+    """x[0] @ y[0] with positive terms, whose partial sums grow, against its bounds."""
+    torch.manual_seed(seed)
+    x, y, do = torch.rand(20, terms), torch.rand(1, terms, 12), torch.randn(20, 12)
+    bound = accuracy.jagged_dense_bmm(x, y, torch.tensor([0, 20]), do)["out"]
+    return max(accuracy.compare(matmul(x, y[0]), bound))
+
+
+@pytest.mark.parametrize("matmul", ORDERS, ids=lambda x: x.__name__)
+def test_positive_terms_in_any_order_are_accepted(matmul):
+    assert max(product_results(seed, matmul) for seed in SEEDS) <= 1
+
+
+@pytest.mark.parametrize(
+    "matmul",
+    [
+        lambda a, b: cut_to_tf32(a) @ cut_to_tf32(b),
+        lambda a, b: a[:, :-1] @ b[:-1],
+        lambda a, b: (a.bfloat16() @ b.bfloat16()).float(),
+        lambda a, b: functools.reduce(lambda s, k: (s + a[:, k, None] * b[k]).half().float(), range(a.shape[1]), torch.zeros(20, 12)),
+    ],
+    ids=["tf32", "dropped term", "bf16", "summed in fp16"],
+)
+def test_product_mutants_are_rejected(matmul):
+    assert min(product_results(seed, matmul) for seed in SEEDS) > 1
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_softmax_mutants_are_rejected(dtype):
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        x, do, offsets = (3 * torch.randn(200, 6)).to(dtype), torch.randn(200, 6).to(dtype), torch.tensor([0, 90, 200])
+        bound = accuracy.jagged_softmax(x, offsets, do)["out"]
+
+        def ratio(function, x=x, bound=bound):
+            out = torch.cat([function(part.float()) for part in x.split([90, 110])])
+            return max(accuracy.compare(out.to(x.dtype), bound))
+
+        assert ratio(lambda x: x.softmax(0)) <= 1
+        assert ratio(lambda x: torch.exp(x - x.amax(0)).to(dtype).float() / torch.exp(x - x.amax(0)).sum(0)) > 1, "rounded twice"
+        assert ratio(lambda x: torch.exp(x - x.amax(0)) / torch.exp(x - x.amax(0))[:-1].sum(0)) > 1, "a term dropped"
+
+
+# -- numbers that are not finite -----------------------------------------------------------------------------------------------------
+
+
+def exact_bound(x):
+    return accuracy.Bound.exact(x).rounded(torch.float16)
+
+
+def test_overflow_is_expected_where_the_exact_value_overflows():
+    bound = exact_bound(torch.tensor([1e6, -1e6, 2.0], dtype=torch.float64))
+    assert accuracy.compare(torch.tensor([torch.inf, -torch.inf, 2.0]).half(), bound).largest == 0
+    with pytest.raises(AssertionError, match="65504.0 where inf was expected"):
+        accuracy.compare(torch.tensor([65504.0, -torch.inf, 2.0]).half(), bound)
+
+
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf])
+def test_a_number_is_expected_where_the_exact_value_is_one(wrong):
+    with pytest.raises(AssertionError, match="where 2.0 was expected"):
+        accuracy.compare(torch.tensor([wrong]).half(), exact_bound(torch.tensor([2.0])))
+    with pytest.raises(AssertionError, match="where nan was expected"):
+        accuracy.compare(torch.tensor([2.0]).half(), exact_bound(torch.tensor([torch.nan])))
+
+
+def test_subnormal_results_have_the_spacing_of_fp16():
+    exact = torch.tensor([2.0**-24 * 1.5, 2.0**-26], dtype=torch.float64)
+    accuracy.assert_accurate({"x": exact.half()}, {"x": exact_bound(exact)})
+    with pytest.raises(AssertionError, match="x: the largest error is"):
+        accuracy.assert_accurate({"x": (exact + 2.0**-23).half()}, {"x": exact_bound(exact)})
+
+
+def test_results_and_bounds_have_the_same_names_and_shapes():
+    bound = exact_bound(torch.zeros(2))
+    with pytest.raises(AssertionError, match="shape"):
+        accuracy.compare(torch.zeros(3), bound)
+    with pytest.raises(AssertionError, match="results"):
+        accuracy.assert_accurate({"out": torch.zeros(2)}, {"out": bound, "dx": bound})
+
+
+# -- definitions in plain torch ------------------------------------------------------------------------------------------------------
+
+
+def normed(x, weight):
+    centred = x - x.mean(1, keepdim=True)
+    return centred / (centred.square().mean(1, keepdim=True) + 1e-6).sqrt() * weight
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_definitions_accept_themselves_and_reject_mutants(dtype):
+    lower = torch.float16 if dtype == torch.float32 else torch.float8_e4m3fn
+    for seed in SEEDS:
+        torch.manual_seed(seed)
+        tensors = dict(x=torch.randn(60, 24).to(dtype), weight=torch.randn(24).to(dtype))
+        bound = accuracy.definition(normed, tensors, torch.randn(60, 24).to(dtype))["out"]
+        x, weight = tensors.values()
+        assert max(accuracy.compare(normed(x, weight), bound)) <= 1
+        assert max(accuracy.compare(normed(x.float(), weight.float()).to(dtype), bound)) <= 1
+        assert max(accuracy.compare(normed(x.to(lower).to(dtype), weight), bound)) > 1
+        assert max(accuracy.compare(normed(x, weight) * (24 / 23) ** 0.5, bound)) > 1
