@@ -41,7 +41,10 @@ def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bo
         slopes, values = slopes.widened(jump, jump), values.widened(jump * x.error, jump * x.rms)
     if name != "identity":
         values = values.off_by(ROUNDINGS, value.abs() if name in NO_CANCELLATION else torch.maximum(size, value.abs()))
-        slopes = slopes.off_by(ROUNDINGS, slope.abs().clamp(min=1.0))
+        # 1 - tanh², off by eps, is multiplied by the argument and its polynomial's slope; beyond 6 it is 0 in fp32.
+        near = size.clamp(max=6)
+        of_slope = 1 + 2 * near * (0.8 + 0.107 * near**2) if name == "gelu_tanh" else torch.ones_like(size)
+        slopes = slopes.off_by(ROUNDINGS, torch.maximum(slope.abs(), of_slope))
     if approximate and name in ("silu", "gelu", "gelu_tanh", "sigmoid"):
         of_slope = 1 + 2 * size * (0.8 + 0.107 * size.clamp(max=4) ** 2) if name == "gelu_tanh" else 1 + size
         for_value = torch.ones_like(size) if name == "sigmoid" else size

@@ -111,9 +111,11 @@ def jagged_outer(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         return dict(out=F.jagged_jagged_bmm_jagged_out(x, x if itself else y, plan, implementation=o["implementation"]))
 
     def model(inputs, gradients):
-        if itself:
-            return accuracy.jagged_gram(inputs["x"], plan.x_offsets, plan.p_offsets, gradients["out"])
-        return accuracy.jagged_outer(*inputs.values(), *plan.offsets, gradients["out"])
+        x, do = inputs["x"], gradients["out"]
+        if itself and make.case.device != "cpu":
+            return accuracy.jagged_gram(x, plan.x_offsets, plan.p_offsets, do)
+        bounds = accuracy.jagged_outer(x, inputs.get("y", x), *plan.offsets, do)
+        return bounds | (dict(dx=(bounds["dx"] + bounds["dy"]).rounded(x.dtype)) if itself else {})
 
     return Call(tensors, function, model, dict(x=make.segments(x_lengths), y=make.segments(y_lengths), out=segments))
 
