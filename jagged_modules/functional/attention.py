@@ -132,7 +132,7 @@ def jagged_attention(
         if implementation == "auto" and q.device.type != "cuda":
             out = _cpu_attention(q, k, v, q_offsets, kv_offsets, batch_invariant=batch_invariant, **flags)
         else:
-            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, **flags)
+            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant=batch_invariant, **flags)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -146,13 +146,13 @@ def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
-def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, batch_invariant, scale, q_shared, kv_shared, **flags) -> Tensor:
+def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, batch_invariant, **flags) -> Tensor:
     out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values(), batch_invariant)
     return out
 
 
 def _triton_attention(
-    q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, *, scale, q_shared, kv_shared, **flags
+    q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, batch_invariant=False, **flags
 ) -> Tensor:
     from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
 
