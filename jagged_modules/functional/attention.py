@@ -111,8 +111,8 @@ def jagged_attention(
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
         output_scale, row_scale = _split_scale(output_scale.to(q.device, non_blocking=True), alike, batch_invariant)
-        if batch_invariant and alike is not None and implementation != "hopper":  # sums that are not scaled yet may be too large for fp16
-            q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+        if batch_invariant and alike is not None and dtype == torch.float16 and implementation != "hopper":
+            q, k, v = (x.float() for x in (q, k, v))  # sums that are not scaled yet may be too large for fp16
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
@@ -142,7 +142,7 @@ def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool)
     largest of the batch or, batch-invariant, 1."""
     output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
     factor = output_scale.detach() if alike is None else pad(output_scale.detach().abs(), (0, 1)).amax()
-    factor = torch.where(factor == 0, 1, factor) if alike is None or not batch_invariant else torch.ones_like(factor)
+    factor = torch.ones_like(factor) if batch_invariant and alike is not None else torch.where(factor == 0, 1, factor)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
@@ -173,7 +173,7 @@ def _triton_attention(
         if implementation == "auto" and not torch.compiler.is_compiling():  # where choosing by sizes would compile anew
             hopper = hopper and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, flags["activation"], batch_invariant)
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
-        sizes["batch_invariant"] = batch_invariant
+        sizes |= dict(batch_invariant=batch_invariant)
         schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)

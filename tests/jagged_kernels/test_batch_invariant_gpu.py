@@ -1,5 +1,5 @@
-"""A segment gives the same bits alone and in any batch under jm.batch_invariant(True): forward and gradients of every operator and layer on a
-GPU, with lengths for which other kernels, tiles and splits are chosen by default."""
+"""A segment gives the same bits alone and in any batch under jm.batch_invariant(True): operators and layers on a GPU, with lengths for
+which other kernels, tiles and splits are chosen by default."""
 
 import pytest
 import torch
