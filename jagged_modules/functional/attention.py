@@ -25,7 +25,7 @@ from ..joined import joined_rows
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import TileSchedule, attention_tile, device_schedule
-from ..settings import is_batch_invariant, workspace_limit
+from ..settings import backward_workspace, is_batch_invariant
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
@@ -183,7 +183,7 @@ def _triton_attention(
     )
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
-        *flags.values(), implementation, workspace_limit(), batch_invariant,
+        *flags.values(), implementation, backward_workspace.current(), batch_invariant,
     )  # fmt: skip
     return out
 
