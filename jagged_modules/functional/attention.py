@@ -110,9 +110,10 @@ def jagged_attention(
     if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
-        output_scale, row_scale = _split_scale(output_scale.to(q.device, non_blocking=True), alike, batch_invariant)
-        if batch_invariant and alike is not None and dtype == torch.float16 and implementation != "hopper":
-            q, k, v = (x.float() for x in (q, k, v))  # sums that are not scaled yet may be too large for fp16
+        output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
+        output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
+        if batch_invariant and alike is not None and implementation != "hopper":  # sums that are not scaled yet may be too large for fp16
+            q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         lengths = q_offsets.diff().to(q.device, non_blocking=True)
         row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
     if kv_shared:
@@ -141,8 +142,12 @@ def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool)
     gradient for theirs, and take the same for all segments where there are so many `alike`: the
     largest of the batch or, batch-invariant, 1."""
     output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
-    factor = output_scale.detach() if alike is None else pad(output_scale.detach().abs(), (0, 1)).amax()
-    factor = torch.ones_like(factor) if batch_invariant and alike is not None else torch.where(factor == 0, 1, factor)
+    factor = output_scale.detach()
+    if alike is not None and batch_invariant:
+        factor = factor.new_ones(())
+    elif alike is not None:  # a segment's scale that is no finite number is none for the others
+        factor = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
+    factor = torch.where(factor == 0, 1, factor)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
