@@ -33,6 +33,8 @@ def fixed_rows(forward: Callable) -> Callable:
 
 class _FixedRows(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.unflatten:  # which torch.compile cannot trace here
+            function = torch.unflatten
         return _FIXED.get(function, function)(*args, **(kwargs or {}))
 
 

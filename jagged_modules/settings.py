@@ -63,6 +63,10 @@ class _Setting:
     @classmethod
     def current(cls) -> Any:
         """The value in force for the calling thread or task."""
+        if torch.compiler.is_compiling():
+            from .traced_settings import traced_value
+
+            return traced_value(cls)
         return cls._state().value
 
 
@@ -150,16 +154,9 @@ class batch_invariant(_Setting, default=False):
         super().__init__(bool(enabled))
 
 
-@torch.compiler.assume_constant_result  # torch.compile cannot trace a ContextVar
 def is_batch_invariant(implementation: str = "auto") -> bool:
     """Whether `batch_invariant` is in force; ValueError if it is, and the implementation has no such mode."""
     enabled = batch_invariant.current()
     if enabled and implementation in ("reference", "decomposed", "padded"):
         raise ValueError(f"implementation must be one that jm.batch_invariant(True) covers, such as 'auto', got {implementation!r}")
     return enabled
-
-
-@torch.compiler.assume_constant_result
-def workspace_limit() -> int | None:
-    """`backward_workspace` in force."""
-    return backward_workspace.current()

@@ -78,9 +78,11 @@ def _same_bits(x: Tensor, y: Tensor) -> bool:
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(*(z.contiguous().view(torch.uint8) for z in (x, y)))
 
 
-def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, heads: int = 2, block_size: int = 16) -> dict[str, Operator]:
+def operators(
+    device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, heads: int = 2, block_size: int = 16, implementation: str = "auto"
+) -> dict[str, Operator]:
     """Every operator by name. dim: of heads; width: of rows."""
-    options = dict(device=device, dtype=dtype)
+    options, how = dict(device=device, dtype=dtype), dict(implementation=implementation)
 
     def rows(*names: str, columns: int = width) -> Callable[[int], Segment]:
         return lambda length: {name: torch.randn(length, columns, **options) for name in names}
@@ -94,7 +96,7 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
         """Self-attention; among others: of candidates, whose user may have more."""
         return Operator(
             lambda length: attended(3 if among_others else length, length, kv_heads),
-            lambda x, offsets: F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], offsets["k"], **flags),
+            lambda x, offsets: F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], offsets["k"], **flags, **how),
             "q",
             ("q",) if among_others else ("q", "k", "v"),
             joined="q" if among_others else None,
@@ -102,7 +104,7 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
 
     def hstu(x: Segment, offsets: Segment) -> Tensor:
         mask = jm.AttentionMask(causal=True, num_targets=offsets["q"].diff() // 3, contextual_seqlen=2, max_attn_len=20)
-        return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], activation="silu", mask=mask, output_scale=0.01)
+        return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], activation="silu", mask=mask, output_scale=0.01, **how)
 
     shared = {name: torch.randn(5, heads, dim, **options) for name in ("q", "k", "v")}
     weights = dict(matrix=torch.randn(width, 24, **options), bias=torch.randn(24, **options), user=torch.randn(11, 3, **options))
@@ -126,18 +128,19 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
 
     def compress(x: Segment, offsets: Segment) -> Tensor:
         levels = [weights["user"], weights["candidate"]], [x["user"], x["candidate"]]
-        return F.linear_compress(*levels, jm.CandidateIndex.from_offsets(offsets["candidate"].to(device)))
+        kernels = "fused" if implementation == "triton" else implementation
+        return F.linear_compress(*levels, jm.CandidateIndex.from_offsets(offsets["candidate"].to(device)), implementation=kernels)
 
     def target(x: Segment, offsets: Segment) -> Tensor:
         """Candidates in an order that is not sorted by user, those of a user in theirs."""
         users = torch.repeat_interleave(torch.arange(len(offsets["q"]) - 1), offsets["q"].diff())
         order = (torch.arange(len(users)) - offsets["q"][users]).argsort(stable=True)
         candidates = jm.CandidateIndex.from_map(users[order].to(device), len(offsets["q"]) - 1)
-        out = F.target_attention(x["q"][order, None], x["k"], x["v"], candidates, offsets["k"])
+        out = F.target_attention(x["q"][order, None], x["k"], x["v"], candidates, offsets["k"], **how)
         return out.squeeze(1)[order.argsort()]
 
     def self_target(x: Segment, offsets: Segment) -> Tensor:
-        out = F.self_target_attention(x["q"], x["candidates"], x["k"], x["v"], offsets["q"], offsets["candidates"])
+        out = F.self_target_attention(x["q"], x["candidates"], x["k"], x["v"], offsets["q"], offsets["candidates"], **how)
         return torch.cat(out)[_by_segment(offsets["q"], offsets["candidates"])]
 
     def block(packed: bool) -> Callable[[Segment, Segment], Tensor]:
@@ -145,7 +148,7 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
         rotary = jm.Rotary(cos, sin, "qk", linear=True)
 
         def apply(x: Segment, offsets: Segment) -> Tensor:
-            flags = dict(block_size=block_size, rotary=rotary)
+            flags = dict(block_size=block_size, rotary=rotary, **how)
             if packed:
                 return F.block_diagonal_attention_packed(torch.stack([x["q"], x["k"], x["v"]], 1), offsets["q"], **flags)
             return F.block_diagonal_attention(x["q"], x["k"], x["v"], offsets["q"], **flags)
@@ -164,20 +167,22 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
         "attention-candidates-relu": attention(among_others=True, activation="relu", kv_heads=1),
         "attention-shared-queries": Operator(
             lambda length: {name: attended(length)[name] for name in ("k", "v")},
-            lambda x, offsets: F.jagged_attention(shared["q"], x["k"], x["v"], "shared", offsets["k"]),
+            lambda x, offsets: F.jagged_attention(shared["q"], x["k"], x["v"], "shared", offsets["k"], **how),
             lambda segment: 5,
             ("k", "v"),
         ),
         "attention-shared-keys": Operator(
             lambda length: {"q": attended(length)["q"]},
-            lambda x, offsets: F.jagged_attention(x["q"], shared["k"], shared["v"], offsets["q"], "shared", activation="gelu_tanh"),
+            lambda x, offsets: F.jagged_attention(
+                x["q"], shared["k"], shared["v"], offsets["q"], "shared", activation="gelu_tanh", **how
+            ),
             "q",
             ("q",),
         ),
         "attention-shared-keys-scales": Operator(
             lambda length: {name: one_scale(length)[name] for name in ("q", "scale")},
             lambda x, offsets: F.jagged_attention(
-                x["q"], shared["k"], shared["v"], offsets["q"], "shared", activation="silu", output_scale=x["scale"].detach()
+                x["q"], shared["k"], shared["v"], offsets["q"], "shared", activation="silu", output_scale=x["scale"].detach(), **how
             ),
             "q",
             ("q",),
@@ -185,7 +190,7 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
         "attention-scales": Operator(
             one_scale,
             lambda x, offsets: F.jagged_attention(
-                x["q"], x["k"], x["v"], offsets["q"], activation="silu", output_scale=x["scale"].detach()
+                x["q"], x["k"], x["v"], offsets["q"], activation="silu", output_scale=x["scale"].detach(), **how
             ),
             "q",
             qkv,
@@ -199,37 +204,37 @@ def operators(device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, h
         ),
         "block-attention": Operator(attended, block(False), "q", qkv),
         "block-attention-packed": Operator(attended, block(True), "q", qkv),
-        "dense-bmm": Operator(matrices, lambda x, offsets: F.jagged_dense_bmm(x["x"], x["y"], offsets["x"]), "x", ("x", "y")),
+        "dense-bmm": Operator(matrices, lambda x, offsets: F.jagged_dense_bmm(x["x"], x["y"], offsets["x"], **how), "x", ("x", "y")),
         "jagged-bmm": Operator(
-            rows("x", "y"), lambda x, offsets: F.jagged_jagged_bmm(x["x"], x["y"], offsets["x"]), lambda segment: 1, ("x", "y")
+            rows("x", "y"), lambda x, offsets: F.jagged_jagged_bmm(x["x"], x["y"], offsets["x"], **how), lambda segment: 1, ("x", "y")
         ),
-        "softmax": Operator(rows("x"), lambda x, offsets: F.jagged_softmax(x["x"], offsets["x"]), "x", ("x",)),
+        "softmax": Operator(rows("x"), lambda x, offsets: F.jagged_softmax(x["x"], offsets["x"], **how), "x", ("x",)),
         "outer": Operator(
             pairs,
-            lambda x, offsets: F.jagged_jagged_bmm_jagged_out(x["x"], x["y"], plan(offsets)),
+            lambda x, offsets: F.jagged_jagged_bmm_jagged_out(x["x"], x["y"], plan(offsets), **how),
             lambda segment: segment["x"].shape[0] * segment["y"].shape[0],
             ("x", "y"),
         ),
         "gram": Operator(
             rows("x"),
-            lambda x, offsets: F.jagged_jagged_bmm_jagged_out(x["x"], x["x"], F.ScorePlan.from_offsets(offsets["x"]).to(device)),
+            lambda x, offsets: F.jagged_jagged_bmm_jagged_out(x["x"], x["x"], F.ScorePlan.from_offsets(offsets["x"]).to(device), **how),
             lambda segment: segment["x"].shape[0] ** 2,
             ("x",),
         ),
         "array-bmm": Operator(
-            scores, lambda x, offsets: F.array_jagged_bmm_jagged_out(x["p"], x["y"], plan(offsets)), "x", ("p", "y")
+            scores, lambda x, offsets: F.array_jagged_bmm_jagged_out(x["p"], x["y"], plan(offsets), **how), "x", ("p", "y")
         ),
-        "softmax2": Operator(scores, lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets)), "p", ("p",)),
-        "softmax2-columns": Operator(scores, lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets), dim=-2), "p", ("p",)),
+        "softmax2": Operator(scores, lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets), **how), "p", ("p",)),
+        "softmax2-columns": Operator(scores, lambda x, offsets: F.jagged2_softmax(x["p"], plan(offsets), dim=-2, **how), "p", ("p",)),
         "linear": Operator(
             rows("x"),
-            lambda x, offsets: F.jagged_linear(x["x"], weights["matrix"].mT, weights["bias"], activation="silu"),
+            lambda x, offsets: F.jagged_linear(x["x"], weights["matrix"].mT, weights["bias"], activation="silu", **how),
             "x",
             ("x",),
         ),
         "linear-segments": Operator(
             matrices,
-            lambda x, offsets: F.jagged_linear(x["x"], x["y"], x["bias"], offsets["x"], activation="gelu"),
+            lambda x, offsets: F.jagged_linear(x["x"], x["y"], x["bias"], offsets["x"], activation="gelu", **how),
             "x",
             ("x", "y", "bias"),
         ),

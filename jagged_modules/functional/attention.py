@@ -25,7 +25,7 @@ from ..joined import joined_rows
 from ..masks import AttentionMask
 from ..reference import attention_reference
 from ..schedule import TileSchedule, attention_tile, device_schedule
-from ..settings import is_batch_invariant, workspace_limit
+from ..settings import backward_workspace, is_batch_invariant
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
@@ -132,7 +132,7 @@ def jagged_attention(
         if implementation == "auto" and q.device.type != "cuda":
             out = _cpu_attention(q, k, v, q_offsets, kv_offsets, batch_invariant=batch_invariant, **flags)
         else:
-            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, **flags)
+            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant=batch_invariant, **flags)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -150,13 +150,13 @@ def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
-def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, batch_invariant, scale, q_shared, kv_shared, **flags) -> Tensor:
+def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, batch_invariant, **flags) -> Tensor:
     out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values(), batch_invariant)
     return out
 
 
 def _triton_attention(
-    q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant, *, scale, q_shared, kv_shared, **flags
+    q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, batch_invariant=False, **flags
 ) -> Tensor:
     from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
 
@@ -175,7 +175,7 @@ def _triton_attention(
         if implementation == "auto" and not torch.compiler.is_compiling():  # where choosing by sizes would compile anew
             hopper = hopper and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, flags["activation"], batch_invariant)
         sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
-        sizes["batch_invariant"] = batch_invariant
+        sizes |= dict(batch_invariant=batch_invariant)
         schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
     schedule = schedule.to(q.device, non_blocking=True)
     _check_schedule(schedule, q_offsets)
@@ -185,7 +185,7 @@ def _triton_attention(
     )
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
-        *flags.values(), implementation, workspace_limit(), batch_invariant,
+        *flags.values(), implementation, backward_workspace.current(), batch_invariant,
     )  # fmt: skip
     return out
 

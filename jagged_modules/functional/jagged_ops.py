@@ -290,7 +290,7 @@ def jagged_linear(
         offsets: `[B + 1]`; weights for all rows do without.
         activation: None, or a function of each result by itself, one of those of `jagged_attention` other than softmax.
         max_seqlen: as in `jagged_dense_bmm`; with weights for each segment.
-        implementation: as in `jagged_dense_bmm`; of weights for each segment.
+        implementation: as in `jagged_dense_bmm`; of weights for each segment, or under `batch_invariant`.
 
     Returns:
         `[L, T]`.
@@ -316,7 +316,7 @@ def jagged_linear(
         if bias is not None and bias.shape[0] != weight.shape[0]:
             raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
         if batch_invariant:
-            return _fixed_linear(x, weight, bias, activation)
+            return _fixed_linear(x, weight, bias, activation, implementation)
         return function(nnf.linear(x, weight, bias))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
     _check_segment_matrices("weight", weight, offsets, x.shape[1])
@@ -339,9 +339,9 @@ def jagged_linear(
     return function(out).to(dtype)
 
 
-def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None) -> Tensor:
+def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:
     """activation(x Wᵀ + b) with weights `[T, D]` for all rows; none of them depends on the others."""
-    if _on_kernels("auto", x):
+    if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
         offsets, bias = torch.arange(2, device=x.device) * x.shape[0], None if bias is None else bias[None]

@@ -35,7 +35,7 @@ def test_dtypes(name, dtype):
 @pytest.mark.parametrize("name", ["attention", "attention-hstu", "attention-silu", "jagged-bmm", "linear", "linear-compress", "softmax"])
 def test_threads_and_larger_sizes(name, threads):
     """Rows and segments that torch would divide among threads."""
-    check(operators("cpu", torch.float32, dim=40, width=72)[name], [0, 5, 64, 130, 300], [40, 150], 6, most=4)
+    check(operators("cpu", torch.float32, dim=40, width=72)[name], [0, 5, 64, 130], [90], 4, most=3)
 
 
 @pytest.mark.parametrize("name", layers("cpu", torch.float32))
@@ -128,5 +128,5 @@ def test_under_torch_compile(name):
 def test_layers_under_torch_compile(name):
     torch._dynamo.reset()
     operator = layers("cpu", torch.float32)[name]
-    compiled = torch.compile(operator.apply, dynamic=True, backend="aot_eager")
+    compiled = torch.compile(operator.apply, fullgraph=True, dynamic=True, backend="aot_eager")
     check(operator.__class__(operator.operands, compiled, operator.result, operator.gradients), [2, 3, 9, 17], [5], 4)

@@ -1,0 +1,28 @@
+"""A segment gives the same bits alone and in any batch under jm.batch_invariant(True): the portable kernels in Triton's interpreter."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from ...batch_invariance import check, operators  # noqa: E402
+
+NOT_KERNELS = {"layer-norm", "concat", "dense-mul"}
+NAMES = [name for name in operators("cpu", torch.float32) if name not in NOT_KERNELS]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_operators(name):
+    check(operators("cpu", torch.float32, implementation="triton")[name], [0, 1, 17, 65], [5, 33], 4, most=2)
+
+
+@pytest.mark.parametrize("name", ["jagged-bmm", "softmax", "linear-segments"])
+def test_long_segments(name, monkeypatch):
+    """Segments that are cut into parts: by default into other parts where the batch has other rows."""
+    monkeypatch.setattr("jagged_kernels.launch.INVARIANT_SHIFT", 5)
+    check(operators("cpu", torch.float32, implementation="triton")[name], [0, 1, 70, 300], [90], 4, most=3)
+
+
+def test_long_segments_of_16_bits():
+    """Of which the schedules' tiles depend on the mean length by default."""
+    check(operators("cpu", torch.float16, dim=16, implementation="triton")["attention"], [1, 300], [130], 3, most=2)

@@ -1,0 +1,52 @@
+"""What is chosen by the sizes of a batch, and irrespective of them where it is to be batch-invariant. No GPU is asked."""
+
+import pytest
+import torch
+from jagged_kernels import launch
+from jagged_kernels.configs import hopper_attention_pays, hopper_keys_are_long
+
+from jagged_modules.schedule import host_schedule
+
+
+def test_parts_of_long_segments():
+    def parts(num_rows, batch_invariant, longest=None):
+        return launch.chunk_shift(num_rows, longest, 8, torch.device("cpu"), batch_invariant)
+
+    assert parts(1000, False) != parts(100_000, False)
+    assert parts(10, True) == parts(1000, True) == parts(10_000_000, True) == parts(1000, True, 5000)
+    assert parts(1000, True, 2**launch.INVARIANT_SHIFT) > parts(1000, True)  # none is so long: none is cut, in any batch
+
+
+def test_means_are_not_known():
+    assert launch.mean_rows(30, torch.empty(4)) == 10 and launch.mean_rows(30, torch.empty(4), True) is None
+    assert hopper_attention_pays(None, None) and hopper_attention_pays(None, 3) and not hopper_attention_pays(None, None, 64, "gelu")
+    assert not hopper_keys_are_long(None, 128, False)
+
+
+def test_a_single_row_is_aligned_as_many_are():
+    rows, batch = torch.empty(9, 1, 5), (slice(1), slice(9))
+    single, many = (launch.aligned_strides((rows[some], 0), (rows[some], 1)) for some in batch)
+    assert single == many == (1, [5, 0])
+
+
+@pytest.mark.parametrize("hopper", [False, True])
+def test_tiles_of_schedules(hopper):
+    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, itemsize=2, hopper=hopper)
+
+    def tiles(lengths, batch_invariant):
+        return host_schedule(lengths, lengths, **sizes, batch_invariant=batch_invariant).block_m
+
+    short, long = torch.tensor([3, 5]), torch.tensor([300, 500])
+    assert tiles(short, True) == tiles(long, True) == tiles(long, False)
+    assert hopper or tiles(short, False) != tiles(long, False)
+
+
+def test_whether_schedules_are_for_hopper(monkeypatch):
+    from jagged_modules import schedule
+
+    monkeypatch.setattr(schedule, "_first_gpu_is_hopper", lambda: True)
+    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, itemsize=2)
+    short, long = torch.tensor([3, 5]), torch.tensor([300, 500])
+    by_length = [host_schedule(x, x, **sizes).block_m for x in (short, long)]
+    fixed = [host_schedule(x, x, **sizes, batch_invariant=True).block_m for x in (short, long)]
+    assert by_length == [64, 192] and fixed == [192, 192]

@@ -1,0 +1,89 @@
+"""A segment gives the same bits alone and in any batch under jm.batch_invariant(True): operators and layers on a GPU, with lengths for
+which other kernels, tiles and splits are chosen by default."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import jagged_modules as jm  # noqa: E402
+from jagged_modules import functional as F  # noqa: E402
+
+from ..batch_invariance import check, layers, operators  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+LENGTHS = [0, 1, 2, 17, 63, 64, 65, 200, 900, 2900]
+OWN = [1, 17, 130, 1100]
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+SIZES = dict(dim=64, width=72)  # that Hopper's kernels take
+NAMES = list(operators("cpu", torch.float32))
+WITH_HOPPER_KERNELS = [name for name in NAMES if "attention" in name or "compress" in name]
+
+
+@pytest.mark.parametrize("dtype, batches", [("bf16", 200), ("fp32", 40)])
+@pytest.mark.parametrize("name", NAMES)
+def test_operators(name, dtype, batches):
+    check(operators("cuda", DTYPES[dtype], **SIZES)[name], LENGTHS, OWN, batches)
+
+
+@pytest.mark.parametrize("name", WITH_HOPPER_KERNELS)
+def test_portable_kernels_on_hopper(name):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the portable kernels are those of test_operators")
+    check(operators("cuda", torch.bfloat16, **SIZES, implementation="triton")[name], LENGTHS, OWN, 200)
+
+
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+@pytest.mark.parametrize("name", ["attention", "attention-causal", "attention-silu", "target-attention"])
+def test_wide_heads(name, implementation):
+    """Whose backward keeps dS for long segments by default."""
+    check(operators("cuda", torch.float16, dim=128, heads=4, implementation=implementation)[name], [1, 64, 900, 2900], [130, 1100], 60)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", layers("cpu", torch.float32))
+def test_layers(name, dtype):
+    check(layers("cuda", DTYPES[dtype], width=128)[name], LENGTHS, OWN, 60)
+
+
+def test_many_rows_of_a_long_segment():
+    """Parts of it are cut at the same rows whatever the batch's size."""
+    for name in ("softmax", "jagged-bmm"):
+        check(operators("cuda", torch.bfloat16, **SIZES)[name], [5, 40_000], [5000], 12)
+
+
+def test_a_single_row_of_unaligned_rows():
+    """A row of a buffer whose rows do not begin at 16-byte boundaries: Hopper's kernels do not take several of them."""
+    buffer = torch.randn(40, 2 * 64 + 1, device="cuda", dtype=torch.bfloat16)
+    rows = buffer[:, :128].unflatten(1, (2, 64))
+    with jm.batch_invariant(True):
+        for operator in (
+            lambda x, offsets: F.jagged_attention(x, x, x, offsets),
+            lambda x, offsets: F.block_diagonal_attention(x, x, x, offsets),
+        ):
+            alone = operator(rows[:1], torch.tensor([0, 1]))
+            assert torch.equal(alone, operator(rows, torch.tensor([0, 1, 40]))[:1])
+
+
+def test_schedules_of_another_mode_or_tile_are_not_used():
+    lengths = torch.tensor([20, 300, 7])
+    q, k, v = (torch.randn(int(lengths.sum()), 2, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    with jm.batch_invariant(True):
+        expected = F.jagged_attention(q, k, v, offsets)
+        for block in (16, 64, 128, 192):
+            schedule = jm.zigzag_schedule(lengths, lengths, num_heads=2, block_m=block, block_n=64, num_workers=132)
+            assert torch.equal(F.jagged_attention(q, k, v, offsets, schedule=schedule.to("cuda")), expected)
+
+
+def test_a_backward_in_a_thread_of_autograd_takes_the_mode_of_its_forward(monkeypatch):
+    from jagged_kernels import attention
+
+    seen, backward = [], attention.triton_attention_backward
+    monkeypatch.setattr(attention, "triton_attention_backward", lambda *args: seen.append(args[-2:]) or backward(*args))
+    q = torch.randn(7, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    with jm.batch_invariant(True), jm.backward_workspace(2**20):
+        out = F.jagged_attention(q, q, q, torch.tensor([0, 3, 7]))
+    out.sum().backward()
+    assert seen == [(2**20, True)]
