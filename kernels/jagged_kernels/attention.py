@@ -28,8 +28,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from .activations import activation_factors, activation_function
 from .attention_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 from .configs import LONG, LaunchConfig, attention_config, attention_tile, hopper_attention_fits, hopper_attention_pays, padded_dim
-from .launch import aligned_strides, capability, descriptor_sizes, device_properties, has_descriptor, mean_rows, precision, rows_in_place
-from .operators import below_autograd, differentiate, operator, refuse_derivative
+from .launch import aligned_strides, descriptor_sizes, device_properties, has_descriptor, mean_rows, precision, rows_in_place
+from .operators import below_autograd, capability, differentiate, operator, refuse_derivative
 from .tile_list import fitting_tiles, query_lists
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------

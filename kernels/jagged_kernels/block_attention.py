@@ -22,8 +22,8 @@ from torch import Tensor
 
 from . import configs
 from .configs import block_attention_config, padded_dim
-from .launch import aligned_strides, capability, device_properties, precision, rows_in_place
-from .operators import below_autograd, differentiate, operator, refuse_derivative
+from .launch import aligned_strides, device_properties, precision, rows_in_place
+from .operators import below_autograd, capability, differentiate, operator, refuse_derivative
 from .ptxas import safe_ptxas
 from .tiles import find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 

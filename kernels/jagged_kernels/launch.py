@@ -27,12 +27,6 @@ def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@torch.compiler.assume_constant_result
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, which torch.compile takes for a constant. Sizes are no arguments of such a function: they may be symbols."""
-    return device_properties(device)[0]
-
-
 def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
 

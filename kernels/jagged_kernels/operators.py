@@ -12,6 +12,17 @@ import torch
 from torch import library
 from triton import knobs
 
+from .launch import device_properties
+
+
+@torch.compiler.assume_constant_result
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, which torch.compile takes for a constant. Sizes are no arguments of such a function: they may be symbols.
+
+    Not in launch.py, which jagged_modules imports: the decorator imports torch._dynamo.
+    """
+    return device_properties(device)[0]
+
 
 def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
     """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on the host for Triton's interpreter.
