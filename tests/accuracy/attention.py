@@ -29,14 +29,15 @@ MOST_SCORES = 2**21  # of several segments at a time, in float64
 
 
 class _Options(NamedTuple):
-    """What all segments have in common. factors, score_factors: the dtype that P, and that dS, is rounded to before a product."""
+    """What all segments have in common. factors: the dtype that P and dS are rounded to before a product; in_units: dS as
+    `_in_units` has it."""
 
     scale: float
     activation: str
     dtype: torch.dtype
     factors: torch.dtype
-    score_factors: torch.dtype
     arithmetic: Arithmetic
+    in_units: bool = False
 
 
 def attention(
@@ -63,7 +64,7 @@ def attention(
     scales_q = arithmetic.rounds_factors and activation == "softmax" and scale <= 0
     if scales_q:
         operands = operands[0].scaled(scale).rounded(q.dtype), *operands[1:]
-    options = _Options(1.0 if scales_q else scale, activation, q.dtype, factors, factors, arithmetic)
+    options = _Options(1.0 if scales_q else scale, activation, q.dtype, factors, arithmetic)
     segments = _segments(q, q_offsets, k, kv_offsets)
     factor, rest = _split_scale(output_scale, segments, do)
 
@@ -120,16 +121,17 @@ def block_attention(
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
     factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
-    score_factors = torch.float16 if precise and q.dtype == torch.bfloat16 else factors
-    options = _Options(scale, "softmax", q.dtype, factors, score_factors, arithmetic)
+    in_units = precise and rotary is not None and q.dtype == torch.bfloat16
+    options = _Options(scale, "softmax", q.dtype, factors, arithmetic, in_units)
     operands = [Bound.exact(x) for x in (q, k, v)]
     turned = [rotary is not None, rotary is not None, rotary is not None and rotary.rotate == "qkv"]
     cos = sin = None
     if rotary is not None:
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
         cos, sin = (x.to(q.device)[positions].double()[:, None] for x in (rotary.cos, rotary.sin))
-        dtypes = score_factors, score_factors, factors
-        operands = [_rotated(x, cos, sin).rounded(d) if t else x for x, d, t in zip(operands, dtypes, turned)]
+        operands = [_rotated(x, cos, sin) if t else x for x, t in zip(operands, turned)]
+        q_turned, k_turned = (_in_units(x) if in_units else x.rounded(factors) for x in operands[:2])
+        operands = [q_turned, k_turned, operands[2].rounded(factors) if turned[2] else operands[2]]
 
     heads = k.shape[1]
     totals = [_Rows(x.shape, x) for x in (do, q, k, v)]
@@ -156,7 +158,8 @@ def _segment(
     scores = (q @ k.mT).scaled(options.scale)
     parts = _softmax if options.activation == "softmax" else _pointwise
     out, p, ds, of_row = parts(scores, v, do, keep, options)
-    p, ds = p.rounded(options.factors).where(keep), ds.rounded(options.score_factors).where(keep)
+    p = p.rounded(options.factors).where(keep)
+    ds = (_in_units(ds) if options.in_units else ds.rounded(options.factors)).where(keep)
     dq = ds @ k
     if of_row is not None:
         common, delta = of_row  # what all scores of a row are off by: it does not average out over the keys
@@ -198,6 +201,11 @@ def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Optio
     p, slope = (x.where(keep) for x in activated(scores, options.activation, approximate))
     out = p.rounded(options.factors).where(keep) @ v
     return out, p, slope * (do @ v.mT), None
+
+
+def _in_units(x: Bound) -> Bound:
+    """Rounded to float16, in units of the largest of all: a program's, of a tile, is no larger."""
+    return x.rounded(torch.float16, x.value.abs().amax()) if x.value.numel() else x
 
 
 def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
