@@ -200,7 +200,11 @@ def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Optio
     approximate = options.arithmetic.approximate and options.dtype == torch.bfloat16
     p, slope = (x.where(keep) for x in activated(scores, options.activation, approximate))
     out = p.rounded(options.factors).where(keep) @ v
-    return out, p, slope * (do @ v.mT), None
+    dp = do @ v.mT
+    ds = slope * dp
+    unspecified = (slope.value == 0) & ~dp.value.isfinite()  # 0 times what is no number: torch's derivatives of relu say 0, kernels NaN
+    errors = ds.error.masked_fill(unspecified, torch.inf), ds.rms.masked_fill(unspecified, torch.inf)
+    return out, p, Bound(ds.value.masked_fill(unspecified, 0.0), *errors, ds.dtype), None
 
 
 def _in_units(x: Bound) -> Bound:
