@@ -71,7 +71,7 @@ def attention(
     heads = k.shape[1]
     grad = Bound.exact(do)
     if rest is not None:
-        grad = grad.scaled(rest).rounded(q.dtype)
+        grad = _rescaled(grad, rest, segments, q.dtype)
     inner = _Rows(do.shape, do)
     dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
     factors_of_rows = Bound.exact(factor[:, None, None].expand(-1, q.shape[1], 1))
@@ -88,15 +88,15 @@ def attention(
             total.add(places, result, heads)
 
     inner = inner.bound.rounded(q.dtype)
-    out = inner if rest is None else inner.scaled(rest).rounded(q.dtype)
+    out = inner if rest is None else _rescaled(inner, rest, segments, q.dtype)
     dq = dq.bound.rounded(q.dtype)
     dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
     bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
-        products = (Bound.exact(do) * inner).map(lambda x: x.expand(do.shape) / factor[:, None, None])
+        products = (Bound.exact(do) * inner).map(lambda x: x / factor[:, None, None])
         sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
-        stacked = (torch.stack([torch.as_tensor(x) for x in part]) for part in list(zip(*sums))[:3])
-        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype) if sums else Bound.exact(output_scale)
+        stacked = [torch.stack(part) for part in list(zip(*sums))[:3]] if sums else [output_scale.detach().double()] * 3
+        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
     return bounds
 
 
@@ -200,7 +200,11 @@ def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Optio
     approximate = options.arithmetic.approximate and options.dtype == torch.bfloat16
     p, slope = (x.where(keep) for x in activated(scores, options.activation, approximate))
     out = p.rounded(options.factors).where(keep) @ v
-    return out, p, slope * (do @ v.mT), None
+    dp = do @ v.mT
+    ds = slope * dp
+    unspecified = (slope.value == 0) & ~dp.value.isfinite()  # 0 times what is no number: torch's derivatives of relu say 0, kernels NaN
+    errors = ds.error.masked_fill(unspecified, torch.inf), ds.rms.masked_fill(unspecified, torch.inf)
+    return out, p, Bound(ds.value.masked_fill(unspecified, 0.0), *errors, ds.dtype), None
 
 
 def _in_units(x: Bound) -> Bound:
@@ -293,6 +297,11 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
     first = scales.abs().amax() if segments.shares_factor and scales.numel() else factor
     first = torch.where(first == 0, 1.0, first).expand_as(factor)
     return first, (factor / first)[:, None, None]
+
+
+def _rescaled(x: Bound, rest: Tensor, segments: _Segments, dtype: torch.dtype) -> Bound:
+    """Times the rest of the scales, and rounded; where segments share no factor, the rest is 1, or 0 of a scale of 0."""
+    return x.scaled(rest).rounded(dtype) if segments.shares_factor else x.map(lambda y: y * rest)
 
 
 class _Rows:

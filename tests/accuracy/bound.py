@@ -159,7 +159,7 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
 
     An element's error may be the largest possible, and no more than LARGEST_DEVIATION standard deviations. The root mean square of all
     errors, in standard deviations, is held to MEAN_SLACK; elements of one row (the last dimension) have errors in common and count as one.
-    Where the exact value is no finite number, or rounds to none, so must the actual be.
+    Where the exact value is no finite number, or rounds to none, so must the actual be; where the error has no bound, it may be anything.
 
     Raises:
         AssertionError: another shape, or a NaN or an infinity where there should be none.
