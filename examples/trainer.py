@@ -55,9 +55,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument(
-        "--threads", type=int, default=torch.get_num_threads(), help="CPU threads; 1 where other programs keep the cores busy"
-    )
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; where other programs keep the cores busy, more are slower")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
     parser.add_argument("--batch-size", type=int, help="histories per batch")

@@ -155,8 +155,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; where other programs keep the cores busy, more are slower")
     parser.add_argument("--seed", type=int, default=0)
-    for name, auc in run(parser.parse_args(arguments))["auc"].items():
+    options = parser.parse_args(arguments)
+    torch.set_num_threads(options.threads)
+    for name, auc in run(options)["auc"].items():
         print(f"held-out AUC {auc:.4f}  {name}")
 
 

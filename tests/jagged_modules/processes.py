@@ -1,4 +1,4 @@
-"""Prints what training steps give, by seed, computed in one of several ways: `python processes.py serial|threads|fork|spawn`."""
+"""Prints what training steps give, by seed, computed in one of several ways: `python processes.py serial|threads|fork|spawn cpu|cuda`."""
 
 import functools
 import hashlib
@@ -18,12 +18,12 @@ WORKERS = 8
 
 
 def digest(results) -> str:
-    return hashlib.sha256(b"".join(bytes(x.contiguous().view(torch.uint8).flatten().tolist()) for x in results)).hexdigest()
+    return hashlib.sha256(b"".join(bytes(x.cpu().contiguous().view(torch.uint8).flatten().tolist()) for x in results)).hexdigest()
 
 
-def digest_of_steps(seed: int, steps=None) -> str:
+def digest_of_steps(seed: int, device: str, steps=None) -> str:
     torch.set_num_threads(1)
-    return digest(run_steps(steps or make_steps(), seed, 2))
+    return digest(run_steps(steps or make_steps(device), seed, 2, device))
 
 
 def in_threads(function) -> list:
@@ -38,16 +38,17 @@ def in_threads(function) -> list:
         return list(threads.map(run, range(WORKERS)))
 
 
-def main(way: str) -> None:
+def main(way: str, device: str) -> None:
+    work = functools.partial(digest_of_steps, device=device)
     if way == "threads":  # the first calls of the process
-        print(*in_threads(functools.partial(digest_of_steps, steps=make_steps())))
+        print(*in_threads(functools.partial(work, steps=make_steps(device))))
     elif way == "serial":
-        print(*map(digest_of_steps, range(WORKERS)))
+        print(*map(work, range(WORKERS)))
     else:
-        digest_of_steps(0)  # what a forked process inherits has been used
+        work(0)  # what a forked process inherits has been used
         with ProcessPoolExecutor(2, multiprocessing.get_context(way)) as processes:
-            print(*processes.map(digest_of_steps, range(WORKERS)))
+            print(*processes.map(work, range(WORKERS)))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

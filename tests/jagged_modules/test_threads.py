@@ -22,29 +22,28 @@ def test_threads_share_layers():
         assert all(map(torch.equal, results, alone))
 
 
-@pytest.fixture(scope="module")
-def outputs():
-    """Way → what the program of processes.py prints."""
-
-    def run(way: str) -> list[str]:
-        program = pathlib.Path(__file__).with_name("processes.py")
-        environment = os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path))
-        result = subprocess.run([sys.executable, program, way], env=environment, capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return result.stdout.split()
-
-    return run
+def output(way: str, device: str) -> list[str]:
+    """What the program of processes.py prints."""
+    program = pathlib.Path(__file__).with_name("processes.py")
+    environment = os.environ | dict(PYTHONPATH=os.pathsep.join(sys.path), CUBLAS_WORKSPACE_CONFIG=":4096:8")
+    result = subprocess.run([sys.executable, program, way, device], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.split()
 
 
-@pytest.fixture(scope="module")
-def serial(outputs):
-    return outputs("serial")
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def serial(request):
+    """A device, and the output there of one thread."""
+    return request.param, output("serial", request.param)
 
 
 @pytest.mark.parametrize("way", ["threads", "fork", "spawn"])
-def test_first_calls(outputs, serial, way):
-    assert len(set(serial)) == WORKERS
-    assert outputs(way) == serial
+def test_first_calls(serial, way):
+    device, expected = serial
+    if way == "fork" and device == "cuda":
+        pytest.skip("CUDA does not work in forked processes")
+    assert len(set(expected)) == WORKERS
+    assert output(way, device) == expected
 
 
 def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):

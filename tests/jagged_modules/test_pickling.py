@@ -1,0 +1,131 @@
+"""Everything public that holds data goes through pickle, copy, deepcopy and torch.save."""
+
+import copy
+import dataclasses
+import inspect
+import io
+import pickle
+
+import pytest
+import torch
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+
+def _offsets():
+    return torch.tensor([0, 2, 2, 5])
+
+
+def _rows():
+    return torch.randn(5, 32), _offsets()
+
+
+def _prepared():
+    return jm.Jagged(*_rows(), max_seqlen=3).prepare(num_heads=2, head_dim=16)
+
+
+def _cache():
+    with torch.no_grad():
+        return jm.HSTUStack(32, 2, 2, jm.HSTUConfig(scaling_seqlen=9)).eval().cache(_rows())
+
+
+CONTAINERS = {
+    "AttentionMask": lambda: jm.AttentionMask(causal=True, num_targets=torch.tensor([1, 0, 2])),
+    "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3),
+    "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
+    "HSTUCache": _cache,
+    "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
+    "Jagged": _prepared,
+    "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
+    "ScorePlan": lambda: F.ScorePlan.from_offsets(_offsets()),
+    "TileSchedule": lambda: jm.zigzag_schedule([3, 70], [5, 6], num_heads=2, block_m=64, block_n=64, num_workers=3),
+}
+LAYERS = {
+    "BlockDiagonalSelfAttention": (lambda: jm.BlockDiagonalSelfAttention(32, 2, max_seqlen=9), lambda layer: layer(_rows())[0]),
+    "GDPABlock": (lambda: jm.GDPABlock(32, 2), lambda layer: layer(_rows())[0]),
+    "HSTULayer": (lambda: jm.HSTULayer(32, 2, jm.HSTUConfig(scaling_seqlen=9)), lambda layer: layer(_rows())[0]),
+    "HSTUStack": (lambda: jm.HSTUStack(32, 2, 2, jm.HSTUConfig(scaling_seqlen=9)), lambda layer: layer(_rows())[0]),
+    "JaggedGDPA": (lambda: jm.JaggedGDPA(32, 2, mask=jm.AttentionMask(causal=True)), lambda layer: layer(_rows())[0]),
+    "JaggedMLP": (lambda: jm.JaggedMLP([32, 8]), lambda layer: layer(_rows())[0]),
+    "JaggedTargetAttention": (lambda: jm.JaggedTargetAttention(32, 2), lambda layer: layer(torch.ones(3, 1, 32), _rows())),
+    "LinearCompressEmbedding": (lambda: jm.LinearCompressEmbedding(4, 2), lambda layer: layer(torch.randn(3, 4, 8))),
+}
+
+
+def saved(x, **options):
+    """x through torch.save and torch.load."""
+    file = io.BytesIO()
+    torch.save(x, file)
+    file.seek(0)
+    return torch.load(file, **options)
+
+
+WAYS = {
+    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
+    "copy": copy.copy,
+    "deepcopy": copy.deepcopy,
+    "torch.save": lambda x: saved(x, weights_only=False),
+}
+
+
+def assert_same(x, y) -> None:
+    """Equal in all that they hold; the name of a segmentation included."""
+    assert type(x) is type(y)
+    if isinstance(x, torch.Tensor):
+        assert torch.equal(x, y)
+    elif isinstance(x, dict):
+        assert x.keys() == y.keys()
+        for key in x:
+            assert_same(x[key], y[key])
+    elif isinstance(x, (list, tuple)):
+        assert len(x) == len(y)
+        for a, b in zip(x, y):
+            assert_same(a, b)
+    elif dataclasses.is_dataclass(x) or type(x).__module__.startswith("jagged_modules"):
+        assert_same(vars(x), vars(y))
+    else:
+        assert x == y
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", CONTAINERS)
+def test_container(name, way):
+    x = CONTAINERS[name]()
+    assert_same(WAYS[way](x), x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layer(name, way):
+    make, call = LAYERS[name]
+    layer = make()
+    twin = WAYS[way](layer)
+    results = []
+    for module in (layer, twin):
+        torch.manual_seed(1)
+        results.append(call(module))
+    assert torch.equal(*results)
+    assert_same(dict(twin.state_dict()), dict(layer.state_dict()))
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_weights_alone(name):
+    make, _ = LAYERS[name]
+    twin = make()
+    state = make().state_dict()
+    twin.load_state_dict(saved(state, weights_only=True))
+    assert_same(dict(twin.state_dict()), dict(state))
+
+
+def test_a_copy_finds_the_schedules():
+    jagged = _prepared()
+    for way in WAYS.values():
+        twin = way(jagged)
+        assert twin.token == jagged.token and len(twin._segmentation.schedules) == 1
+
+
+def test_nothing_public_is_missing():
+    """Switches, which are context managers, hold no data."""
+    public = [name for name in jm.__all__ if inspect.isclass(getattr(jm, name)) and not hasattr(getattr(jm, name), "__enter__")]
+    assert [name for name in public if name not in CONTAINERS | LAYERS] == []
