@@ -47,7 +47,7 @@ def cell(function: str, dtype: str, sizes: str, option: str, lengths: Sequence[S
 def attention_cells() -> Iterator[Cell]:
     """Activations by head dims; masks, dtypes and heads along the diagonals."""
     for (i, activation), (j, dim) in itertools.product(enumerate(ACTIVATIONS), enumerate(HEAD_DIMS)):
-        mask, dtype, heads = MASKS[(i + j) % len(MASKS)], DTYPES[(i + 2 * j) % 3], list(HEADS[(i // 2 + j // 2) % 3])
+        mask, dtype, heads = MASKS[(i + j) % len(MASKS)], DTYPES[(i + 2 * j) % 3], list(HEADS[(i // 3 + j) % 3])
         options = dict(activation=activation, mask=mask, head_dim=dim, heads=heads, operands="cross", implementation="triton")
         yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} triton", PAIRS, **options)
 
@@ -86,8 +86,11 @@ def block_attention_cells() -> Iterator[Cell]:
     rotaries = ((None, "linear"), ("qk", "linear"), ("qkv", "linear"), ("qk", "any"), ("qkv", "positions"))
     for (i, (rotary, angles)), (j, dim) in itertools.product(enumerate(rotaries), enumerate(HEAD_DIMS)):
         dtype, block, heads = DTYPES[(i + j) % 3], (16, 32, 64, 128)[(i + 2 * j) % 4], [[2, 2], [4, 2]][(i + j) % 2]
-        options = dict(head_dim=dim, block_size=block, rotary=rotary, angles=angles, heads=heads, precise=rotary is not None and j % 2 == 0)
-        yield cell("block_diagonal_attention", dtype, f"D{dim}", f"block {block} {rotary or 'unrotated'} {angles}", LENGTHS, **options)
+        kernels = "hopper" if dtype in HALVES and dim <= 128 and heads[0] == heads[1] else "triton"
+        options = dict(head_dim=dim, block_size=block, rotary=rotary, angles=angles, heads=heads, implementation=kernels)
+        options["precise"] = rotary is not None and j % 2 == 0
+        name = f"block {block} {rotary or 'unrotated'} {angles}{' precise' * options['precise']} {kernels}"
+        yield cell("block_diagonal_attention", dtype, f"D{dim}", name, LENGTHS, **options)
     for dtype, dim in itertools.product(DTYPES, (32, 64)):
         options = dict(head_dim=dim, rotary="qk", heads=[2, 2])
         yield cell("block_diagonal_attention_packed", dtype, f"D{dim}", "block 64 qk linear", LENGTHS, **options)

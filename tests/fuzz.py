@@ -29,7 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "tests")]
 
 from cases import Case, random_configuration, smaller_cases, with_random_data  # noqa: E402
-from space import OPERATORS  # noqa: E402
+from space import OPERATORS, leave_out_hopper  # noqa: E402
 
 DEVICES = ("cpu", "interpreter", "cuda")
 CASES = dict(cpu=3, interpreter=1, cuda=40)  # of one configuration, one after the other
@@ -312,6 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
     has_gpu = torch.cuda.is_available()
     if "cuda" in (options.device or ()) and not has_gpu:
         raise SystemExit("--device cuda: there is no CUDA device")
+    if has_gpu and torch.cuda.get_device_capability() != (9, 0):
+        leave_out_hopper()
     options.device = [x for x in DEVICES if (options.device is None and (x != "cuda" or has_gpu)) or x in (options.device or ())]
     options.processes = options.processes or (os.cpu_count() if "cuda" in options.device else 2)
     options.seed = int(time.time()) if options.seed is None else options.seed

@@ -376,3 +376,10 @@ OPERATORS = {
     ),
     "padded_to_jagged": Operator(axes=_jagged | dict(columns=WIDTHS, extra=(0, 1, 9)), data_axes=DATA, **_rows),
 }  # fmt: skip
+
+
+def leave_out_hopper() -> None:
+    """For GPUs of another compute capability than 9.0."""
+    for operator in OPERATORS.values():
+        if "cuda" in operator.implementations:
+            operator.implementations["cuda"] = tuple(x for x in operator.implementations["cuda"] if x != "hopper")

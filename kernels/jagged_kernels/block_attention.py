@@ -339,7 +339,7 @@ def _on_hopper(implementation: str, q: Tensor, k: Tensor, v: Tensor) -> bool:
         from .hopper import block_attention as hopper  # Gluon is compiled for Hopper alone, and imported there alone
 
         supported = hopper.supports(q, k, v)
-    if implementation == "hopper" and not supported:
+    if implementation == "hopper" and not supported and q.shape[0]:  # no rows have no address to be aligned
         raise ValueError(
             "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, D a multiple of 8 up to 128, as many key heads "
             f"as query heads and rows at 16-byte boundaries; got {q.dtype} on {q.device}, q {list(q.shape)} with strides {q.stride()}, "

@@ -174,6 +174,11 @@ def _rotary(make: Maker, o: dict, lengths: list[int]) -> jm.Rotary | None:
     return jm.Rotary(angles.cos(), angles.sin(), o["rotary"], positions, precise=o["precise"])
 
 
+def _keeps_units(o: dict) -> bool:
+    """Whether the kernels are surely those that keep what they rotate in more bits; "auto" may take others."""
+    return o["precise"] and o["implementation"] == "hopper"
+
+
 def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     tensors = _attention_tensors(make, o | dict(v_dim=None), sum(lengths), sum(lengths))
@@ -184,7 +189,7 @@ def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> 
         return dict(out=F.block_diagonal_attention(q, k, v, offsets, implementation=o["implementation"], **options))
 
     def model(inputs, gradients):
-        return accuracy.block_attention(*inputs.values(), gradients["out"], offsets, precise=o["precise"], **options)
+        return accuracy.block_attention(*inputs.values(), gradients["out"], offsets, precise=_keeps_units(o), **options)
 
     return Call(tensors, function, model, dict.fromkeys(("q", "k", "v", "out"), make.segments(lengths)))
 
@@ -198,7 +203,7 @@ def block_diagonal_attention_packed(make: Maker, o: dict, lengths: list[list[int
         return dict(out=F.block_diagonal_attention_packed(qkv, offsets, implementation=o["implementation"], **options))
 
     def model(inputs, gradients):
-        bounds = accuracy.block_attention(*inputs["qkv"].unbind(1), gradients["out"], offsets, precise=o["precise"], **options)
+        bounds = accuracy.block_attention(*inputs["qkv"].unbind(1), gradients["out"], offsets, precise=_keeps_units(o), **options)
         return dict(out=bounds["out"], dqkv=stacked([bounds[name] for name in ("dq", "dk", "dv")], 1))
 
     return Call(tensors, function, model, dict.fromkeys(("qkv", "out"), make.segments(lengths)))

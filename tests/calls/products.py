@@ -26,17 +26,18 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     if o["index"] == "counts" and indices:
         indices[0] = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64))
     levels, depths = range(o["levels"]), o["depths"]
+    implementation = o["implementation"] if len(users) else "auto"  # "hopper" refuses empty embeddings
+    arithmetic = accuracy.TORCH_CPU if implementation in ("decomposed", "padded") else None  # whose levels are rounded one by one
     weights = {f"w{i}": make.tensor(o["compressed"], depths[i], factor=depths[i] ** -0.5) for i in levels}
     embeddings = {f"e{i}": make.tensor(batches[i], depths[i], o["columns"]) for i in levels}
 
     def function(**inputs):
         tensors = list(inputs.values())
-        out = F.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], indices or None, implementation=o["implementation"])
-        return dict(out=out)
+        return dict(out=F.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], indices or None, implementation=implementation))
 
     def model(inputs, gradients):
         tensors = list(inputs.values())
-        bounds = accuracy.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"])
+        bounds = accuracy.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"], arithmetic=arithmetic)
         names = {f"dweights[{i}]": f"dw{i}" for i in levels} | {f"dembeddings[{i}]": f"de{i}" for i in levels}
         return {names.get(name, name): bound for name, bound in bounds.items()}
 

@@ -290,3 +290,10 @@ def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, precise, 
         largest = [torch.stack([part.max() for part in error.split(lengths)]).mean() for error in errors]
         for ours_of_all, theirs_of_all in (root_mean_square, largest):
             assert ours_of_all < limit * theirs_of_all
+
+
+def test_no_rows_are_no_reason_to_refuse(kernels, offsets):
+    q, k, v = (x[:0].detach().requires_grad_() for x in inputs())
+    out = F.block_diagonal_attention(q, k, v, offsets([0, 0], "cuda"), implementation=kernels)
+    for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))):
+        assert x.shape == q.shape

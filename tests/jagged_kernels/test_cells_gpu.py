@@ -6,6 +6,7 @@ from calls import check
 from cells import CELLS
 
 pytestmark = pytest.mark.gpu
+EXPECTED_CELLS = [cell.name for cell in CELLS]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: cell.name.replace("|", "-").replace(" ", "_"))
