@@ -24,7 +24,8 @@ from pathlib import Path
 import pytest
 import torch
 
-COMPILE_COST = {"grows_on_a_gpu": 100.0, "hopper": 3.0, "linear_compress": 2.0, "attention": 2.0, "float32": 1.5, "fp32": 1.5}  # factors; the soak is long
+# Factors of the cost of tests with such names: those that compile most, and the soak, which is long.
+COMPILE_COST = {"grows_on_a_gpu": 100.0, "hopper": 3.0, "linear_compress": 2.0, "attention": 2.0, "float32": 1.5, "fp32": 1.5}
 RESERVED_BYTES = 2**30  # that a worker may keep between tests: fifteen share the GPU's memory
 
 

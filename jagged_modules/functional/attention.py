@@ -24,6 +24,7 @@ from ..cpu import attention_cpu
 from ..joined import joined_rows
 from ..masks import AttentionMask
 from ..reference import attention_reference
+from ..row_scale import expand_to_rows
 from ..schedule import TileSchedule, attention_tile, device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 
@@ -113,8 +114,7 @@ def jagged_attention(
         output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
         if batch_invariant and alike is not None and implementation != "hopper":  # sums that are not scaled yet may be too large for fp16
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
-        lengths = q_offsets.diff().to(q.device, non_blocking=True)
-        row_scale = torch.repeat_interleave(row_scale, lengths, output_size=rows)
+        row_scale = expand_to_rows(row_scale, q_offsets.to(q.device, non_blocking=True), rows)
     if kv_shared:
         # No query row meets another, so keys shared by all segments make one segment of all query rows.
         ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)

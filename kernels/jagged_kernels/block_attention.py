@@ -272,7 +272,7 @@ def triton_block_attention_packed(
 
 def _forward(q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation) -> Tensor:
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    if _on_hopper(implementation, q, k, v):
+    if _on_hopper(implementation, q, k, v) and q.shape[0] > 0:
         from .hopper import block_attention as hopper
 
         hopper.forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale)
@@ -319,7 +319,7 @@ def triton_block_attention_packed_backward(
 def _backward(gradients, do, q, k, v, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale, implementation) -> None:
     dq, dk, dv = gradients
     do = rows_in_place(do)
-    if _on_hopper(implementation, q, k, v):
+    if _on_hopper(implementation, q, k, v) and q.shape[0] > 0:
         from .hopper import block_attention as hopper
 
         hopper.backward(do, q, k, v, dq, dk, dv, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale)

@@ -65,7 +65,7 @@ def _on_hopper(implementation: str, weights: list[Tensor], embeddings: list[Tens
     if implementation == "hopper" and not supported:
         shapes = [(list(x.shape), x.stride()) for x in embeddings]
         raise ValueError(
-            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, no empty weights or embeddings, and embeddings "
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, no empty weights, and embeddings "
             f"of N a multiple of 8 with rows at 16-byte boundaries; got {candidates.dtype} on {candidates.device}, weights "
             f"{[list(x.shape) for x in weights]}, embeddings and their strides {shapes}"
         )

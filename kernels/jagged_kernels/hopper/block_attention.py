@@ -374,10 +374,11 @@ def block_attention_bwd_hopper_kernel(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these operands: on Hopper, 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows."""
+    """Whether the kernels take these operands: on Hopper, 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows. Where there
+    are no rows, no kernel is launched."""
     if q.device.type != "cuda" or device_properties(q.device)[0] != (9, 0) or k.shape != q.shape:
         return False
-    return q.element_size() == 2 and q.shape[2] in range(8, 129, 8) and all(has_descriptor(x) for x in (q, k, v))
+    return q.element_size() == 2 and q.shape[2] in range(8, 129, 8) and (q.shape[0] == 0 or all(has_descriptor(x) for x in (q, k, v)))
 
 
 def forward(q, k, v, out, offsets, cos, sin, positions, rotate_v, relative, precise, block_size, scale) -> None:

@@ -17,18 +17,21 @@ from .tiles import box_layout
 
 
 def supports(weights: Sequence[Tensor], embeddings: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes these operands: on Hopper, 16-bit, embeddings of aligned rows, something to multiply. Weights are copied."""
+    """Whether the kernel takes these operands: on Hopper, 16-bit, embeddings of aligned rows, weights that are not empty. Weights are
+    copied. A batch without rows needs no kernel."""
     x = embeddings[-1]
     if x.device.type != "cuda" or device_properties(x.device)[0] != (9, 0) or x.element_size() != 2 or x.shape[2] % 8:
         return False
-    return all(x.numel() > 0 for x in weights) and all(x.numel() > 0 and has_descriptor(x) for x in embeddings)
+    return all(x.numel() > 0 for x in weights) and (x.shape[0] == 0 or all(x.numel() > 0 and has_descriptor(x) for x in embeddings))
 
 
 def forward(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], batch_invariant: bool = False) -> Tensor:
     """Arguments as those of the portable kernels. One launch prepares, one is for up to two levels, one for each further."""
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]
-    strips, panels, config = _plan(m, n)
     out = embeddings[-1].new_empty((batch, m, n))
+    if batch == 0:
+        return out
+    strips, panels, config = _plan(m, n)
     # Shared products as the kernel keeps them: whole strips and panels, in fp32. The last launch tells which of its own are stored.
     sizes = [x.shape[0] * strips * panels for x in embeddings[:-1]]
     products = [out.new_empty((size, 64 * config.columns), dtype=torch.float32) for size in sizes]
