@@ -32,6 +32,8 @@ def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=No
         return False
     if kernels == "hopper-kept" and (mask is not None or shared not in ("none", None)):
         return False
+    if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):  # longer blocks are masked as short ones are
+        return False
     dims, dtype = case or (dims, dtype)
     dims = (dims, dims) if isinstance(dims, int) else dims
     if kernels != "hopper" and dtype == torch.float16:  # where blocks of keys are long, or gradients are kept, a type changes nothing more
@@ -211,14 +213,14 @@ def test_scale(check_attention, scale):
     check_attention("mixed", torch.float16, "cuda", scale=scale)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activations(check_attention, activation, dtype):
-    dims = alternate(ACTIVATIONS.index(activation) + DTYPES.index(dtype), [(64, 64), (128, 128)])
-    check_attention("mixed", dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
+def test_activations(check_attention, activation):
+    """In bf16, whose functions are others; test_cells_gpu.py has all dtypes."""
+    dims = alternate(ACTIVATIONS.index(activation), [(64, 64), (128, 128)])
+    check_attention("mixed", torch.bfloat16, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [CASES[0], *CASES[2:]], ids=str)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", ["self", "mixed"])
 def test_masks(check_attention, lengths, mask, case):
@@ -227,11 +229,11 @@ def test_masks(check_attention, lengths, mask, case):
     check_attention((SELF, SELF) if lengths == "self" else lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mask", ["hstu"])
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
-def test_activations_under_a_mask(check_attention, activation, dtype):
-    dims = alternate(ACTIVATIONS.index(activation) + (dtype == torch.bfloat16), [(128, 128), (64, 64)])
-    check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation=activation, mask="hstu", scale=0.3, output_scale=0.02)
+def test_activations_under_a_mask(check_attention, activation, mask):
+    dims = alternate(ACTIVATIONS.index(activation), [(128, 128), (64, 64)])
+    check_attention((SELF, SELF), torch.bfloat16, "cuda", dims=dims, activation=activation, mask=mask, scale=0.3, output_scale=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
