@@ -135,8 +135,8 @@ def is_large(item) -> bool:
 
 
 def in_order(items: list) -> list:
-    """The tests that compile most first. Tests of one function, which want the same kernels, are scattered, and so are those that run one at
-    a time: workers wait less for one another."""
+    """The tests that compile most first. Tests of one function, which want the same kernels, are scattered, and so are those that run one
+    at a time: workers wait less for one another."""
     items = sorted(items, key=lambda item: (-_compile_cost(item), zlib.crc32(item.nodeid.encode())))
     large, others = [x for x in items if is_large(x)], [x for x in items if not is_large(x)]
     distance = max(1, len(others) // (len(large) + 1))
