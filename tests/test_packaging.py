@@ -133,3 +133,9 @@ def test_no_machine_paths_or_foreign_hosts():
         found += [f"{path.name}: {host}" for host in re.findall(r"https?://([\w.-]+)", text) if host not in HOSTS]
         found += [f"{path.name}: {match}" for match in re.findall(r"(?<![\w.~])/(?:home|root|work|Users|opt)/\w+", text)]
     assert found == []
+
+
+def test_dtypes_of_the_readme_are_those_that_functions_take():
+    from jagged_modules.dtypes import dtype_table
+
+    assert dtype_table().strip() in README
