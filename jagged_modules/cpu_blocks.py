@@ -5,6 +5,7 @@ The query rows go block by block, each with the columns that any row of it sees.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -30,12 +31,17 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
 
     One head dim for all of q, k and v, whose last stride is 1.
     """
+    # Scores of such rows are all NaN, which torch's fused attention takes for a row that sees nothing.
+    not_finite = ~q.isfinite().all(-1, keepdim=True)
     if mask is None:
-        return _fused_attention(q, k, v, scale=scale)
+        out, lse = _fused_attention(q, k, v, scale=scale)
+        return out.masked_fill_(not_finite, math.nan), lse
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-        out[:, :, rows], lse[:, :, rows] = _fused_attention(*operands, attn_mask=_bias(hidden, q), scale=scale)
+        block, lse[:, :, rows] = _fused_attention(*operands, attn_mask=_bias(hidden, q), scale=scale)
+        sees = ~hidden.all(-1, keepdim=True)
+        out[:, :, rows] = block.masked_fill_(not_finite[:, :, rows] & sees, math.nan)
     return out, lse
 
 

@@ -1,5 +1,8 @@
 """F.jagged_attention on the CPU: shapes, layouts, dtypes, autograd."""
 
+import math
+from functools import partial
+
 import accuracy
 import pytest
 import torch
@@ -709,3 +712,17 @@ def test_scales_of_less_precision_than_the_operands(offsets_of):
     q_offsets, kv_offsets, scales = offsets_of([4, 6, 7, 3]), offsets_of([5, 4]), torch.tensor([0.3, 2.0, 0.7, -3.0])
     outputs = [F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=x) for x in (scales, scales.double())]
     torch.testing.assert_close(*outputs, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
+@pytest.mark.parametrize(
+    "name, mask", [("q", None), ("q", jm.AttentionMask(causal=True)), ("k", None), ("v", None), ("v", jm.AttentionMask(causal=True))]
+)
+def test_what_is_not_finite_shows_where_the_definition_has_it(name, mask, value, offsets_of):
+    """And nowhere else: a row that sees nothing stays 0."""
+    tensors = {x: torch.randn(12, 2, 8) for x in "qkv"}
+    tensors[name][5, 0, 2] = value
+    q_offsets, kv_offsets = offsets_of([3, 6, 3]), offsets_of([3, 4, 5])
+    run = partial(F.jagged_attention, *tensors.values(), q_offsets, kv_offsets, mask=mask)
+    assert torch.equal(run().isfinite(), run(implementation="reference").isfinite())
+    assert not run().isfinite().all()
