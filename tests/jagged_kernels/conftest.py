@@ -7,22 +7,12 @@ from typing import NamedTuple
 import accuracy
 import pytest
 import torch
+from space import MASKS
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.activations import POINTWISE
 
-MASKS = {  # fields of AttentionMask; num_targets: at most so many in a segment
-    "causal": dict(causal=True),
-    "window": dict(window=(20, 9)),
-    "causal-window": dict(causal=True, window=(33, None)),
-    "targets": dict(causal=True, num_targets=40),
-    "grouped-targets": dict(causal=True, num_targets=90, target_group_size=7),
-    "hstu": dict(causal=True, num_targets=30, contextual_seqlen=5, max_attn_len=50, min_full_attn_seqlen=11),
-    "long-context": dict(causal=True, contextual_seqlen=70, max_attn_len=100),
-    "band": dict(max_attn_len=40),
-    "open-targets": dict(num_targets=20, contextual_seqlen=3, max_attn_len=30, min_full_attn_seqlen=4),
-}
 LENGTHS = {  # query and key lengths of the segments
     "mixed": ([3, 0, 1, 70, 5, 130, 17, 9, 0, 257, 128], [5, 4, 0, 100, 33, 64, 16, 1, 0, 300, 129]),
     "empty-ends": ([0, 0, 64, 0, 1, 0], [0, 3, 64, 0, 65, 7]),
