@@ -138,14 +138,15 @@ def jagged_attention(
 
 def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32: the kernels give no
-    gradient for theirs, and take the same for all segments where there are so many `alike`: the
-    largest of the batch or, batch-invariant, 1."""
+    gradient for theirs, and take the same for all segments where there are so many `alike`: the largest finite one of the batch or,
+    batch-invariant, 1."""
     output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
     factor = output_scale.detach()
     if alike is not None and batch_invariant:
         factor = factor.new_ones(())
-    elif alike is not None:  # a segment's scale that is no finite number is none for the others
-        factor = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
+    elif alike is not None:  # rounded up to a power of two, which changes no bit of a product: segments depend on no other's scale
+        largest = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
+        factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 

@@ -13,6 +13,27 @@ from jagged_modules import functional as F
 from .maker import Call, Maker
 
 
+def _replicated(weights: list[Tensor], embeddings: list[Tensor], maps: list[Tensor], do: Tensor) -> dict[str, accuracy.Bound]:
+    """All levels replicated to the candidates, and one product: gradients of a shared level are sums of those of its copies."""
+    maps = [*maps, torch.arange(len(do), device=do.device)]
+    copies = torch.cat([x[index] for x, index in zip(embeddings, maps)], 1)
+    bounds = accuracy.linear_compress([torch.cat(weights, 1)], [copies], [], do)
+    results, start = dict(out=bounds["out"]), 0
+    for level, (weight, embedding, index) in enumerate(zip(weights, embeddings, maps)):
+        rows = slice(start, start + weight.shape[1])
+        start = rows.stop
+        results[f"dw{level}"] = bounds["dweights[0]"].map(lambda x, rows=rows: x[:, rows])
+        terms = bounds["dembeddings[0]"].map(lambda x, rows=rows: x[:, rows])
+
+        def total(x: Tensor, like: Tensor = embedding, index: Tensor = index) -> Tensor:
+            return torch.zeros(like.shape, dtype=x.dtype, device=x.device).index_add_(0, index, x)
+
+        sums = terms._replace(value=total(terms.value), error=total(terms.error), rms=total(terms.rms**2).sqrt())
+        count = index.bincount(minlength=len(embedding))[:, None, None]
+        results[f"de{level}"] = sums.summed(count, total(terms.value.abs()), total(terms.value**2)).rounded(do.dtype)
+    return results
+
+
 def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     """Levels are users, vendors and candidates; each user has as many candidates as a segment is long."""
     (counts,) = lengths
@@ -37,6 +58,8 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
     def model(inputs, gradients):
         tensors = list(inputs.values())
+        if implementation == "reference":
+            return _replicated(tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"])
         bounds = accuracy.linear_compress(tensors[: o["levels"]], tensors[o["levels"] :], maps, gradients["out"], arithmetic=arithmetic)
         names = {f"dweights[{i}]": f"dw{i}" for i in levels} | {f"dembeddings[{i}]": f"de{i}" for i in levels}
         return {names.get(name, name): bound for name, bound in bounds.items()}
@@ -144,7 +167,10 @@ def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activatio
     out, grad = z, exact(do)
     if activation is not None:
         out, slope = activated(z, activation)
-        out, grad = out.rounded(dtype), (slope * grad).rounded(dtype)
+        out = out.rounded(dtype)
+        if activation == "sigmoid":  # whose derivative torch makes from the result
+            slope = out * (exact(torch.ones_like(do)) - out)
+        grad = (slope * grad).rounded(dtype)
     bounds = dict(out=out, dx=(grad @ exact(weight)).rounded(dtype), dweight=(grad.mT @ exact(x)).rounded(dtype))
     return bounds | (dict(dbias=grad.sum(0).rounded(dtype)) if bias else {})
 

@@ -694,17 +694,19 @@ def test_triton_in_float64_is_refused():
         F.jagged_attention(*make_qkv(6, 6), GOOD["q_offsets"], implementation="hopper")
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_scale_that_is_no_number_spoils_no_other_segment(offsets_of, value):
-    """Where several segments of queries read the same keys, all scales are divided by the largest."""
-    q, k, v = torch.randn(20, 2, 8), torch.randn(9, 2, 8), torch.randn(9, 2, 8)
-    q_offsets, kv_offsets = offsets_of([4, 6, 7, 3]), offsets_of([5, 4])
-    scales = torch.tensor([0.5, 2.0, 1.0, -3.0])
-    expected = F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=scales)
-    scales[1] = value
-    out = F.jagged_attention(q, k, v, q_offsets, kv_offsets, activation="silu", output_scale=scales)
-    assert not out[4:10].isfinite().any()
-    torch.testing.assert_close(torch.cat([out[:4], out[10:]]), torch.cat([expected[:4], expected[10:]]))
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 100.0, 0.0])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_segments_scale_changes_no_bit_of_the_others(offsets_of, value, shared):
+    """Where several segments of queries read the same keys, all scales are divided by one factor."""
+    q, k, v = (torch.randn(rows, 2, 8).bfloat16() for rows in (20, 9, 9))
+    scales, kv_offsets = torch.tensor([0.5, 2.0, 1.0, -3.0]), "shared" if shared else offsets_of([5, 4])
+
+    def attend():
+        return F.jagged_attention(q, k, v, offsets_of([4, 6, 7, 3]), kv_offsets, activation="silu", output_scale=scales)
+
+    expected, scales[3] = attend(), value
+    out = attend()
+    assert torch.equal(out[:17], expected[:17]) and not torch.equal(out[17:], expected[17:])
 
 
 def test_scales_of_less_precision_than_the_operands(offsets_of):
