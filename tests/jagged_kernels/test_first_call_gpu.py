@@ -14,13 +14,13 @@ LAYERS = list(training_steps("cpu", torch.float32))
 @pytest.fixture
 def compiled(monkeypatch):
     """Names of the kernels that are compiled, or loaded from Triton's cache, while the test runs."""
-    names, before = [], knobs.runtime.jit_post_compile_hook
+    names, before = [], knobs.compilation.listener
 
-    def note(*args, **options):
-        names.append(options["fn"].name)
-        return before(*args, **options) if before else None
+    def note(**what):
+        names.append(what["src"].name)
+        return before(**what) if before else None
 
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
+    monkeypatch.setattr(knobs.compilation, "listener", note)
     return names
 
 
