@@ -198,6 +198,7 @@ def assert_compiles_once(function, batches, parameters=(), backend="aot_eager", 
     """One graph for all batches; values and gradients of every floating-point input and parameter as without compilation, up to
     `tolerance` times the largest element: the same kernels may be given tiles of another size."""
     graph, counter = compiled(function, backend)
+    compilations = []
     for inputs in batches:
         results = []
         for call in (function, graph):
@@ -206,7 +207,9 @@ def assert_compiles_once(function, batches, parameters=(), backend="aot_eager", 
             results.append([out, *torch.autograd.grad(out.square().sum(), [*parameters, *filter(_is_differentiable, leaves)])])
         for expected, actual in zip(*results, strict=True):
             assert (actual - expected).abs().max() <= tolerance * expected.abs().max()
-    assert counter.frame_count == 1
+        compilations.append(counter.frame_count)
+    # Later batches compile nothing. The first may take two attempts: a float of a module, such as dropout's p, begins as a symbol.
+    assert set(compilations) == {compilations[0]} and compilations[0] in (1, 2)
 
 
 def _is_differentiable(x) -> bool:
