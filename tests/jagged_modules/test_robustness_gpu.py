@@ -1,6 +1,7 @@
 """On a GPU: several streams, two devices, data loaders that fork after CUDA is initialised, and running out of memory."""
 
 import gc
+import time
 
 import pytest
 import torch
@@ -134,6 +135,16 @@ def _products(rows):
     return F.jagged_softmax(F.jagged_dense_bmm(x, y, offsets), offsets), (x, y)
 
 
+def allocated_in_the_end(expected: int) -> int:
+    """Bytes allocated on the GPU. Autograd's own thread, in which a backward failed, drops what it holds after the caller has the error."""
+    for _ in range(100):
+        gc.collect()
+        if torch.cuda.memory_allocated() == expected:
+            break
+        time.sleep(0.05)
+    return torch.cuda.memory_allocated()
+
+
 @pytest.mark.parametrize("make", [_attention, _block_attention, _linear_compress, _products], ids=lambda x: x.__name__[1:])
 def test_out_of_memory_leaves_nothing_behind(make):
     """Less memory than a step takes, at ever later places of it; a small step then gives what it gave, and nothing stays allocated."""
@@ -158,12 +169,11 @@ def test_out_of_memory_leaves_nothing_behind(make):
                 passed = True
             except torch.OutOfMemoryError:
                 failures += 1
-            gc.collect()
-            assert torch.cuda.memory_allocated() == before
-            if passed:
-                break
             torch.cuda.set_per_process_memory_fraction(1.0)
             assert all(map(torch.equal, step(1600), expected))
+            assert allocated_in_the_end(before) == before
+            if passed:
+                break
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert passed and failures > 5
