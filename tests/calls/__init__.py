@@ -12,10 +12,6 @@ from torch import Tensor
 from . import attention, products, rows
 from .maker import Call, Maker
 
-# torch's own products on a GPU may otherwise round partial sums to 16 bits.
-torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
-
 BUILDERS = {
     "jagged_attention": attention.jagged_attention,
     "target_attention": attention.target_attention,

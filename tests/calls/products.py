@@ -171,7 +171,11 @@ def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activatio
         if activation == "sigmoid":  # whose derivative torch makes from the result
             slope = out * (exact(torch.ones_like(do)) - out)
         grad = (slope * grad).rounded(dtype)
-    bounds = dict(out=out, dx=(grad @ exact(weight)).rounded(dtype), dweight=(grad.mT @ exact(x)).rounded(dtype))
+    dweight = grad.mT @ exact(x)
+    if x.is_cuda:  # split along the rows, of which partial sums may have x's dtype (torch.backends.cuda.matmul.allow_..._reduction)
+        eps, (a, b) = torch.finfo(dtype).eps, (grad.value.mT, exact(x).value)
+        dweight = dweight.widened(eps / 2 * (a.abs() @ b.abs()), eps / 4 * (a.square() @ b.square()).sqrt())
+    bounds = dict(out=out, dx=(grad @ exact(weight)).rounded(dtype), dweight=dweight.rounded(dtype))
     return bounds | (dict(dbias=grad.sum(0).rounded(dtype)) if bias else {})
 
 

@@ -188,8 +188,7 @@ def test_empty_shared_operands(check_empty_shared_operands, kernels):
 @pytest.mark.parametrize("blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)])
 @pytest.mark.parametrize("kernels", ["hopper-kept"], indirect=True)
 def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypatch, blocks, parts, activation):
-    """Of parts of the batch one after the other; where a segment's do not fit, its scores are computed again. At head dim 128, where they are
-    stored unasked."""
+    """Of parts of the batch one after the other; where a segment's do not fit, its scores are computed again."""
     monkeypatch.setattr("jagged_kernels.hopper.attention_backward.plan_workspace", plan_for(blocks, parts))
     output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
     for heads in ((4, 4), (4, 2)):
