@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import ptx_get_version
+from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
 
 FIRST_SOUND_RELEASE = (12, 9)
 _lock = threading.Lock()  # Triton's settings belong to the process
@@ -39,7 +39,7 @@ def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
     if target.backend != "cuda" or target.arch // 10 != 9:
         return compiler.compile(source, target=target, options=options, **kwargs)
     ptxas = hopper_ptxas()
-    if ptxas == knobs.nvidia.ptxas:
+    if ptxas == get_ptxas(90):
         return compiler.compile(source, target=target, options=options, **kwargs)
     with _lock, knobs.nvidia.scope():
         knobs.nvidia.ptxas = ptxas.path
@@ -54,10 +54,10 @@ def hopper_ptxas() -> knobs.NvidiaTool:
     Raises:
         RuntimeError: neither is sound.
     """
-    for ptxas in (knobs.nvidia.ptxas, knobs.nvidia.ptxas_blackwell):
+    for ptxas in (get_ptxas(90), knobs.nvidia.ptxas_blackwell):
         if _release(ptxas) >= FIRST_SOUND_RELEASE:
             return ptxas
-    found = knobs.nvidia.ptxas.version
+    found = get_ptxas(90).version
     raise RuntimeError(f"ptxas {found} miscompiles wgmma; set TRITON_PTXAS_PATH to one of CUDA 12.9 or newer")
 
 

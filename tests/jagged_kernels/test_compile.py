@@ -28,8 +28,8 @@ from jagged_kernels.configs import (  # noqa: E402
 )
 from jagged_kernels.jagged_matmul import SYMMETRIC_BLOCK  # noqa: E402
 from jagged_kernels.ptxas import compile_kernel, hopper_ptxas  # noqa: E402
-from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from .sass import unwritten_registers  # noqa: E402
@@ -327,7 +327,7 @@ def test_linear_compress_kernels_of_unaligned_embeddings_compile(name, sizes, dt
 
 def test_an_older_ptxas_loses_a_register(monkeypatch):
     """The fault that `hopper_ptxas` avoids, and that `compile_for` finds."""
-    if hopper_ptxas() == knobs.nvidia.ptxas:
+    if hopper_ptxas() == get_ptxas(90):
         pytest.skip("Triton's own ptxas is sound")
     monkeypatch.setattr("jagged_kernels.ptxas.FIRST_SOUND_RELEASE", (0,))
     with pytest.raises(AssertionError, match="UR"):

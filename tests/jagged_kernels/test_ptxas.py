@@ -27,6 +27,7 @@ def releases(monkeypatch):
     def install(own, blackwell):
         tools = dict(ptxas=tool(own), ptxas_blackwell=tool(blackwell))
         monkeypatch.setattr(ptxas, "knobs", SimpleNamespace(nvidia=SimpleNamespace(**tools)))
+        monkeypatch.setattr(ptxas, "get_ptxas", lambda capability: tools["ptxas"])
         return tools
 
     return install
