@@ -7,45 +7,49 @@ written: wrong results, or an illegal memory access. The same wheels carry a new
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Callable
 
 from triton import compiler, knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
+from triton.runtime.jit import JITFunction
 
 FIRST_SOUND_RELEASE = (12, 9)
-_lock = threading.Lock()  # Triton's settings belong to the process
+_lock = threading.Lock()  # held while Triton's settings, which belong to the process, are read or set
 
 
 def safe_ptxas(kernel):
     """Decorator for a kernel, above `triton.jit` or `gluon.jit`: it is compiled by `compile_kernel`."""
-    caches = getattr(kernel, "device_caches", None)
-    if caches is None:  # Triton's interpreter compiles nothing
-        return kernel
-    create_binder: Callable = caches.default_factory
-
-    def create_binder_and_replace_compile():
-        binder = create_binder()  # sets kernel.compile
-        kernel.compile = compile_kernel
-        return binder
-
-    caches.default_factory = create_binder_and_replace_compile
+    if isinstance(kernel, JITFunction):  # Triton's interpreter compiles nothing
+        kernel.__class__ = _compiled_safely(type(kernel))
     return kernel
+
+
+@functools.cache
+def _compiled_safely(kind: type[JITFunction]) -> type[JITFunction]:
+    """The subclass of `kind` whose attribute `compile` is `compile_kernel`.
+
+    A kernel sets this attribute to Triton's compiler at its first launch on each device. Another thread may be about to use it then, so
+    setting it has no effect here.
+    """
+    compile = property(lambda kernel: compile_kernel, lambda kernel, compiler: None)
+    return type(kind.__name__, (kind,), {"compile": compile, "__module__": kind.__module__})
 
 
 def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
     """`triton.compile`, on compute capability 9.0 with `hopper_ptxas`."""
     if target.backend != "cuda" or target.arch // 10 != 9:
         return compiler.compile(source, target=target, options=options, **kwargs)
-    ptxas = hopper_ptxas()
-    if ptxas == get_ptxas(90):
-        return compiler.compile(source, target=target, options=options, **kwargs)
-    with _lock, knobs.nvidia.scope():
-        knobs.nvidia.ptxas = ptxas.path
-        # Part of the key of Triton's cache on disk, which may hold the same kernel as the older ptxas compiled it.
-        options = {**options, "ptx_version": options.get("ptx_version") or ptx_get_version(ptxas.version)}
-        return compiler.compile(source, target=target, options=options, **kwargs)
+    with _lock:
+        ptxas = hopper_ptxas()
+        if ptxas == get_ptxas(90):
+            return compiler.compile(source, target=target, options=options, **kwargs)
+        with knobs.nvidia.scope():
+            knobs.nvidia.ptxas = ptxas.path
+            # Part of the key of Triton's cache on disk, which may hold the same kernel as the older ptxas compiled it.
+            options = {**options, "ptx_version": options.get("ptx_version") or ptx_get_version(ptxas.version)}
+            return compiler.compile(source, target=target, options=options, **kwargs)
 
 
 def hopper_ptxas() -> knobs.NvidiaTool:
