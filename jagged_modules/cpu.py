@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from .autocast import host_operator
-from .cpu_blocks import pointwise_backward, pointwise_forward, scores_at_a_time, softmax_backward, softmax_forward
+from .cpu_blocks import scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
 from .cpu_groups import Rows, compute_dtype
 from .masks import AttentionMask
 
@@ -40,7 +40,7 @@ def attention_cpu(
             block, block_lse = softmax_forward(*operands, *group.mask, scale)
             _put(lse, group.rows, block_lse[..., None])
         else:
-            block = pointwise_forward(*operands, *group.mask, scale, activation)
+            block, _ = unfused_forward(*operands, *group.mask, scale, activation)
         _put(results, group.rows, block)
     return _as(out, _scaled(results, q_offsets, segment_scale, output_scale)), lse
 
@@ -67,7 +67,7 @@ def attention_cpu_backward(
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
             grads = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
         else:
-            grads = pointwise_backward(*operands, *group.mask, scale, activation)
+            grads = unfused_backward(*operands, *group.mask, scale, activation)
         if q_shared:
             dq += grads[0].sum(0).transpose(0, 1)
         else:

@@ -31,18 +31,19 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
 
     One head dim for all of q, k and v, whose last stride is 1.
     """
-    # Scores of such rows are all NaN, which torch's fused attention takes for a row that sees nothing.
-    not_finite = ~q.isfinite().all(-1, keepdim=True)
     if mask is None:
+        # Scores of such rows are all NaN, which torch's fused attention takes for a row that sees nothing.
+        not_finite = ~q.isfinite().all(-1, keepdim=True)
         out, lse = _fused_attention(q, k, v, scale=scale)
         return out.masked_fill_(not_finite, math.nan), lse
-    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
-    for rows, columns, hidden in _blocks(q, k, mask, num_targets):
-        operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
-        block, lse[:, :, rows] = _fused_attention(*operands, attn_mask=_bias(hidden, q), scale=scale)
-        sees = ~hidden.all(-1, keepdim=True)
-        out[:, :, rows] = block.masked_fill_(not_finite[:, :, rows] & sees, math.nan)
-    return out, lse
+    flags = mask, num_targets, scale
+    if _products_are_finite(scale, q, k, v):
+        return _fused_forward(q, k, v, *flags)
+    bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
+    affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
+    fused = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
+    unfused = unfused_forward(q, k, v, *flags, "softmax")
+    return torch.where(affected[..., None], unfused[0], fused[0]), torch.where(affected, unfused[1], fused[1])
 
 
 def softmax_backward(
@@ -51,6 +52,29 @@ def softmax_backward(
     """Gradients of q, k and v from what `softmax_forward` gave."""
     if mask is None:
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, False, scale=scale)
+    flags = mask, num_targets, scale
+    if _products_are_finite(scale, do, q, k, v):
+        return _fused_backward(do, q, k, v, out, lse, *flags)
+    bad_q, bad_kv = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v), _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
+    affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
+    of_queries = (_clear(x, affected) for x in (do, q))
+    fused = _fused_backward(*of_queries, _clear(k, bad_kv), _clear(v, bad_kv), _clear(out, affected), lse.masked_fill(affected, 0.0), *flags)
+    unfused = unfused_backward(do, q, k, v, *flags, "softmax")
+    whose = (affected, affected_keys, affected_keys)
+    return tuple(torch.where(rows[..., None], x, y) for rows, x, y in zip(whose, unfused, fused))
+
+
+def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
+    for rows, columns, hidden in _blocks(q, k, mask, num_targets):
+        operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
+        out[:, :, rows], lse[:, :, rows] = _fused_attention(*operands, attn_mask=_bias(hidden, q), scale=scale)
+    return out, lse
+
+
+def _fused_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask, num_targets: int, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
@@ -61,36 +85,110 @@ def softmax_backward(
     return dq, dk, dv
 
 
-def pointwise_forward(
+def unfused_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str
-) -> Tensor:
-    """P v for P = act(scale · q kᵀ), 0 where hidden."""
-    function = POINTWISE[activation].function
+) -> tuple[Tensor, Tensor | None]:
+    """P v for P = act(scale · q kᵀ), 0 where hidden; with softmax also the log-sum-exp of the scores `[segments, heads, rows]`."""
+    finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     out = queries.new_zeros(*queries.shape[:3], v.shape[3])
+    lse = queries.new_zeros(queries.shape[:3]) if activation == "softmax" else None
     for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         scores = queries[some, :, rows].flatten(1, 2) @ keys[some, columns].mT
-        result = _hide(function(scores), hidden) @ values[some, columns]
+        if lse is not None:
+            lse[some, :, rows] = _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
+        p, value = _weights(scores, hidden, activation), values[some, columns]
+        result = p @ value if finite else _visible_product(p, value, hidden.repeat(queries.shape[1], 1))
         out[some, :, rows] = result.view_as(out[some, :, rows])
-    return _unfold(out, k)
+    return _unfold(out, k), None if lse is None else _unfold(lse, k)
 
 
-def pointwise_backward(
+def unfused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q)."""
-    function, backward = POINTWISE[activation]
     queries, grads, keys, values = _fold(q * scale, k), _fold(do, k), k.flatten(0, 1), v.flatten(0, 1)
+    finite = mask is None or _are_finite(queries, grads, keys)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         query, grad = (x[some, :, rows].flatten(1, 2) for x in (queries, grads))
         key, value = keys[some, columns], values[some, columns]
         scores = query @ key.mT
-        dv[some, columns].baddbmm_(_hide(function(scores), hidden).mT, grad)
-        ds = _hide(backward(grad @ value.mT, scores), hidden)
-        dk[some, columns].baddbmm_(ds.mT, query)
-        dq[some, :, rows] = (ds @ key).view_as(dq[some, :, rows])
+        p = _weights(scores, hidden, activation)
+        ds = _score_gradients(grad @ value.mT, scores, p, hidden, activation)
+        if finite:
+            dv[some, columns].baddbmm_(p.mT, grad)
+            dk[some, columns].baddbmm_(ds.mT, query)
+            block = ds @ key
+        else:
+            no_pair = hidden.repeat(queries.shape[1], 1)
+            dv[some, columns] += _visible_product(p.mT, grad, no_pair.mT)
+            dk[some, columns] += _visible_product(ds.mT, query, no_pair.mT)
+            block = _visible_product(ds, key, no_pair)
+        dq[some, :, rows] = block.view_as(dq[some, :, rows])
     return _unfold(dq, k) * scale, *(x.unflatten(0, k.shape[:2]) for x in (dk, dv))
+
+
+def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
+    """P, 0 where hidden. Softmax overwrites the scores there."""
+    if activation == "softmax":
+        return _hide(_hide(scores, hidden, -math.inf).softmax(-1), hidden)
+    return _hide(POINTWISE[activation].function(scores), hidden)
+
+
+def _score_gradients(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
+    """dS, 0 where hidden. Softmax: P ∘ (dP - rowsum(P ∘ dP))."""
+    if activation == "softmax":
+        return _hide(torch._softmax_backward_data(_hide(dp, hidden), p, -1, dp.dtype), hidden)
+    return _hide(POINTWISE[activation].backward(dp, scores), hidden)
+
+
+def _are_finite(*operands: Tensor) -> bool:
+    """False where not all elements are finite; their norm is read once, without a copy."""
+    return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
+
+
+def _products_are_finite(scale: float, *operands: Tensor) -> bool:
+    """False where an element, or a product of rows of two operands, may not be finite: torch's fused attention adds -inf to a hidden score,
+    and multiplies by 0, where both may give NaN."""
+    bound = math.prod(1 + float(torch.linalg.vector_norm(x)) for x in operands)
+    return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
+
+
+def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
+    """Rows of x `[..., rows]` that are not finite, or whose products with a finite row of the other may not be."""
+    norms = torch.linalg.vector_norm(x, dim=-1)
+    if other is not None:
+        norms = norms * ((1 + abs(scale)) * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax()))
+    return ~norms.isfinite()
+
+
+def _affected(q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int) -> tuple[Tensor, Tensor]:
+    """Query rows that are bad or see a bad key, and keys that such a row sees; of all heads, booleans `[segments, heads, rows]`."""
+    group = q.shape[1] // k.shape[1]
+    rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
+    keys_affected = torch.zeros_like(keys, dtype=torch.bool)
+    for rows, columns, hidden in _blocks(q, k, mask, num_targets):
+        visible = (~hidden).to(q.dtype)
+        rows_affected[:, :, rows] |= keys[:, :, columns] @ visible.mT > 0
+        keys_affected[:, :, columns] |= rows_affected[:, :, rows].to(q.dtype) @ visible > 0
+    return rows_affected, keys_affected.unflatten(1, (-1, group)).any(2)
+
+
+def _clear(x: Tensor, rows: Tensor) -> Tensor:
+    return x.masked_fill(rows[..., None], 0.0)
+
+
+def _visible_product(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
+    """p @ x, `[some, M, N]` and `[some, N, D]`. p is 0 at hidden pairs `[M, N]`, which add nothing, though 0 · NaN and 0 · inf are NaN.
+
+    The finite elements of x are multiplied apart. The others add as many terms as are visible: all of them +inf, all -inf, or NaN.
+    """
+    not_finite = ~x.isfinite()
+    terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
+    signs = p.sign() @ x.sign().masked_fill(~x.isinf(), 0.0)
+    others = torch.where(signs.abs() == terms, signs * math.inf, math.nan)
+    return p @ x.masked_fill(not_finite, 0.0) + torch.where(terms == 0, 0.0, others)
 
 
 def _blocks(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
@@ -131,10 +229,10 @@ def _unfold(x: Tensor, k: Tensor) -> Tensor:
     return x.unflatten(0, k.shape[:2]).flatten(1, 2)
 
 
-def _hide(x: Tensor, hidden: Tensor | None) -> Tensor:
-    """0 in x `[some, group · rows, columns]` where hidden, in place."""
+def _hide(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
+    """The value in x `[some, group · rows, columns]` where hidden, in place."""
     if hidden is not None:
-        x.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, 0.0)
+        x.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, value)
     return x
 
 

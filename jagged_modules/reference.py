@@ -27,7 +27,7 @@ def attention_reference(
     """activation(scale · q kᵀ) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
 
     A row that sees no key gives 0. `q_shared`: every segment takes all rows of q, and q_offsets count output rows. Of n · B query segments,
-    those at b, B + b, ... see the b-th of B segments of keys.
+    those at b, B + b, ... see the b-th of B segments of keys. Hidden values must be finite here: 0 times NaN is NaN.
     """
     group = q.shape[1] // k.shape[1]
     num_targets = mask.num_targets.tolist() if mask is not None and mask.num_targets is not None else None
