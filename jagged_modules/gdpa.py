@@ -13,7 +13,7 @@ from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
 from .jagged import check_same_segments, wrap_rows
-from .masks import AttentionMask
+from .masks import AttentionMask, check_num_targets
 from .parameters import reset_all
 
 
@@ -172,9 +172,11 @@ class JaggedGDPA(nn.Module):
                     raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
         keys = jagged if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
         check_same_segments("x", jagged, "context", keys)
-        mask = self.mask
+        mask, name = self.mask, "mask.num_targets"
         if num_targets is not None:
-            mask = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets)
+            mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
+        if mask is not None:
+            check_num_targets(name, mask.num_targets, keys.offsets, keys.values.device, "the layer's")
 
         q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
         if config.num_weights:

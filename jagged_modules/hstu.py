@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 
-from .checks import check_number, check_size, resolve_head_dim
+from .checks import check_integers, check_layer_input, check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
 from .jagged import Jagged, check_same_segments, wrap_rows
-from .masks import AttentionMask
+from .masks import AttentionMask, check_num_targets
 from .parameters import reset_all
 
 NORM_EPS = 1e-6
@@ -128,12 +128,18 @@ class HSTULayer(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; no scaling_seqlen and a container without max_seqlen.
         """
-        jagged = self._wrap("x", x)
+        jagged, mask = self._wrap("x", x), self.config.mask(num_targets)
+        check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
+        if cache is not None:
+            self._check_cache("x", jagged, cache)
+            check_layer_input("cache's values", cache.values, self.uvqk_proj)
+        if isinstance(cache_rows, Tensor):
+            check_integers("cache_rows", cache_rows)
         u, q, k, v = self._project(jagged)
         out = None
         if update:
             if cache is None:
-                a = self._attend(q, k, v, jagged, jagged, self.config.mask(num_targets), self._scaling_seqlen(jagged))
+                a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged))
             else:
                 a = self._attend_with_cache(q, k, v, jagged, cache, num_targets)
             out = jagged.unwrap(self._output(jagged.values, u, a))
@@ -141,6 +147,15 @@ class HSTULayer(nn.Module):
 
     def _wrap(self, name: str, x) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
+
+    def _check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
+        """TypeError or ValueError unless the cache has this layer's keys and values of a history for each segment of x, called `name`."""
+        if not isinstance(cache, Jagged):
+            raise TypeError(f"cache must be a Jagged of keys and values, got {type(cache).__name__}")
+        check_same_segments(name, x, "cache", cache)
+        shape = [self.num_heads, self.head_dim + self.linear_dim]
+        if list(cache.values.shape[1:]) != shape:
+            raise ValueError(f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got {list(cache.values.shape)}")
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
         length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
@@ -291,7 +306,8 @@ class HSTUStack(nn.Module):
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         wrapped = self.layers[0]._wrap("targets", targets)
-        check_same_segments("targets", wrapped, "cache", cache.layers[0])
+        for layer, history in zip(self.layers, cache.layers):
+            layer._check_cache("targets", wrapped, history)
         jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_integers, check_size, values_are_checkable
+from .checks import check_device, check_integers, check_size, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -133,3 +133,20 @@ class AttentionMask:
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(length if num_queries is None else num_queries, length, num_targets)
         return "\n".join(" ".join("#" if x else "." for x in row) for row in seen.tolist())
+
+
+def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:
+    """ValueError unless a mask's num_targets, which the caller calls `name`, fit the segments of kv_offsets; `whose` tensor is on device."""
+    if num_targets is None:
+        return
+    segments = kv_offsets.shape[0] - 1
+    if num_targets.shape != (segments,):
+        raise ValueError(f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}")
+    check_device(name, num_targets, device, whose)
+    if not segments or not values_are_checkable(num_targets) or not values_are_checkable(kv_offsets):
+        return
+    lengths = kv_offsets.diff().to(num_targets)
+    if bool((num_targets > lengths).any()):
+        segment = int((num_targets > lengths).int().argmax())
+        found = f"{int(num_targets[segment])} of {int(lengths[segment])} at segment {segment}"
+        raise ValueError(f"{name} must be at most the segment's length, got {found}")

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_layer_input, check_size, resolve_head_dim
+from .checks import check_device, check_layer_input, check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
@@ -77,6 +77,8 @@ class JaggedTargetAttention(nn.Module):
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
             q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
+            candidates.check(q.shape[0], history.num_segments, names=("targets have", "the history has"))
+            check_device("candidates", candidates.offsets, q.device, "targets'")
             schedule = history.schedule(queries=candidates, rows_per_candidate=q.shape[1], **sizes)
             return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))
 

@@ -22,7 +22,7 @@ from ..checks import (
 )
 from ..cpu import attention_cpu
 from ..joined import joined_rows
-from ..masks import AttentionMask
+from ..masks import AttentionMask, check_num_targets
 from ..reference import attention_reference
 from ..row_scale import expand_to_rows
 from ..schedule import TileSchedule, attention_tile, device_schedule
@@ -102,7 +102,9 @@ def jagged_attention(
     lists = 1
     if not q_shared and not kv_shared:
         lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
-    _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask)
+    _check_output_scale(output_scale, q_offsets.shape[0] - 1, q.device)
+    if mask is not None:
+        check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
     if mask is not None and mask.hides_nothing():
         mask = None
 
@@ -360,24 +362,12 @@ def check_attention(
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
 
 
-def _check_per_segment(q, q_offsets, kv_offsets, output_scale, mask) -> None:
-    """Tensors `[B]` that come with the offsets."""
-    num_segments = q_offsets.shape[0] - 1
-    num_targets = None if mask is None else mask.num_targets
-    for name, x in (("output_scale", output_scale), ("mask.num_targets", num_targets)):
-        if not isinstance(x, Tensor):
-            continue
-        if x.shape != (num_segments,):
-            raise ValueError(f"{name} must have shape [B] = [{num_segments}], got {list(x.shape)}")
-        check_device(name, x, q.device, "q's")
-    if num_targets is not None and values_are_checkable(num_targets) and values_are_checkable(kv_offsets):
-        lengths = kv_offsets.diff().to(num_targets)
-        if num_targets.numel() and bool((num_targets > lengths).any()):
-            segment = int((num_targets > lengths).int().argmax())
-            raise ValueError(
-                f"mask.num_targets must be at most the segment's length, got {int(num_targets[segment])} of {int(lengths[segment])} "
-                f"at segment {segment}"
-            )
+def _check_output_scale(output_scale, num_segments: int, device: torch.device) -> None:
+    if not isinstance(output_scale, Tensor):
+        return
+    if output_scale.shape != (num_segments,):
+        raise ValueError(f"output_scale must have shape [B] = [{num_segments}], got {list(output_scale.shape)}")
+    check_device("output_scale", output_scale, device, "q's")
 
 
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
