@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch.nn import functional as nnf
 from .checks import check_integers, check_layer_input, check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
+from .functional.jagged_ops import layer_norm_rows
 from .invariant import fixed_rows
 from .jagged import Jagged, check_same_segments, wrap_rows
 from .masks import AttentionMask, check_num_targets
@@ -92,11 +94,11 @@ class HSTULayer(nn.Module):
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         width = num_heads * self.linear_dim
-        self.input_norm = nn.LayerNorm(embedding_dim, eps=NORM_EPS, device=device)
-        self.uvqk_proj = _XavierLinear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
+        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device)
+        self.uvqk_proj = _xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
         self.output_norm = nn.LayerNorm(width, eps=NORM_EPS, device=device)
         self.dropout = nn.Dropout(config.dropout)
-        self.out_proj = _XavierLinear(3 * width, embedding_dim, bias=False, device=device)
+        self.out_proj = _xavier_linear(3 * width, embedding_dim, bias=False, device=device)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device."""
@@ -333,10 +335,22 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
     return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
 
 
-class _XavierLinear(nn.Linear):
-    """A Linear with the initialisation of HSTU's projections."""
+class _RowNorm(nn.LayerNorm):
+    """A LayerNorm that sums the gradients of its weight and bias at least in fp32 on the CPU too."""
 
-    def reset_parameters(self) -> None:
-        nn.init.xavier_uniform_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm_rows(x, self.weight, self.bias, self.eps)
+
+
+def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device=None) -> nn.Linear:
+    """A Linear with the initialisation of HSTU's projections, as an attribute of the instance: torch.ao.quantization takes no subclass."""
+    linear = nn.Linear(in_features, out_features, bias, device)
+    linear.reset_parameters = functools.partial(_reset_xavier, linear)
+    linear.reset_parameters()
+    return linear
+
+
+def _reset_xavier(linear: nn.Linear) -> None:
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

@@ -136,7 +136,7 @@ class AttentionMask:
 
 
 def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:
-    """ValueError unless a mask's num_targets, which the caller calls `name`, fit the segments of kv_offsets; `whose` tensor is on device."""
+    """ValueError unless a mask's num_targets, which the caller calls `name`, fit kv_offsets and the device, that of `whose` tensor."""
     if num_targets is None:
         return
     segments = kv_offsets.shape[0] - 1

@@ -372,6 +372,11 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
                 raise ValueError(f"{name} must be on x's device, {x.device}, got {tensor.device}")
             if autocast_dtype(tensor) != autocast_dtype(x):
                 raise ValueError(f"{name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
+    return layer_norm_rows(x, weight, bias, eps)
+
+
+def layer_norm_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`jagged_layer_norm` of arguments that are known to fit."""
     if x.device.type != "cpu":
         return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
     # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones ends at 256

@@ -1,6 +1,7 @@
 """NaN and infinity at positions that a mask hides, on the CPU: no result and no gradient has a term of a hidden pair."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def check(operands, mask, activation):
     expected = run(lambda q, k, v: attention_of_visible_pairs(q, k, v, mask, activation), operands)
     assert not all(y.isfinite().all() for y in expected), "the poison is seen somewhere"
     for name, x, y in zip(("out", "dq", "dk", "dv"), ours, expected):
-        torch.testing.assert_close(x, y, equal_nan=True, msg=lambda message: f"{name}: {message}")
+        torch.testing.assert_close(x, y, equal_nan=True, msg=partial("{}: {}".format, name))
 
 
 @pytest.mark.parametrize("activation", TESTED)

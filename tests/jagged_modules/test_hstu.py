@@ -327,6 +327,32 @@ def test_initialisation():
         assert (norm.weight == 1).all() and not norm.bias.any() and norm.eps == 1e-6
 
 
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))], ids=["deepcopy", "pickle"])
+def test_a_copys_projection_resets_its_own_parameters(clone):
+    layer = jm.HSTULayer(64, 4)
+    copied, before = clone(layer), layer.uvqk_proj.weight.clone()
+    copied.uvqk_proj.reset_parameters()
+    assert type(copied.uvqk_proj) is nn.Linear, "as tools that replace Linears look for"
+    assert torch.equal(layer.uvqk_proj.weight, before) and not torch.equal(copied.uvqk_proj.weight, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_gradients_of_the_input_norm_in_16_bits_are_summed_in_fp32(dtype):
+    rows, norm = 1000, jm.HSTULayer(8, 2).to(dtype).input_norm
+    x = torch.randn(rows, 8, dtype=dtype)
+    norm(x).backward(torch.ones(rows, 8, dtype=dtype))
+    assert norm.weight.grad.dtype == dtype and (norm.bias.grad == rows).all()
+    normal = nn.functional.layer_norm(x.double(), (8,), eps=norm.eps)
+    torch.testing.assert_close(norm.weight.grad.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_norms_may_stay_in_fp32(offsets_of):
+    layer = jm.HSTULayer(WIDTH, HEADS, config_of()).bfloat16()
+    layer.input_norm.float(), layer.output_norm.float()
+    values, _ = layer((torch.randn(5, WIDTH, dtype=torch.bfloat16), offsets_of([2, 3])))
+    assert values.dtype == torch.bfloat16
+
+
 def test_state_dict_round_trip(offsets_of):
     stack, other = (jm.HSTUStack(WIDTH, HEADS, 2, config_of()) for _ in range(2))
     x = torch.randn(5, WIDTH), offsets_of([2, 3])

@@ -206,7 +206,7 @@ def test_quantized_linears(build, call):
             assert 0 < (out - expected).norm() < 0.1 * expected.norm()
 
 
-@pytest.mark.parametrize("name", [name for name in WITH_LINEARS if "HSTU" not in name])  # whose Linears are of a class of their own
+@pytest.mark.parametrize("name", WITH_LINEARS)
 def test_dynamic_quantisation_of_a_layer(name):
     build, call = WITH_LINEARS[name]
     layer = build().eval()
