@@ -326,6 +326,11 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
     if not context and not limit:
         return slice(None), None
     lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
+    if lengths.is_meta:
+        raise ValueError(
+            "history's offsets must be on the host where the config has a max_attn_len or contextual_seqlen, got meta offsets: how many "
+            "rows are kept depends on their values"
+        )
     seen = torch.where(lengths < context, 0, lengths)
     if limit:
         seen = seen.where(seen <= limit + max(context - 1, 0), limit)
@@ -344,7 +349,7 @@ class _RowNorm(nn.LayerNorm):
 
 def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device=None) -> nn.Linear:
     """A Linear with the initialisation of HSTU's projections, as an attribute of the instance: torch.ao.quantization takes no subclass."""
-    linear = nn.Linear(in_features, out_features, bias, device)
+    linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=torch.empty(0, device=device).device)
     linear.reset_parameters = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear

@@ -353,6 +353,19 @@ def test_norms_may_stay_in_fp32(offsets_of):
     assert values.dtype == torch.bfloat16
 
 
+@pytest.mark.parametrize("fields", [dict(contextual_seqlen=2), dict(max_attn_len=3)], ids=str)
+def test_caching_on_meta_needs_offsets_on_the_host(fields):
+    """How many rows the cache has depends on their values."""
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=9, **fields), device="meta")
+    values, offsets = torch.empty(9, WIDTH, device="meta"), torch.tensor([0, 2, 9])
+    with pytest.raises(ValueError, match="^history's offsets must be on the host where the config has a max_attn_len or .*, got meta offsets"):
+        stack.cache((values, offsets.to("meta")))
+    on_host = jm.HSTUStack(WIDTH, HEADS, 2, stack.config).cache((torch.zeros(9, WIDTH), offsets))
+    cache = stack.cache((values, offsets))
+    assert [x.values.shape for x in cache.layers] == [x.values.shape for x in on_host.layers]
+    assert stack.score((torch.empty(4, WIDTH, device="meta"), offsets[[0, 1, 1]].to("meta")), cache)[0].is_meta
+
+
 def test_state_dict_round_trip(offsets_of):
     stack, other = (jm.HSTUStack(WIDTH, HEADS, 2, config_of()) for _ in range(2))
     x = torch.randn(5, WIDTH), offsets_of([2, 3])
