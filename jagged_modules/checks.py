@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 
 import torch
 from jagged_kernels.one_thread import one_thread
@@ -116,6 +117,9 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
     """ValueError unless x has the device of the projection's weight, and its dtype or, under autocast, one that becomes the same."""
     weight = getattr(projection, "weight", None)
     if not isinstance(weight, Tensor):  # what quantisation puts in its place has a method of that name, or none
+        return
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(weight, distributed.DTensor):  # sharded: fully_shard may compute in another dtype
         return
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")

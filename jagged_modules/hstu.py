@@ -255,9 +255,11 @@ class HSTUStack(nn.Module):
             TypeError, ValueError: as `HSTULayer.forward`; num_targets with cache or return_cache, or a cache of another stack.
         """
         if cache is None and not return_cache:
+            wrapped = self.layers[0]._wrap("x", x)
+            jagged = wrapped.with_values(wrapped.values)
             for layer in self.layers:
-                x = layer(x, num_targets)
-            return x
+                jagged = layer(jagged, num_targets)
+            return wrapped.unwrap(jagged.values)
         if num_targets is not None:
             raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
         return self._cache(x) if return_cache else self._score(x, cache)

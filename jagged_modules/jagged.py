@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from typing import Any
 
@@ -17,6 +18,7 @@ from .segmentation import Segmentation, remember, segmentation_of
 from .settings import is_batch_invariant
 
 
+@dataclasses.dataclass(init=False, eq=False, repr=False)
 class Jagged:
     """Rows of variable-length segments: segment b is `values[offsets[b]:offsets[b + 1]]`.
 
@@ -34,6 +36,10 @@ class Jagged:
 
         history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))      # segments of 2, 0 and 3 rows
     """
+
+    values: Tensor  # a dataclass because torch's fully_shard looks for tensors in dataclasses, and not in other pytrees
+    offsets: Tensor
+    max_seqlen: int | None
 
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
         _check_parts("", values, offsets, max_seqlen)

@@ -270,17 +270,77 @@ def one_process(tmp_path):
     dist.destroy_process_group()
 
 
-@torch.no_grad()
-def test_an_hstu_under_fully_sharded_data_parallel(one_process):
-    """Its parameters are whole only while a layer is called, which caching and scoring must do."""
+def sharded(model, modules, **options):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
+    model, mesh = copy.deepcopy(model), init_device_mesh("cpu", (1,))
+    for name in (*modules, ""):
+        fully_shard(model.get_submodule(name), mesh=mesh, **options)
+    return model
+
+
+def training_step(model, call):
+    values = torch.randn(50, WIDTH, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    out = call(model, values)
+    out.float().square().sum().backward()
+    grads = [parameter.grad for parameter in model.parameters()]
+    return [out, values.grad, *(grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads)]
+
+
+def jagged_tensors(model, values):
+    return model(pytest.importorskip("torchrec").JaggedTensor(values, offsets=OFFSETS)).values()
+
+
+STEPS = {
+    "pair": lambda model, values: model((values, OFFSETS))[0],
+    "Jagged": lambda model, values: model(jm.Jagged(values, OFFSETS, max_seqlen=30)).values,
+    "by keyword": lambda model, values: model(x=jm.Jagged(values, OFFSETS)).values,
+    "targets": lambda model, values: model(jm.Jagged(values, OFFSETS), torch.tensor([2, 0, 5])).values,
+    "JaggedTensor": jagged_tensors,
+    "score": lambda model, values: model.score(jm.Jagged(values, OFFSETS), model.cache(jm.Jagged(values, OFFSETS))).values,
+}
+
+
+@pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
+def test_training_steps_of_a_sharded_hstu(one_process, call):
+    """Backward needs the parameters whole again, of which fully_shard learns from tensors in the layers' outputs."""
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, HSTU)
+    ours = training_step(sharded(stack, ["layers.0", "layers.1"]), call)
+    torch.testing.assert_close(ours, training_step(stack, call))  # "score" adds the gradients of both uses of the rows in either order
+
+
+@pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
+def test_mixed_precision_of_a_sharded_hstu(one_process, call):
+    """Rows and parameters are cast where a layer is called."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, HSTU)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    out, *grads = training_step(sharded(stack, ["layers.0", "layers.1"], mp_policy=policy), call)
+    expected, *_ = training_step(copy.deepcopy(stack).bfloat16(), lambda model, values: call(model, values.bfloat16()))
+    assert torch.equal(out, expected) and all(grad.dtype == torch.float32 for grad in grads)
+
+
+@pytest.mark.parametrize("call", [STEPS["pair"], STEPS["Jagged"]], ids=["pair", "Jagged"])
+def test_sharded_layers_one_after_another(one_process, call):
+    model = nn.Sequential(
+        jm.GDPABlock(WIDTH, HEADS),
+        jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16),
+        jm.HSTULayer(WIDTH, HEADS, HSTU),
+        jm.JaggedGDPA(WIDTH, HEADS),
+        jm.JaggedMLP([WIDTH, 80, 40]),
+    )
+    ours = training_step(sharded(model, "01234"), call)
+    assert all(torch.equal(x, y) for x, y in zip(ours, training_step(model, call), strict=True))
+
+
+@torch.no_grad()
+def test_an_hstu_under_fully_sharded_data_parallel(one_process):
+    """Its parameters are whole only while a layer is called, which caching and scoring must do."""
     stack, x = jm.HSTUStack(WIDTH, HEADS, 2, HSTU), rows()
     expected, _ = stack.score(x, stack.cache(x))
-    mesh = init_device_mesh("cpu", (1,))
-    for module in (*stack.layers, stack):
-        fully_shard(module, mesh=mesh)
+    stack = sharded(stack, ["layers.0", "layers.1"])
     assert torch.equal(stack.score(x, stack.cache(x))[0], expected)
 
 
