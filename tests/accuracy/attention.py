@@ -285,7 +285,8 @@ def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) ->
 
 def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) -> tuple[Tensor, Tensor | None]:
     """The factor of each row of the result before its rounding, and what the rounded result is multiplied with after it: where segments
-    of different scales share keys, the largest scale comes first, and the rest of a segment's is a second rounding."""
+    of different scales share keys, a power of two no less than the largest scale comes first, and the rest of a segment's is a second
+    rounding."""
     factor = torch.ones(do.shape[0], dtype=torch.float64, device=do.device)
     if not isinstance(output_scale, Tensor):
         return factor * output_scale, None
@@ -296,6 +297,8 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
         return factor, None
     first = scales.abs().amax() if segments.shares_factor and scales.numel() else factor
     first = torch.where(first == 0, 1.0, first).expand_as(factor)
+    if segments.shares_factor:
+        first = first / torch.frexp(first).mantissa.clamp(min=0.5)
     return first, (factor / first)[:, None, None]
 
 

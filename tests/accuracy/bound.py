@@ -31,12 +31,14 @@ class Bound(NamedTuple):
 
     value: float64, exact arithmetic's. error: the largest error. rms: the standard deviation of the error. Of an exact value the last
     two are 0-dimensional zeros. dtype: of the arithmetic that it is computed with, fp32 or fp64; other roundings are made by `rounded`.
+    lines: of a flat tensor, how many groups of elements have errors in common; None: every element has its own.
     """
 
     value: Tensor
     error: Tensor
     rms: Tensor
     dtype: torch.dtype
+    lines: int | None = None
 
     @property
     def eps(self) -> float:
@@ -158,7 +160,8 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
     """How much of its bound an error takes: above 1 is too much.
 
     An element's error may be the largest possible, and no more than LARGEST_DEVIATION standard deviations. The root mean square of all
-    errors, in standard deviations, is held to MEAN_SLACK; elements of one row (the last dimension) have errors in common and count as one.
+    errors, in standard deviations, is held to MEAN_SLACK; elements of one row (the last dimension; `lines` of a flat tensor) have errors
+    in common and count as one.
     Where the exact value is no finite number, or rounds to none, so must the actual be; where the error has no bound, it may be anything.
 
     Raises:
@@ -185,7 +188,8 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
     if not (rms > 0).any():
         return Comparison(float(largest.max()) if largest.numel() else 0.0, 0.0)
     deviations = (error / rms)[rms > 0]
-    independent = max(1.0, len(deviations) / (rms.shape[-1] if rms.dim() > 1 else 1))
+    of_a_line = rms.shape[-1] if rms.dim() > 1 else len(rms) / bound.lines if bound.lines else 1
+    independent = max(1.0, len(deviations) / of_a_line)
     mean = deviations.square().mean().sqrt() / (MEAN_SLACK + MEAN_DEVIATIONS / math.sqrt(2 * independent))
     return Comparison(float(largest.max()), float(mean))
 

@@ -177,7 +177,8 @@ def jagged2_softmax(
         shape = rows.stop - rows.start, columns.stop - columns.start
         for name, result in zip(totals, _softmax(p[place].view(shape), do[place].view(shape), dim, arithmetic)):
             totals[name].put(place, result.map(torch.flatten))
-    return _rounded(totals, p.dtype)
+    lines = int(((x_offsets if dim == -1 else y_offsets).diff() * ((y_offsets if dim == -1 else x_offsets).diff() > 0)).sum())
+    return {name: bound._replace(lines=lines) for name, bound in _rounded(totals, p.dtype).items()}
 
 
 def _softmax(x: Tensor, do: Tensor, dim: int, arithmetic: Arithmetic | None) -> tuple[Bound, Bound]:
