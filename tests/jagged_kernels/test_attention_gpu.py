@@ -344,6 +344,9 @@ def test_what_hopper_does_not_take(offsets):
     for x in (q.float(), q[..., :32], q[..., :70]):
         with pytest.raises(ValueError, match="'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0"):
             F.jagged_attention(x, x, x, segments, implementation="hopper")
+    with pytest.raises(ValueError, match="'hopper' takes no tensor output_scale in fp16 where segments share keys: use bf16, a number"):
+        options = dict(activation="silu", output_scale=torch.ones(3, device="cuda"), implementation="hopper")
+        F.jagged_attention(*[q.half()] * 3, segments, "shared", **options)
     if torch.cuda.get_device_capability() == (9, 0):
         unaligned = q[..., 1:65]
         with pytest.raises(ValueError, match="'hopper' takes rows that begin at 16-byte boundaries"):
