@@ -68,8 +68,8 @@ def jagged_attention(
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
         output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
-            A tensor in fp16, with shared keys or several lists, is computed in fp32. torch.compile compiles anew for another number, not for
-            other values of a tensor.
+            A tensor in fp16, with shared keys or several lists, is computed in fp32. torch.compile compiles anew for another number, not
+            for other values of a tensor.
         mask: what each query row sees; everything if None. Not with shared keys or several lists.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
