@@ -18,7 +18,7 @@
 # VARIANT=cpu|cuda    overrides the look for a GPU
 # PY=python           runs in an environment you prepared yourself and installs nothing
 # WORKERS=0           runs the tests in one process, without pytest-xdist
-# GPU_WORKERS=15      processes of make test-gpu
+# GPU_WORKERS=16      processes of make test-gpu, by default one for each core, at most 32
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
@@ -28,7 +28,7 @@ PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
 SECONDS ?= 60
-GPU_WORKERS ?= $(shell echo $$(( $$(nproc) < 17 ? ($$(nproc) < 3 ? 1 : $$(nproc) - 1) : 16 )))
+GPU_WORKERS ?= $(shell echo $$(( $$(nproc) < 32 ? $$(nproc) : 32 )))
 EXAMPLE ?= dlrm
 
 # Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.

@@ -27,7 +27,8 @@ import torch
 
 # Factors of the cost of tests with such names: those that compile most, and the soak, which is long.
 COMPILE_COST = {"grows_on_a_gpu": 100.0, "hopper": 3.0, "linear_compress": 2.0, "attention": 2.0, "float32": 1.5, "fp32": 1.5}
-RESERVED_BYTES = 2**30  # that a worker may keep between tests: fifteen share the GPU's memory
+SLOWEST = 30  # test functions that the report names
+RESERVED_BYTES = 2**30  # that a worker may keep between tests: up to 32 share the GPU's memory
 
 
 @dataclass
@@ -37,6 +38,15 @@ class CompileTimes:
     kernels: int = 0
     seconds: float = 0.0
     waited: float = 0.0
+
+
+@dataclass
+class Cost:
+    """Of the tests of one function: the seconds that they took, and the kernels that were compiled for them."""
+
+    tests: int = 0
+    seconds: float = 0.0
+    kernels: int = 0
 
 
 class SharedCompilation:
@@ -165,6 +175,7 @@ class GpuReport:
 
     def __init__(self):
         self.times = CompileTimes()
+        self.of_functions: dict[str, Cost] = defaultdict(Cost)
         self.expected: set[str] = set()
         self.outcomes: dict[str, Counter] = defaultdict(Counter)  # cell → outcome → tests
         self._outcome: dict[str, str] = {}  # of tests that run now
@@ -173,6 +184,9 @@ class GpuReport:
         self.expected |= set(getattr(node, "workeroutput", {}).get("expected_cells", ()))
 
     def pytest_runtest_logreport(self, report):
+        cost = self.of_functions[report.nodeid.partition("[")[0]]
+        cost.tests += report.when == "call"
+        cost.seconds += report.duration
         if report.outcome != "passed" or report.when == "setup":
             self._outcome[report.nodeid] = report.outcome
         if report.when != "teardown":
@@ -180,6 +194,7 @@ class GpuReport:
         outcome = self._outcome.pop(report.nodeid, "passed")
         for name, value in report.user_properties:
             if name == "compiled":
+                cost.kernels += value["kernels"]
                 for field, amount in value.items():
                     setattr(self.times, field, getattr(self.times, field) + amount)
         for cell in {value for name, value in report.user_properties if name == "cell"}:
@@ -191,6 +206,9 @@ class GpuReport:
         terminalreporter.write_line(
             f"{times.kernels} kernels compiled in {times.seconds:.0f} s of all workers, who waited {times.waited:.0f} s for one another"
         )
+        terminalreporter.write_line("Test functions that took most: seconds of all workers, kernels compiled, tests")
+        for name, cost in sorted(self.of_functions.items(), key=lambda item: -item[1].seconds)[:SLOWEST]:
+            terminalreporter.write_line(f"{cost.seconds:8.0f} {cost.kernels:6} {cost.tests:6}  {name}")
         for line in matrix_lines(self.outcomes, self.expected):
             terminalreporter.write_line(line)
 

@@ -149,7 +149,8 @@ def _fix_attention(device: str, dtype: str, o: dict) -> None:
     if operands == "kv shared" or operands == "q shared" or operands.endswith("lists"):
         o["schedule"] = False  # the caller has none for them
     if o["implementation"] == "hopper":
-        if dtype not in HALVES:
+        shares_keys = operands == "kv shared" or operands.endswith("lists") or "lists" in o
+        if dtype not in HALVES or dtype == "float16" and shares_keys and str(o["output_scale"]).startswith("tensor"):
             o["implementation"] = "triton"
             return
         o["head_dim"] = _hopper_dim(o["head_dim"])

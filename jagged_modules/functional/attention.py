@@ -68,7 +68,8 @@ def jagged_attention(
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
         output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
-            torch.compile compiles anew for another number, not for other values of a tensor.
+            A tensor in fp16, with shared keys or several lists, is computed in fp32. torch.compile compiles anew for another number, not
+            for other values of a tensor.
         mask: what each query row sees; everything if None. Not with shared keys or several lists.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
@@ -114,8 +115,12 @@ def jagged_attention(
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
         output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
         output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
-        if batch_invariant and alike is not None and implementation != "hopper":  # sums that are not scaled yet may be too large for fp16
-            q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
+        if dtype == torch.float16 and alike is not None:  # sums that are not scaled by their own segment's factor may be too large for it
+            if implementation == "hopper":
+                raise ValueError(
+                    "implementation 'hopper' takes no tensor output_scale in fp16 where segments share keys: use bf16, a number, or 'auto'"
+                )
+            q, k, v, schedule = *(x.float() for x in (q, k, v)), None
         row_scale = expand_to_rows(row_scale, q_offsets.to(q.device, non_blocking=True), rows)
     if kv_shared:
         # No query row meets another, so keys shared by all segments make one segment of all query rows.

@@ -20,6 +20,7 @@ from .products import (
     jagged_softmax,
     jagged_sum,
     linear_compress,
+    torch_product,
 )
 
 __all__ = [
@@ -43,4 +44,5 @@ __all__ = [
     "jagged_sum",
     "linear_compress",
     "results",
+    "torch_product",
 ]

@@ -67,14 +67,18 @@ def attention(
     options = _Options(1.0 if scales_q else scale, activation, q.dtype, factors, arithmetic)
     segments = _segments(q, q_offsets, k, kv_offsets)
     factor, rest = _split_scale(output_scale, segments, do)
+    inner_dtype = q.dtype
+    if rest is not None and segments.shares_factor and q.dtype == torch.float16:  # whose range is too small for what is not scaled yet
+        inner_dtype = torch.float32
+        options = options._replace(factors=inner_dtype)
 
     heads = k.shape[1]
     grad = Bound.exact(do)
     if rest is not None:
-        grad = _rescaled(grad, rest, segments, q.dtype)
+        grad = _rescaled(grad, rest, segments, inner_dtype)
     inner = _Rows(do.shape, do)
     dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
-    factors_of_rows = Bound.exact(factor[:, None, None].expand(-1, q.shape[1], 1))
+    factors_of_rows, all_alike = Bound.exact(factor[:, None, None].expand(-1, q.shape[1], 1)), True
     for group in _groups(segments.of_keys, mask, q.shape[1]):
         rows, kv_rows = group.rows, group.kv_rows
         q_rows = rows % q.shape[0]
@@ -83,11 +87,12 @@ def attention(
             keep = mask.keep(rows.shape[1], kv_rows.shape[1], group.targets, q.device).repeat(q.shape[1] // heads, 1)
         parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
         *blocks, row_factor = (_take(x, places, heads) for x, places in parts)
-        results = _segment(*blocks, keep, row_factor.value, options)
+        results, alike = _segment(*blocks, keep, row_factor.value, options)
+        all_alike &= alike
         for total, places, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
             total.add(places, result, heads)
 
-    inner = inner.bound.rounded(q.dtype)
+    inner = inner.bound.rounded(inner_dtype)
     out = inner if rest is None else _rescaled(inner, rest, segments, q.dtype)
     dq = dq.bound.rounded(q.dtype)
     dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
@@ -97,7 +102,7 @@ def attention(
         sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
         stacked = [torch.stack(part) for part in list(zip(*sums))[:3]] if sums else [output_scale.detach().double()] * 3
         bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
-    return bounds
+    return {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
 
 
 def block_attention(
@@ -134,16 +139,19 @@ def block_attention(
         operands = [q_turned, k_turned, operands[2].rounded(factors) if turned[2] else operands[2]]
 
     heads = k.shape[1]
-    totals = [_Rows(x.shape, x) for x in (do, q, k, v)]
+    totals, all_alike = [_Rows(x.shape, x) for x in (do, q, k, v)], True
     one = torch.ones((), dtype=torch.float64, device=q.device)
     blocks = [_Segment(0, rows, rows) for rows in _rows_of(block_offsets(offsets.to(q.device), block_size, q.shape[0]), q.device)]
     for group in _groups(blocks, None, q.shape[1]):
         parts = [_take(x, group.rows, heads) for x in (*operands, Bound.exact(do))]
-        for total, result in zip(totals, _segment(*parts, None, one, options)):
+        of_group, alike = _segment(*parts, None, one, options)
+        all_alike &= alike
+        for total, result in zip(totals, of_group):
             total.add(group.rows, result, heads)
     results = [x.bound for x in totals]
     gradients = [_rotated(x, cos, -sin) if t else x for x, t in zip(results[1:], turned)]
-    return {name: x.rounded(q.dtype) for name, x in zip(("out", "dq", "dk", "dv"), (results[0], *gradients))}
+    lines = 1 if all_alike else None
+    return {name: x.rounded(q.dtype)._replace(lines=lines) for name, x in zip(("out", "dq", "dk", "dv"), (results[0], *gradients))}
 
 
 # -- segments of equal lengths: [segments · key heads, group · rows, dim] -----------------------------------------------------------
@@ -151,14 +159,17 @@ def block_attention(
 
 def _segment(
     q: Bound, k: Bound, v: Bound, do: Bound, keep: Tensor | None, factor: Tensor, options: _Options
-) -> tuple[Bound, Bound, Bound, Bound]:
-    """out, dq, dk, dv before their rounding; factor: output_scale of each row, or of all."""
+) -> tuple[tuple[Bound, Bound, Bound, Bound], bool]:
+    """out, dq, dk, dv before their rounding, and whether all weights of each matrix are alike; factor: output_scale of each row, or of
+    all."""
     if keep is None:
         keep = torch.ones((), dtype=torch.bool, device=q.value.device)
     scores = (q @ k.mT).scaled(options.scale)
     parts = _softmax if options.activation == "softmax" else _pointwise
     out, p, ds, of_row = parts(scores, v, do, keep, options)
     p = p.rounded(options.factors).where(keep)
+    alike = _are_alike(p.value)
+    out = out.widened(torch.zeros_like(out.value), torch.where(alike, (p.rms @ v.value).abs(), 0.0))
     ds = (_in_units(ds) if options.in_units else ds.rounded(options.factors)).where(keep)
     dq = ds @ k
     if of_row is not None:
@@ -168,8 +179,9 @@ def _segment(
         p = p.widened(p.value * common.error, p.value * common.rms)
         ds = ds.widened(ds.value.abs() * common.error + p.value * delta.error, torch.hypot(ds.value * common.rms, p.value * delta.rms))
     dv = p.mT @ do.scaled(factor)
+    dv = dv.widened(torch.zeros_like(dv.value), torch.where(alike, (p.rms.mT @ do.scaled(factor).value).abs(), 0.0))
     dk = ds.mT @ q.scaled(options.scale * factor)
-    return out.scaled(factor), dq.scaled(options.scale * factor), dk, dv
+    return (out.scaled(factor), dq.scaled(options.scale * factor), dk, dv), bool(alike.all())
 
 
 def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options):
@@ -205,6 +217,15 @@ def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Optio
     unspecified = (slope.value == 0) & ~dp.value.isfinite()  # 0 times what is no number: torch's derivatives of relu say 0, kernels NaN
     errors = ds.error.masked_fill(unspecified, torch.inf), ds.rms.masked_fill(unspecified, torch.inf)
     return out, p, Bound(ds.value.masked_fill(unspecified, 0.0), *errors, ds.dtype), None
+
+
+def _are_alike(weights: Tensor) -> Tensor:
+    """Whether all weights of a matrix `[..., queries, keys]` are one number, as where the scale is 0 or all rows are equal: `[..., 1, 1]`.
+    Then so are their roundings, and a sum of products with them does not average them out."""
+    if weights.numel() == 0:
+        return weights.new_zeros((*weights.shape[:-2], 1, 1), dtype=torch.bool)
+    largest, smallest = weights.amax((-2, -1), keepdim=True), weights.amin((-2, -1), keepdim=True)
+    return largest - smallest <= 1e-9 * largest.abs()
 
 
 def _in_units(x: Bound) -> Bound:
@@ -285,7 +306,8 @@ def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) ->
 
 def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) -> tuple[Tensor, Tensor | None]:
     """The factor of each row of the result before its rounding, and what the rounded result is multiplied with after it: where segments
-    of different scales share keys, the largest scale comes first, and the rest of a segment's is a second rounding."""
+    of different scales share keys, a power of two no less than the largest scale comes first, and the rest of a segment's is a second
+    rounding."""
     factor = torch.ones(do.shape[0], dtype=torch.float64, device=do.device)
     if not isinstance(output_scale, Tensor):
         return factor * output_scale, None
@@ -296,6 +318,8 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
         return factor, None
     first = scales.abs().amax() if segments.shares_factor and scales.numel() else factor
     first = torch.where(first == 0, 1.0, first).expand_as(factor)
+    if segments.shares_factor:
+        first = first / torch.frexp(first).mantissa.clamp(min=0.5)
     return first, (factor / first)[:, None, None]
 
 

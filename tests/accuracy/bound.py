@@ -31,12 +31,14 @@ class Bound(NamedTuple):
 
     value: float64, exact arithmetic's. error: the largest error. rms: the standard deviation of the error. Of an exact value the last
     two are 0-dimensional zeros. dtype: of the arithmetic that it is computed with, fp32 or fp64; other roundings are made by `rounded`.
+    lines: how many groups of elements have errors in common; None: as many as a matrix has rows, or a flat tensor elements.
     """
 
     value: Tensor
     error: Tensor
     rms: Tensor
     dtype: torch.dtype
+    lines: int | None = None
 
     @property
     def eps(self) -> float:
@@ -104,6 +106,12 @@ class Bound(NamedTuple):
         variance = _product(self.rms**2, b**2) + _product(a**2, other.rms**2)
         return Bound(value, error, variance.sqrt(), self.dtype).summed(self.value.shape[-1], a @ b, (a**2) @ (b**2))
 
+    def split_matmul(self, other: Bound, dtype: torch.dtype) -> Bound:
+        """The product, of a sum in parts that are rounded to `dtype`, as are the sums of parts."""
+        product, eps = self @ other, torch.finfo(dtype).eps
+        size, squares = self.value.abs() @ other.value.abs(), (self.value**2) @ (other.value**2)
+        return product.widened(eps * size, RMS_OF_ROUNDING * eps * (2 * squares.sqrt() + product.value.abs()))
+
     def sum(self, dim: int | tuple[int, ...]) -> Bound:
         terms = math.prod(self.value.shape[d] for d in ([dim] if isinstance(dim, int) else dim))
         error, variance = ((x.expand_as(self.value)).sum(dim) for x in (self.error, self.rms**2))
@@ -158,7 +166,8 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
     """How much of its bound an error takes: above 1 is too much.
 
     An element's error may be the largest possible, and no more than LARGEST_DEVIATION standard deviations. The root mean square of all
-    errors, in standard deviations, is held to MEAN_SLACK; elements of one row (the last dimension) have errors in common and count as one.
+    errors, in standard deviations, is held to MEAN_SLACK; elements of one of the `lines`, or of one row, have errors in common and count as
+    one.
     Where the exact value is no finite number, or rounds to none, so must the actual be; where the error has no bound, it may be anything.
 
     Raises:
@@ -185,7 +194,8 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
     if not (rms > 0).any():
         return Comparison(float(largest.max()) if largest.numel() else 0.0, 0.0)
     deviations = (error / rms)[rms > 0]
-    independent = max(1.0, len(deviations) / (rms.shape[-1] if rms.dim() > 1 else 1))
+    lines = len(deviations) / (rms.shape[-1] if rms.dim() > 1 else 1) if bound.lines is None else bound.lines
+    independent = max(1.0, lines)
     mean = deviations.square().mean().sqrt() / (MEAN_SLACK + MEAN_DEVIATIONS / math.sqrt(2 * independent))
     return Comparison(float(largest.max()), float(mean))
 

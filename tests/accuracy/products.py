@@ -6,13 +6,15 @@ Offsets `[B + 1]`, matrices in flat buffers and shapes are those of the function
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .activations import activated
-from .arithmetic import Arithmetic, arithmetic_of
+from .arithmetic import Arithmetic, arithmetic_of, splits_sums
 from .bound import RMS_OF_ROUNDING, Bound, partial_sums
 
 Bounds = dict[str, Bound]
@@ -31,10 +33,12 @@ def linear_compress(
     """
     arithmetic = arithmetic_of(do) if arithmetic is None else arithmetic
     dtype, results = do.dtype, {}
+    own = functools.partial(torch_product, operand=do)
+    multiply = own if arithmetic.torch_products else operator.matmul
     maps = [*(index.long() for index in indices), torch.arange(do.shape[0], device=do.device)]
     out = None
     for weight, embedding, index in [list(zip(weights, embeddings, maps))[i] for i in (-1, *range(len(indices)))]:  # in torch's order
-        product = Bound.exact(weight) @ Bound.exact(embedding)
+        product = multiply(Bound.exact(weight), Bound.exact(embedding))
         product = product.rounded(dtype) if arithmetic.rounds_levels else product
         product = product.map(lambda x, index=index: x[index])
         out = product if out is None else out + product
@@ -46,9 +50,14 @@ def linear_compress(
             grad = _group_sums(do, index, embedding.shape[0], arithmetic)
         flat = (x.map(lambda y: y.transpose(0, 1).flatten(1)) for x in (grad, Bound.exact(embedding)))
         rows, columns = flat
-        results[f"dweights[{level}]"] = (rows @ columns.mT).rounded(dtype)
-        results[f"dembeddings[{level}]"] = (Bound.exact(weight).mT @ grad).rounded(dtype)
+        results[f"dweights[{level}]"] = multiply(rows, columns.mT).rounded(dtype)
+        results[f"dembeddings[{level}]"] = own(Bound.exact(weight).mT, grad).rounded(dtype)  # the kernels' program takes torch's too
     return results
+
+
+def torch_product(a: Bound, b: Bound, operand: Tensor) -> Bound:
+    """a @ b by torch, of operands like this one."""
+    return a.split_matmul(b, operand.dtype) if splits_sums(operand) else a @ b
 
 
 def _group_sums(x: Tensor, index: Tensor, groups: int, arithmetic: Arithmetic) -> Bound:
@@ -177,7 +186,8 @@ def jagged2_softmax(
         shape = rows.stop - rows.start, columns.stop - columns.start
         for name, result in zip(totals, _softmax(p[place].view(shape), do[place].view(shape), dim, arithmetic)):
             totals[name].put(place, result.map(torch.flatten))
-    return _rounded(totals, p.dtype)
+    lines = int(((x_offsets if dim == -1 else y_offsets).diff() * ((y_offsets if dim == -1 else x_offsets).diff() > 0)).sum())
+    return {name: bound._replace(lines=lines) for name, bound in _rounded(totals, p.dtype).items()}
 
 
 def _softmax(x: Tensor, do: Tensor, dim: int, arithmetic: Arithmetic | None) -> tuple[Bound, Bound]:

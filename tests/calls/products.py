@@ -17,7 +17,7 @@ def _replicated(weights: list[Tensor], embeddings: list[Tensor], maps: list[Tens
     """All levels replicated to the candidates, and one product: gradients of a shared level are sums of those of its copies."""
     maps = [*maps, torch.arange(len(do), device=do.device)]
     copies = torch.cat([x[index] for x, index in zip(embeddings, maps)], 1)
-    bounds = accuracy.linear_compress([torch.cat(weights, 1)], [copies], [], do)
+    bounds = accuracy.linear_compress([torch.cat(weights, 1)], [copies], [], do, arithmetic=accuracy.KERNELS._replace(torch_products=True))
     results, start = dict(out=bounds["out"]), 0
     for level, (weight, embedding, index) in enumerate(zip(weights, embeddings, maps)):
         rows = slice(start, start + weight.shape[1])
@@ -161,7 +161,7 @@ def array_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activation: str | None) -> dict[str, accuracy.Bound]:
     """torch's own product, and an activation of what it was rounded to."""
     exact, dtype = accuracy.Bound.exact, x.dtype
-    z = (exact(x) @ exact(weight).mT).rounded(dtype)
+    z = accuracy.torch_product(exact(x), exact(weight).mT, x).rounded(dtype)
     if bias:
         z = (z + exact(bias[0]).map(lambda b: b.expand_as(z.value))).rounded(dtype)
     out, grad = z, exact(do)
@@ -171,11 +171,8 @@ def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activatio
         if activation == "sigmoid":  # whose derivative torch makes from the result
             slope = out * (exact(torch.ones_like(do)) - out)
         grad = (slope * grad).rounded(dtype)
-    dweight = grad.mT @ exact(x)
-    if x.is_cuda:  # split along the rows, of which partial sums may have x's dtype (torch.backends.cuda.matmul.allow_..._reduction)
-        eps, (a, b) = torch.finfo(dtype).eps, (grad.value.mT, exact(x).value)
-        dweight = dweight.widened(eps / 2 * (a.abs() @ b.abs()), eps / 4 * (a.square() @ b.square()).sqrt())
-    bounds = dict(out=out, dx=(grad @ exact(weight)).rounded(dtype), dweight=dweight.rounded(dtype))
+    dx, dweight = (accuracy.torch_product(a, b, x).rounded(dtype) for a, b in ((grad, exact(weight)), (grad.mT, exact(x))))
+    bounds = dict(out=out, dx=dx, dweight=dweight)
     return bounds | (dict(dbias=grad.sum(0).rounded(dtype)) if bias else {})
 
 

@@ -24,7 +24,7 @@ CASES = [((24, 40), torch.float32), ((24, 40), torch.bfloat16), ((64, 64), torch
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
 
 
-def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=None, mask=None, shared="none", **_):
+def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=None, mask=None, shared="none", activation="softmax", **_):
     """Whether the kernels take what a test with such parameters gives them; the others are not collected."""
     if kernels == "triton":
         return True
@@ -34,10 +34,12 @@ def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=No
         return False
     if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):  # longer blocks are masked as short ones are
         return False
-    dims, dtype = case or (dims, dtype)
-    dims = (dims, dims) if isinstance(dims, int) else dims
     if kernels != "hopper" and dtype == torch.float16:  # where blocks of keys are long, or gradients are kept, a type changes nothing more
         return False
+    if kernels != "hopper" and activation not in ("softmax", "silu", "gelu_tanh"):  # nor does an activation
+        return False
+    dims, dtype = case or (dims, dtype)
+    dims = (dims, dims) if isinstance(dims, int) else dims
     return hopper_attention_fits(*(dims or (dim or 64,) * 2), dtype.itemsize, (9, 0))
 
 
@@ -120,17 +122,16 @@ def test_shared_operands(check_attention, shared, case):
     check_attention("mixed", dtype, "cuda", shared=shared, dims=dims)
 
 
-@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
-def test_several_lists_of_queries(check_attention, lengths, case, activation):
-    (dims, dtype), heads = case, alternate(CASES.index(case) + (activation == "softmax"), [(4, 4), (4, 2)])
+def test_several_lists_of_queries(check_attention, lengths, case):
+    (dims, dtype), place = case, CASES.index(case)
+    activation, heads = alternate(place, ["softmax", "gelu_tanh"]), alternate(place // 2, [(4, 4), (4, 2)])
     check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim, activation", [(64, "softmax"), (128, "gelu_tanh")])
 @pytest.mark.parametrize("lists", [2, 3])
-@pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
 def test_many_segments_of_several_lists(check_attention, activation, lists, dim):
     """Tiles of keys whose lists have no, one and many blocks in any order."""
     queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (lists * 200, 200))
@@ -219,12 +220,11 @@ def test_activations(check_attention, activation):
     check_attention("mixed", torch.bfloat16, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
 
 
-@pytest.mark.parametrize("case", [CASES[0], *CASES[2:]], ids=str)
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("case, mask", [(alternate(i + j, CASES), mask) for i, mask in enumerate(MASKS) for j in (0, 2)], ids=str)
 @pytest.mark.parametrize("lengths", ["self", "mixed"])
 def test_masks(check_attention, lengths, mask, case):
-    dims, dtype = case
-    activation = alternate(MASKS.index(mask) + CASES.index(case), ["softmax", "silu"])
+    """Each with two of the cases; test_cells_gpu.py has other pairs."""
+    (dims, dtype), activation = case, alternate(MASKS.index(mask) // 2, ["softmax", "silu"])
     check_attention((SELF, SELF) if lengths == "self" else lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
 
 
@@ -344,6 +344,9 @@ def test_what_hopper_does_not_take(offsets):
     for x in (q.float(), q[..., :32], q[..., :70]):
         with pytest.raises(ValueError, match="'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0"):
             F.jagged_attention(x, x, x, segments, implementation="hopper")
+    with pytest.raises(ValueError, match="'hopper' takes no tensor output_scale in fp16 where segments share keys: use bf16, a number"):
+        options = dict(activation="silu", output_scale=torch.ones(3, device="cuda"), implementation="hopper")
+        F.jagged_attention(*[q.half()] * 3, segments, "shared", **options)
     if torch.cuda.get_device_capability() == (9, 0):
         unaligned = q[..., 1:65]
         with pytest.raises(ValueError, match="'hopper' takes rows that begin at 16-byte boundaries"):

@@ -64,6 +64,21 @@ def test_lists_in_every_dtype(activation, dtype, offsets_of):
     )
 
 
+@pytest.mark.parametrize("operands", ["lists", "shared keys"])
+def test_scales_of_very_different_size_in_fp16(operands, offsets_of):
+    """The keys' sums times another segment's scale are beyond fp16's range, or below it; times their own they are not."""
+    queries, keys = offsets_of([3, 2, 4, 1]), "shared" if operands == "shared keys" else offsets_of([40, 30])
+    q, k, v = (torch.randn(n, 2, 8, dtype=torch.float16) for n in (10, 70, 70))
+    v, scales = v * 3000, torch.tensor([5.0, 1e-3, 1e-6, 0.1])
+    options = dict(activation="silu", output_scale=scales)
+    accuracy.check(
+        lambda *x: F.jagged_attention(*x, queries, keys, **options),
+        lambda *x: accuracy.attention(*x, queries, keys, **options),
+        dict(q=q, k=k, v=v),
+        grad=torch.randn(10, 2, 8, dtype=torch.float16) * 1e-2,
+    )
+
+
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 def test_gradcheck_of_lists(activation, offsets_of):
     queries, keys = (offsets_of(x) for x in ([2, 0, 1, 1, 2, 1], [3, 2, 0]))
