@@ -255,11 +255,10 @@ class HSTUStack(nn.Module):
             TypeError, ValueError: as `HSTULayer.forward`; num_targets with cache or return_cache, or a cache of another stack.
         """
         if cache is None and not return_cache:
-            wrapped = self.layers[0]._wrap("x", x)
-            jagged = wrapped.with_values(wrapped.values)
+            jagged = _without_container(x)
             for layer in self.layers:
                 jagged = layer(jagged, num_targets)
-            return wrapped.unwrap(jagged.values)
+            return _in_container_of(x, jagged)
         if num_targets is not None:
             raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
         return self._cache(x) if return_cache else self._score(x, cache)
@@ -316,6 +315,18 @@ class HSTUStack(nn.Module):
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history)
         return wrapped.unwrap(jagged.values)
+
+
+@torch.fx.wrap
+def _without_container(x) -> Jagged:
+    """A Jagged, in which torch's fully_shard finds the tensors that layers pass on; in TorchRec's containers it does not."""
+    jagged = Jagged.wrap(x)
+    return jagged.with_values(jagged.values)
+
+
+@torch.fx.wrap
+def _in_container_of(x, jagged: Jagged):
+    return Jagged.wrap(x).unwrap(jagged.values)
 
 
 def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
