@@ -41,9 +41,9 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
         return _fused_forward(q, k, v, *flags)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
-    fused = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
-    unfused = unfused_forward(q, k, v, *flags, "softmax")
-    return torch.where(affected[..., None], unfused[0], fused[0]), torch.where(affected, unfused[1], fused[1])
+    fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
+    out, lse = unfused_forward(q, k, v, *flags, "softmax")
+    return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # no bit of the other rows changes
 
 
 def softmax_backward(
@@ -60,11 +60,12 @@ def softmax_backward(
     (do_, q_, out_), (k_, v_) = (_clear(x, affected) for x in (do, q, out)), (_clear(x, bad_kv) for x in (k, v))
     fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *flags)
     unfused = unfused_backward(do, q, k, v, *flags, "softmax")
-    whose = (affected, affected_keys, affected_keys)
-    return tuple(torch.where(rows[..., None], x, y) for rows, x, y in zip(whose, unfused, fused))
+    choices = (affected, affected_keys, affected_keys)
+    return tuple(torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
+    """`softmax_forward` under a mask, of operands whose products are finite."""
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
@@ -75,6 +76,7 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_tar
 def _fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`softmax_backward` under a mask, of operands whose products are finite."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
