@@ -1,5 +1,9 @@
 """What the tests of all packages share: offsets from lengths, a fixed budget for hypothesis, the gpu mark."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import accuracy
 import pytest
 import torch
@@ -13,6 +17,10 @@ from . import gpu_suite
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("repeatable")
+
+# Inductor's cache does not tell the code of one vector width from that of another, which ATEN_CPU_CAPABILITY may choose.
+INDUCTOR_CACHE = Path(tempfile.gettempdir()) / f"inductor-{os.getuid()}-{torch.backends.cpu.get_cpu_capability()}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE))
 
 
 @pytest.fixture(autouse=True)

@@ -98,7 +98,7 @@ def test_auto_takes_hoppers_kernels_where_they_are_faster(offsets, dim, activati
     assert len(names) == 3 and all(("hopper" in name) == applies for name in names)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("dims", DIMS, ids=str)
 def test_head_dims(check_attention, dims, dtype):
     check_attention("mixed", dtype, "cuda", dims=dims)
@@ -134,7 +134,7 @@ def test_several_lists_of_queries(check_attention, lengths, case):
 @pytest.mark.parametrize("lists", [2, 3])
 def test_many_segments_of_several_lists(check_attention, activation, lists, dim):
     """Tiles of keys whose lists have no, one and many blocks in any order."""
-    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (lists * 200, 200))
+    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (lists * 80, 80))
     queries[::3], keys[::7] = 0, 0
     queries[1::29] = 1500
     output_scale = 1 if activation == "softmax" else torch.rand(len(queries), device="cuda") + 0.1
@@ -229,9 +229,9 @@ def test_masks(check_attention, lengths, mask, case):
 
 
 @pytest.mark.parametrize("mask", ["hstu"])
-@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@pytest.mark.parametrize("activation", ACTIVATIONS[1::2])
 def test_activations_under_a_mask(check_attention, activation, mask):
-    dims = alternate(ACTIVATIONS.index(activation), [(128, 128), (64, 64)])
+    dims = alternate(ACTIVATIONS.index(activation) // 2, [(128, 128), (64, 64)])
     check_attention((SELF, SELF), torch.bfloat16, "cuda", dims=dims, activation=activation, mask=mask, scale=0.3, output_scale=0.02)
 
 
@@ -250,7 +250,7 @@ def test_scales_with_a_gradient(check_scales_with_a_gradient, kernels, shared, d
 
 
 @pytest.mark.parametrize("dims", [(8, 8), (96, 96), (200, 72), (256, 256)], ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_pointwise_head_dims(check_attention, kernels, dtype, dims):
     mask = None if kernels == "hopper" else alternate(dims[0] // 8 + DTYPES.index(dtype), [None, "hstu"])
     check_attention((SELF, SELF), dtype, "cuda", dims=dims, activation="silu", mask=mask, output_scale=0.05)
@@ -358,7 +358,7 @@ def test_what_hopper_does_not_take(offsets):
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
 def test_tiles_of_one_block_and_of_many(check_attention, activation, dim):
     """A thread block's rings turn over tiles of no, one and many blocks in any order."""
-    lengths = torch.randint(0, 300, (2, 400), generator=torch.Generator().manual_seed(3))
+    lengths = torch.randint(0, 300, (2, 160), generator=torch.Generator().manual_seed(3))
     lengths[1, ::3] = 0
     lengths[1, 1::7] = torch.randint(1, 2000, (len(lengths[1, 1::7]),), generator=torch.Generator().manual_seed(4))
     check_attention(lengths.tolist(), torch.bfloat16, "cuda", dims=(dim, dim), activation=activation)
