@@ -26,7 +26,8 @@ def compile_for(
         aligned: pointers whose addresses are multiples of 16 bytes, by default all; of a tuple, each element.
         options: of the launch, `num_warps` for example.
     """
-    signature = {arg: "constexpr" if arg in constants else type_of(arg) or "i32" for arg in kernel.arg_names}
+    types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
+    signature = {arg: "i32" if type is None else type for arg, type in types.items()}
     aligned = [arg for arg, type in signature.items() if str(type).startswith("*")] if aligned is None else aligned
     attributes = {path: DIVISIBLE_BY_16 for arg in aligned for path in _paths(signature, arg)}
     used = {arg: value for arg, value in constants.items() if arg in signature}
@@ -38,7 +39,8 @@ def compile_source(capability: int, source: ASTSource, **options):
     """As `compile_for`, of a kernel whose signature is made by the caller."""
     compiled = compile_kernel(source, GPUTarget("cuda", capability, 32), options)
     if capability == 90:
-        assert not unwritten_registers(compiled.asm["cubin"])
+        unwritten = unwritten_registers(compiled.asm["cubin"])
+        assert not unwritten, unwritten
     return compiled
 
 

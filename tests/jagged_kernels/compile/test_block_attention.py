@@ -67,20 +67,29 @@ def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
     assert sum(".v4." in load or ".cg." in load for load in loads) > 0.7 * len(loads)
 
 
+def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise):
+    """The compiled kernel for compute capability 9.0; `width`: columns of a tile in shared memory, at least `dim`."""
+    kernel, rows = getattr(hopper, f"block_attention_{name}_hopper_kernel"), max(block_size, 64)
+    constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
+    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
+    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
+
+    def type_of(arg):
+        if arg.endswith("_desc"):
+            return gluon_descriptor(dtype, [1, rows, width])
+        return TYPES.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
+
+    options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
+    return compile_for(90, kernel, constants, type_of, aligned=(), **options)
+
+
 @pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_hopper_block_attention_kernels_compile(name, rotate, relative):
     """Two thread blocks of 64 rows share a multiprocessor; tiles are loaded and stored by the tensor memory accelerator."""
-    kernel = getattr(hopper, f"block_attention_{name}_hopper_kernel")
     cases = ("bf16", 128, 128, 64, False), ("bf16", 128, 128, 64, True), ("fp16", 40, 64, 16, False), ("bf16", 128, 128, 128, False)
     for dtype, dim, width, block_size, precise in cases[:: 1 if rotate else 2]:
-        rows = max(block_size, 64)
-        constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
-        constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
-        constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
-        types = TYPES | {arg: gluon_descriptor(dtype, [1, rows, width]) for arg in kernel.arg_names if arg.endswith("_desc")}
-        options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
-        compiled = compile_for(90, kernel, constants, types.get, aligned=(), **options)
-        assert compiled.metadata.shared <= 227 * 1024 // (2 if rows == 64 else 1)
+        compiled = compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise)
+        assert compiled.metadata.shared <= 227 * 1024 // (2 if block_size <= 64 else 1)
         for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
             assert instruction in compiled.asm["ptx"]
