@@ -46,7 +46,7 @@ WIDTHS = (Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 300))
 
 
 def mostly(first, *others) -> tuple:
-    """An axis of which every second draw is `first`."""
+    """An axis on which every second draw is `first`."""
     return (first,) * max(1, len(others)) + others
 
 
@@ -85,14 +85,14 @@ class Operator:
     """The space of one public function.
 
     Attributes:
-        dtypes, implementations: by device, which is "cpu", "interpreter" (Triton's, on the CPU) or "cuda".
+        dtypes, implementations: by device: "cpu", "interpreter" (Triton's, on the CPU) or "cuda".
         axes: values of each option that decides which kernel is compiled; the first is the simplest. A `Range` stands for its sizes.
-        data_axes: the same of other options.
-        weight: how often a random case is one of this function.
-        num_lists: from the options, how many lists of segment lengths there are.
-        work: from the options and the lengths, about how many multiplications it takes.
-        parts: the same, and whether Triton's interpreter runs it: how many parts its model, or the interpreter, goes over one by one.
-        fix: changes options that cannot go together; called with the device, the dtype and the options.
+        data_axes: values of the other options.
+        weight: relative frequency of random cases of this function.
+        num_lists: options → number of lists of segment lengths.
+        work: (options, lengths) → approximate number of multiplications.
+        parts: (options, lengths, whether Triton's interpreter runs) → number of parts that model or interpreter computes one by one.
+        fix: (device, dtype, options): changes options that are not compatible.
     """
 
     axes: dict[str, tuple]
@@ -106,7 +106,7 @@ class Operator:
     fix: Callable[[str, str, dict], None] = lambda device, dtype, o: None
 
     def axis(self, name: str, device: str) -> tuple:
-        """Values of an option on a device; sizes that Triton's interpreter takes too long for are left out."""
+        """Values of an option on a device, without sizes that take Triton's interpreter too long."""
         if name == "implementation":
             return self.implementations[device]
         limit = LIMITS[device].size
@@ -121,7 +121,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The largest cases on a device: rows of a list of segments, segments, a size, multiplications, parts."""
+    """The largest cases on a device. rows: of one list of segments; size: of one dimension; work, parts: as in `Operator`."""
 
     rows: int
     segments: int
@@ -147,7 +147,7 @@ def _fix_attention(device: str, dtype: str, o: dict) -> None:
     if operands == "kv shared" or operands.endswith("lists") or "lists" in o:
         o["mask"] = None
     if operands == "kv shared" or operands == "q shared" or operands.endswith("lists"):
-        o["schedule"] = False  # the caller has none for them
+        o["schedule"] = False  # callers cannot build schedules for these operands
     if o["implementation"] == "hopper":
         shares_keys = operands == "kv shared" or operands.endswith("lists") or "lists" in o
         if dtype not in HALVES or dtype == "float16" and shares_keys and str(o["output_scale"]).startswith("tensor"):
@@ -211,7 +211,7 @@ def _shared_linear(device: str, dtype: str, o: dict) -> None:
 
 
 def _pairs(o: dict, lengths: list[list[int]]) -> int:
-    """Pairs of rows of the sides."""
+    """Number of pairs of a query row and a key row."""
     *queries, keys = lengths if len(lengths) > 1 else lengths * 2
     return sum(n * m for side in queries for n, m in zip(side, keys))
 
@@ -380,7 +380,7 @@ OPERATORS = {
 
 
 def leave_out_hopper() -> None:
-    """For GPUs of another compute capability than 9.0."""
+    """Remove "hopper", for GPUs of another compute capability than 9.0."""
     for operator in OPERATORS.values():
         if "cuda" in operator.implementations:
             operator.implementations["cuda"] = tuple(x for x in operator.implementations["cuda"] if x != "hopper")

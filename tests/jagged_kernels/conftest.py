@@ -13,7 +13,7 @@ from .fixtures.attention import (  # noqa: F401
     check_scales_with_a_gradient,
     check_self_target_attention,
 )
-from .fixtures.block_attention import check_block_attention, check_packed_block_attention  # noqa: F401
+from .fixtures.block_attention import check_block_attention, check_block_layer_memory, check_packed_block_attention  # noqa: F401
 from .fixtures.jagged_ops import (  # noqa: F401
     assert_neighbours_kept,
     assert_second_derivatives,
@@ -48,6 +48,26 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def check_cuda_graph(offsets):
+    """Checks that a captured `attend(q, k, v, offsets)` of 300 rows gives the results of new lengths when it is replayed."""
+
+    def check(attend):
+        q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        segments = offsets([70, 100, 130], "cuda")
+        attend(q, k, v, segments)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = attend(q, k, v, segments)
+        for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
+            segments.copy_(offsets(lengths, "cuda"))
+            graph.replay()
+            assert torch.equal(captured, attend(q, k, v, segments))
+
+    return check
 
 
 @pytest.fixture
