@@ -52,7 +52,7 @@ def random_case(function: str, seed: int, device: str, **fixed) -> Case:
 def simplest_case(function: str, device: str, dtype: str, **given) -> Case:
     """A case without segments: the given options, and the simplest value (the smallest size) of every other option."""
     operator = OPERATORS[function]
-    axes = {name: operator.axis(name, device)[0] for name in operator.names(device)}
+    axes = {name: operator.axis(name, device)[0] for name in operator.names()}
     options = {name: x.low if isinstance(x, Range) else list(x) if isinstance(x, tuple) else x for name, x in axes.items()} | given
     return legal(Case(function, device, dtype, options, [[] for _ in range(operator.num_lists(options))]))
 
@@ -63,7 +63,7 @@ def random_configuration(function: str, seed: int, device: str, **fixed) -> Case
     dtype = fixed.pop("dtype", None) or rng.choice(operator.dtypes[device])
     options = {
         name: _draw(rng, operator.axis(name, device)) if decides_kernel else operator.axis(name, device)[0]
-        for name, decides_kernel in operator.names(device).items()
+        for name, decides_kernel in operator.names().items()
     }
     return legal(Case(function, device, dtype, options | fixed, [[] for _ in range(operator.num_lists(options | fixed))]))
 
@@ -107,7 +107,7 @@ def legal(case: Case) -> Case:
     operator, limits, options = OPERATORS[case.function], LIMITS[case.device], dict(case.options)
     if options.get("implementation") == "reference" and case.dtype in HALVES:
         options["implementation"] = "auto"  # the definition rounds every step to the dtype
-    operator.fix(case.device, case.dtype, options)
+    operator.fix(case.dtype, options)
     num_lists = operator.num_lists(options)
     lengths = [list(x) for x in (case.lengths * num_lists)[:num_lists]]
     while operator.parts(options, lengths, case.device == "interpreter") > limits.parts and any(map(sum, lengths)):
@@ -129,7 +129,7 @@ def smaller_cases(case: Case) -> Iterator[Case]:
     if case.poison == "inf":
         yield from _new(dataclasses.replace(case, poison="nan"), seen)
     operator = OPERATORS[case.function]
-    for name in operator.names(case.device):
+    for name in operator.names():
         for value in _simpler_values(case.options[name], operator.axis(name, case.device)):
             yield from _new(dataclasses.replace(case, options=case.options | {name: value}), seen)
 

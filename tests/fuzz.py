@@ -236,7 +236,7 @@ class Run:
         return [
             f"{function} {device} {name}={value}"
             for function, device in sorted({key[:2] for key in self.counts})
-            for name in OPERATORS[function].names(device)
+            for name in OPERATORS[function].names()
             for value in dict.fromkeys(OPERATORS[function].axis(name, device))
             if isinstance(value, (str, int, float, bool, type(None))) and not self.visited[function, device, name, str(value)]
         ]

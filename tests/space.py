@@ -92,7 +92,7 @@ class Operator:
         num_lists: options → number of lists of segment lengths.
         work: (options, lengths) → approximate number of multiplications.
         parts: (options, lengths, whether Triton's interpreter runs) → number of parts that model or interpreter computes one by one.
-        fix: (device, dtype, options): changes options that are not compatible.
+        fix: (dtype, options): changes options that are not compatible.
     """
 
     axes: dict[str, tuple]
@@ -103,7 +103,7 @@ class Operator:
     num_lists: Callable[[dict], int] = lambda o: 1
     work: Callable[[dict, list], int] = lambda o, lengths: 0
     parts: Callable[[dict, list, bool], int] = lambda o, lengths, interpreted: len(lengths[0])
-    fix: Callable[[str, str, dict], None] = lambda device, dtype, o: None
+    fix: Callable[[str, dict], None] = lambda dtype, o: None
 
     def axis(self, name: str, device: str) -> tuple:
         """Values of an option on a device, without sizes that take Triton's interpreter too long."""
@@ -113,8 +113,8 @@ class Operator:
         values = (self.axes | self.data_axes)[name]
         return tuple(x for x in values if not isinstance(x, Range) or x.low <= limit)
 
-    def names(self, device: str) -> dict[str, bool]:
-        """All options on a device: name → whether it decides which kernel is compiled."""
+    def names(self) -> dict[str, bool]:
+        """All options: name → whether it decides which kernel is compiled."""
         names = dict.fromkeys(self.axes, True) | dict.fromkeys(self.data_axes, False)
         return names | (dict(implementation=True) if self.implementations else {})
 
@@ -140,7 +140,7 @@ LIMITS = dict(
 # -- options that cannot go together ---------------------------------------------------------------------------------------------
 
 
-def _fix_attention(device: str, dtype: str, o: dict) -> None:
+def _fix_attention(dtype: str, o: dict) -> None:
     if o["activation"] == "softmax":
         o["output_scale"] = 1
     operands = o.get("operands", "self")
@@ -169,7 +169,7 @@ def _align(o: dict) -> None:
         o["layout"] = "contiguous"
 
 
-def _fix_block_attention(device: str, dtype: str, o: dict) -> None:
+def _fix_block_attention(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
         if dtype not in HALVES:
             o["implementation"] = "triton"
@@ -183,12 +183,12 @@ def _fix_block_attention(device: str, dtype: str, o: dict) -> None:
         o["head_dim"] += o["head_dim"] % 2
 
 
-def _fix_packed(device: str, dtype: str, o: dict) -> None:
+def _fix_packed(dtype: str, o: dict) -> None:
     o["heads"] = [o["heads"][0]] * 2
-    _fix_block_attention(device, dtype, o)
+    _fix_block_attention(dtype, o)
 
 
-def _fix_linear_compress(device: str, dtype: str, o: dict) -> None:
+def _fix_linear_compress(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
         if dtype not in HALVES:
             o["implementation"] = "fused"
@@ -198,11 +198,11 @@ def _fix_linear_compress(device: str, dtype: str, o: dict) -> None:
             o["layout"] = "contiguous" if o["layout"] in ("transposed", "columns") else o["layout"]
 
 
-def _even_dim(device: str, dtype: str, o: dict) -> None:
+def _even_dim(dtype: str, o: dict) -> None:
     o["head_dim"] += o["head_dim"] % 2
 
 
-def _shared_linear(device: str, dtype: str, o: dict) -> None:
+def _shared_linear(dtype: str, o: dict) -> None:
     if o["weights"] == "shared":
         o["implementation"] = "auto"  # torch's own product
 

@@ -100,10 +100,7 @@ def attention(
     dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
     bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
-        products = (Bound.exact(do) * inner).map(lambda x: x / factor[:, None, None])
-        sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
-        stacked = [torch.stack(part) for part in list(zip(*sums))[:3]] if sums else [output_scale.detach().double()] * 3
-        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
+        bounds["doutput_scale"] = _scale_gradient(output_scale, do, inner, factor, segments)
     return {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
 
 
@@ -332,6 +329,15 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
     if segments.shares_factor:
         first = first / torch.frexp(first).mantissa.clamp(min=0.5)
     return first, (factor / first)[:, None, None]
+
+
+def _scale_gradient(output_scale: Tensor, do: Tensor, inner: Bound, factor: Tensor, segments: _Segments) -> Bound:
+    """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor."""
+    products = (Bound.exact(do) * inner).map(lambda x: x / factor[:, None, None])
+    sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
+    parts = ("value", "error", "rms")
+    stacked = [torch.stack([getattr(x, part) for x in sums]) if sums else output_scale.detach().double() for part in parts]
+    return Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
 
 
 def _rescaled(x: Bound, rest: Tensor, segments: _Segments, dtype: torch.dtype) -> Bound:
