@@ -72,7 +72,7 @@ test-gpu: $(ENV)
 
 # Gluon, in which they are written, changes between versions of Triton.
 test-newest-triton: $(ENV) .newest-triton/.installed
-	PYTHONPATH=$(CURDIR)/.newest-triton:$$PYTHONPATH $(pytest) tests/jagged_kernels/test_compile.py -k hopper $(ARGS)
+	PYTHONPATH=$(CURDIR)/.newest-triton:$$PYTHONPATH $(pytest) tests/jagged_kernels/compile -k hopper $(ARGS)
 
 notebooks: $(ENV)
 	$(PY) -m jupyter execute --inplace notebooks/*.ipynb

@@ -98,8 +98,8 @@ class BlockDiagonalSelfAttention(nn.Module):
 class _RotaryTables(nn.Module):
     """cos and sin `[max_seqlen, head_dim / 2]`, fp32. Only their device ever changes.
 
-    They are on the host where a layer is built on the meta device: DistributedModelParallel zeroes buffers that it finds on meta and resets
-    only modules that own parameters. It moves these with the rest of the model.
+    A layer built on the meta device keeps them on the host: DistributedModelParallel zeroes buffers on meta, and resets only modules that
+    own parameters. It moves host buffers to the device with the rest of the model.
     """
 
     def __init__(self, head_dim: int, max_seqlen: int, device=None) -> None:
@@ -113,11 +113,11 @@ class _RotaryTables(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def reset_parameters(self) -> None:
-        """For those who allocate buffers anew, uninitialised."""
+        """Compute the tables again, for callers that replace buffers by uninitialised memory."""
         self._make(self.cos.device)
 
     def _apply(self, fn, recurse=True):
-        device = fn(self.cos[:0]).device  # only this: fn may also round, as half() does, or lose the values, as to_empty does
+        device = fn(self.cos[:0]).device  # fn is used for its device only: it may also round (half) or drop the values (to_empty)
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
         return self

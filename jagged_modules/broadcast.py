@@ -29,17 +29,18 @@ class CandidateIndex:
     """
 
     def __init__(self, offsets: Tensor, order: Tensor | None = None, inverse: Tensor | None = None, host_counts: Tensor | None = None):
-        segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()  # of a pytree: any object
+        segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()  # else a pytree leaf
         self.offsets, self.order, self.inverse, self._segmentation = offsets, order, inverse, segmentation
         self._query_offsets: dict[int, Tensor] = {}
         self._users: Tensor | None = None
 
     @classmethod
     def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
-        """A CandidateIndex as it is; one `from_map` of `[num_candidates]` user indices in any order.
+        """The CandidateIndex itself, or `from_map` of a tensor `[num_candidates]` of user indices in any order.
 
         Raises:
-            TypeError, ValueError: another kind of argument, or indices that are none of num_users; the message calls them candidates.
+            TypeError: neither a CandidateIndex nor an integer tensor.
+            ValueError: wrong shape, or host indices outside [0, num_users). Messages call the argument candidates.
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
@@ -49,7 +50,7 @@ class CandidateIndex:
 
     @classmethod
     def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
-        """From `[num_candidates]` user indices in any order. name: what errors call them.
+        """From `[num_candidates]` user indices in any order; errors call them `name`.
 
         Raises:
             TypeError: not an integer tensor, or num_users not an int. ValueError: not 1-D, or (host tensors, or under `debug_checks`)
@@ -103,7 +104,7 @@ class CandidateIndex:
         """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
 
         Raises:
-            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor of several keys, whose segments are no users.
+            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor with several keys, whose segments are not users.
         """
         from .jagged import Jagged
 
@@ -128,10 +129,10 @@ class CandidateIndex:
 
     @property
     def candidate_to_user(self) -> Tensor:
-        """`[num_candidates]` user of each candidate, in the candidates' own order. Device counts cost a sync here.
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Synchronises if the counts are on a device.
 
         Raises:
-            ValueError: an index on meta, grouped by user: how many candidates it has is not known. `users` takes their number.
+            ValueError: an index on meta, grouped by user: its number of candidates is unknown. `users` takes it as an argument.
         """
         if self.order is not None:
             return self.users(self.order.shape[0])
@@ -155,7 +156,7 @@ class CandidateIndex:
 
     @property
     def token(self) -> bytes:
-        """Names the candidates' segmentation: equal for all copies of the index, in every process and thread."""
+        """Identifies the candidates' segmentation: equal for all copies of the index, in every process and thread."""
         return self._segmentation.token
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:

@@ -45,11 +45,11 @@ def check_number(name: str, value, low: float = -math.inf, high: float = math.in
 
 
 def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
-    """Check kind, dtype and number of dimensions of a floating-point tensor.
+    """Check type, dtype and number of dimensions of a floating-point argument.
 
     Args:
-        shape: its `dim` dimensions, as the message writes them.
-        function: whose dtypes it may have, see `check_dtype`; fp64, fp32, fp16 or bf16 if None.
+        shape: the text of its `dim` dimensions for the message, for example "[L, H, D]".
+        function: the function whose dtypes are allowed, see `check_dtype`; None: fp64, fp32, fp16 and bf16.
 
     Raises:
         TypeError: not a tensor. WrongDtype: another dtype. ValueError: another number of dimensions.
@@ -65,9 +65,13 @@ def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None
 
 
 def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
-    """WrongDtype unless the table in `dtypes` lists x's dtype for this function, device and implementation; ValueError for a device that
-    neither the kernels nor the CPU path take."""
-    if x.dtype in EVERYWHERE and (x.is_cuda or x.is_cpu or x.is_meta):  # the usual case costs little host time
+    """Check x's dtype by the table in `dtypes`, for this function, x's device and the implementation.
+
+    Raises:
+        WrongDtype: a dtype that is not in the table.
+        ValueError: a device that neither the kernels nor the CPU path supports.
+    """
+    if x.dtype in EVERYWHERE and (x.is_cuda or x.is_cpu or x.is_meta):  # fast path
         return
     plain, kernels = DTYPES[function]
     if plain != kernels and implementation == "auto" and x.device.type not in ("cpu", "cuda", "meta"):
@@ -79,9 +83,13 @@ def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto
 
 
 def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True) -> None:
-    """ValueError unless the implementation is known and takes tensors on the device. Triton's interpreter takes host tensors.
+    """Check that the implementation is known and supports the device; Triton's interpreter supports host tensors.
 
-    reads_offsets: whether "reference" reads the offsets, which meta tensors do not have.
+    Args:
+        reads_offsets: "reference" reads the values of offsets, which meta tensors do not have.
+
+    Raises:
+        ValueError: an unknown implementation, or one that does not support the device.
     """
     if implementation == "auto":
         return
@@ -94,7 +102,7 @@ def check_implementation(implementation: str, known: tuple[str, ...], device: to
 
 
 def _triton_interprets() -> bool:
-    if torch.compiler.is_compiling():  # which does not trace triton; the operators refuse host tensors when the graph runs
+    if torch.compiler.is_compiling():  # triton's knobs cannot be traced; the operators refuse host tensors when the graph runs
         return True
     try:
         from triton import knobs

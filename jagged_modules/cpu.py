@@ -29,7 +29,7 @@ def attention_cpu(
     """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
     mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is.
-    batch_invariant: segments are computed one by one, as are query rows where no mask gives them positions. Others: as in
+    batch_invariant: segments are computed one by one, and without a mask query rows too. Other arguments are those of
     `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
     """
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
@@ -102,8 +102,10 @@ def _groups(
     num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, q_shared: bool, spec: list[int] | None, num_targets: Tensor | None,
     batch_invariant: bool,
 ) -> Iterator[_Group]:
-    """Every segment that has queries and keys, in one group each; one list of queries after the other. batch_invariant: groups of one
-    segment, or of one query row where the others of its segment have no effect on it: a user may have any other candidates."""
+    """Groups of segments that have queries and keys, one query group after the other.
+
+    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on its user's others.
+    """
     mask = None if spec is None else AttentionMask.from_spec(spec, num_targets)
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
     num_segments, by_rows = len(kv_bounds) - 1, batch_invariant and mask is None and not q_shared

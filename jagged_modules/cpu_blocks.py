@@ -32,7 +32,7 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     One head dim for all of q, k and v, whose last stride is 1.
     """
     if mask is None:
-        # Scores of such rows are all NaN, which torch's fused attention takes for a row that sees nothing.
+        # All scores of such a row are NaN. torch's fused attention treats it as a row that sees no key and returns 0.
         not_finite = ~q.isfinite().all(-1, keepdim=True)
         out, lse = _fused_attention(q, k, v, scale=scale)
         return out.masked_fill_(not_finite, math.nan), lse
@@ -43,7 +43,7 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
     out, lse = unfused_forward(q, k, v, *flags, "softmax")
-    return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # no bit of the other rows changes
+    return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # other rows stay bitwise equal
 
 
 def softmax_backward(
@@ -65,7 +65,7 @@ def softmax_backward(
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`softmax_forward` under a mask, of operands whose products are finite."""
+    """`softmax_forward` under a mask, for operands whose products are finite."""
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
@@ -76,7 +76,7 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_tar
 def _fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_backward` under a mask, of operands whose products are finite."""
+    """`softmax_backward` under a mask, for operands whose products are finite."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
@@ -146,19 +146,21 @@ def _score_gradients(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | Non
 
 
 def _are_finite(*operands: Tensor) -> bool:
-    """False where not all elements are finite; their norm is read once, without a copy."""
+    """False if an element is not finite, or if a norm overflows. The norm needs no temporary tensor."""
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
 def _products_are_finite(scale: float, *operands: Tensor) -> bool:
-    """False where an element, or a product of rows of two operands, may not be finite: torch's fused attention adds -inf to a hidden score,
-    and multiplies by 0, where both may give NaN."""
+    """False if an element, or a product of rows of two operands, may not be finite.
+
+    torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for such values.
+    """
     bound = math.prod(1 + float(torch.linalg.vector_norm(x)) for x in operands)
     return bound * (1 + abs(scale)) < torch.finfo(operands[0].dtype).max
 
 
 def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Rows of x `[..., rows]` that are not finite, or whose products with a finite row of the other may not be."""
+    """Mask of the rows of x `[..., rows, D]` that are not finite, or whose products with finite rows of `other` may not be."""
     norms = torch.linalg.vector_norm(x, dim=-1)
     if other is not None:
         norms = norms * ((1 + abs(scale)) * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax()))
@@ -166,7 +168,7 @@ def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> 
 
 
 def _affected(q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Query rows that are bad or see a bad key, and keys that such a row sees; of all heads, booleans `[segments, heads, rows]`."""
+    """Masks `[segments, heads, rows]` of the queries that are bad or see a bad key, and of the keys that are seen by such a query."""
     group = q.shape[1] // k.shape[1]
     rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
     keys_affected = torch.zeros_like(keys, dtype=torch.bool)
@@ -182,9 +184,9 @@ def _clear(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _visible_product(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
-    """p @ x, `[some, M, N]` and `[some, N, D]`. p is 0 at hidden pairs `[M, N]`, which add nothing, though 0 · NaN and 0 · inf are NaN.
+    """p `[some, M, N]` @ x `[some, N, D]`, where hidden pairs `[M, N]` add nothing: p is 0 there, but 0 · NaN and 0 · inf would be NaN.
 
-    The finite elements of x are multiplied apart. The others add as many terms as are visible: all of them +inf, all -inf, or NaN.
+    The finite elements of x are multiplied first. Visible elements that are not finite then make the result +inf, -inf or NaN.
     """
     not_finite = ~x.isfinite()
     terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
@@ -232,7 +234,7 @@ def _unfold(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _hide(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
-    """The value in x `[some, group · rows, columns]` where hidden, in place."""
+    """x `[some, group · rows, columns]` with the value written where hidden, in place."""
     if hidden is not None:
         x.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, value)
     return x

@@ -13,8 +13,11 @@ GATHERED = 2048  # elements of a scattered segment up to which gathering it cost
 
 
 class Rows(NamedTuple):
-    """Rows of segments of equal length: a slice where they lie one after the other. copied: they are never read in place, but from memory
-    that is aligned and strided alike wherever they lie, on which the order of a product's sums may depend."""
+    """Rows of segments of equal length; a slice if the segments are adjacent.
+
+    copied: rows are read from a contiguous copy, never in place. The order of a matrix multiplication's sums may depend on alignment and
+    strides.
+    """
 
     rows: slice | Tensor
     length: int
@@ -42,8 +45,10 @@ class Rows(NamedTuple):
 
 
 def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Rows, ...]]:
-    """Rows by each of the offsets `[B + 1]`, for the segments whose lengths are equal; segments with a length of 0 are left out.
-    batch_invariant: groups of one segment."""
+    """Groups of segments of equal lengths, as the rows by each of the offsets `[B + 1]`; segments with a length of 0 are left out.
+
+    batch_invariant: one segment per group.
+    """
     starts = defaultdict(list)
     bounds = [x.tolist() for x in offsets]
     for firsts, ends in zip(zip(*bounds), zip(*(x[1:] for x in bounds))):

@@ -1,7 +1,7 @@
-"""What the CPU computes one matrix or one row at a time under `batch_invariant`.
+"""CPU operators of `batch_invariant`, which compute one matrix or one row at a time.
 
-torch's products and functions of a whole batch are cut into blocks by its size, and the elements of a block's edge are computed by other
-instructions than those inside. Of one matrix or row, from memory of its own, they are the same whatever else there is.
+torch splits a matrix multiplication or pointwise function of a whole batch into blocks by its size, and computes elements at a block's edge
+by other instructions than those inside. Computed alone, from its own memory, a matrix or row has results that do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def products_cpu(weight: Tensor, x: Tensor) -> Tensor:
 
 @host_operator("jagged_modules::pointwise_rows_cpu")
 def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
-    """A pointwise activation of the rows of x `[L, D]`."""
+    """A pointwise activation, by its name, of each row of x `[L, D]`; `[L, D]`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for row, result in zip(x, out):
         result.copy_(POINTWISE[activation].function(_copy(row)))
@@ -35,7 +35,7 @@ def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
 
 @host_operator("jagged_modules::pointwise_rows_backward_cpu")
 def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Gradient of x, given that of the result."""
+    """Gradient `[L, D]` of x `[L, D]`, for the gradient `[L, D]` of the result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for row_grad, row, result in zip(grad, x, out):
         result.copy_(POINTWISE[activation].backward(_copy(row_grad), _copy(row)))
@@ -43,7 +43,7 @@ def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Ten
 
 
 def _copy(x: Tensor) -> Tensor:
-    """In memory of its own, contiguous and aligned, at least in fp32."""
+    """A contiguous, aligned copy, in fp32 or fp64."""
     return x.to(compute_dtype(x), copy=True, memory_format=torch.contiguous_format)
 
 
@@ -67,7 +67,7 @@ def _setup_products(ctx, inputs, output):
 
 
 def _products_backward(ctx, do):
-    """dW is a sum over the batch, which no row is independent of."""
+    """dW is a sum over the batch, so it cannot be batch-invariant."""
     weight, x = ctx.saved_tensors
     wants_weight, wants_x = ctx.needs_input_grad
     dweight = torch.tensordot(do, x, dims=([0, 2], [0, 2])) if wants_weight else None

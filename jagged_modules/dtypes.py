@@ -1,17 +1,17 @@
-"""Which dtypes each function takes on which device. `checks.check_dtype` enforces this table, `dtype_table` prints it."""
+"""The dtypes that each function supports on each device. `checks.check_dtype` enforces this table, `dtype_table` prints it."""
 
 from __future__ import annotations
 
 import torch
 
-EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)  # every function takes them, on the CPU, on CUDA and on meta
+EVERYWHERE = (torch.float32, torch.float16, torch.bfloat16)  # supported by every function on the CPU, CUDA and meta
 FLOATS = (torch.float64, *EVERYWHERE)
 _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _ANY = (*FLOATS, torch.complex64, torch.complex128, *_INTEGERS)
 
 WITHOUT_KERNELS = ("reference", "decomposed", "padded")  # implementations in plain torch, on every device
 
-# function -> (dtypes on the CPU, on meta and of the implementations without kernels, dtypes of the kernels)
+# function → (dtypes on the CPU, on meta and in the implementations without kernels, dtypes of the kernels)
 DTYPES = {
     **dict.fromkeys(
         (
@@ -44,19 +44,19 @@ def uses_kernels(device: torch.device, implementation: str) -> bool:
 
 
 def dtypes_of(function: str, device: torch.device, implementation: str = "auto") -> tuple[torch.dtype, ...]:
-    """The dtypes that the function's floating-point arguments (of layout functions: the values) may have."""
+    """The dtypes that the function supports for its floating-point arguments (layout functions: for the values)."""
     plain, kernels = DTYPES[function]
     return kernels if uses_kernels(device, implementation) else plain
 
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
-    """ "float32, float16 or bfloat16"."""
+    """The dtypes as text, for example "float32, float16 or bfloat16"."""
     *others, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
     return f"{', '.join(others)} or {last}"
 
 
 def dtype_table() -> str:
-    """The table as markdown."""
+    """`DTYPES` as a markdown table."""
     lines = ["| function | CPU, meta, or `implementation=\"reference\"` | CUDA kernels |", "|---|---|---|"]
     for dtypes in dict.fromkeys(DTYPES.values()):
         functions = ", ".join(f"`{function}`" for function, taken in DTYPES.items() if taken == dtypes)

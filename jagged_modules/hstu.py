@@ -119,10 +119,11 @@ class HSTULayer(nn.Module):
             x: any container of `[L, E]` values: each segment is context, then history, then targets.
             num_targets: `[B]` int32 or int64, how many last rows of each segment are targets; none if None. Targets see the history
                 and no other target but the earlier ones of their group.
-            cache: this layer's keys and values of histories, from cache_rows, with B segments. Every row of x is a target of its history
-                then, and num_targets, if given, the segments' lengths.
-            cache_rows: rows of x, a slice or `[n]` indices, whose keys and values are returned too.
-            update: False: the rows are not updated, None takes their place. The last layer of histories that are cached does no more.
+            cache: this layer's keys and values of B histories, as cache_rows returned them. Every row of x is then a target of its
+                history; num_targets, if given, must be the segments' lengths.
+            cache_rows: a slice or `[n]` indices of rows of x whose keys and values are returned too.
+            update: False: the rows are not updated, and the result has None in place of the container. Enough for the last layer when
+                histories are cached.
 
         Returns:
             x's kind of container, with `[L, E]` values. With cache_rows a pair: the container, and `[n, H, head_dim + linear_dim]`.
@@ -151,7 +152,7 @@ class HSTULayer(nn.Module):
         return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
 
     def _check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
-        """TypeError or ValueError unless the cache has this layer's keys and values of a history for each segment of x, called `name`."""
+        """TypeError or ValueError unless the cache holds this layer's keys and values for each segment of x, which errors call `name`."""
         if not isinstance(cache, Jagged):
             raise TypeError(f"cache must be a Jagged of keys and values, got {type(cache).__name__}")
         check_same_segments(name, x, "cache", cache)
@@ -181,7 +182,7 @@ class HSTULayer(nn.Module):
         return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
 
     def _attend_with_cache(self, q, k, v, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
-        """Targets' attention to cached histories and to their own group. Weights that no softmax ties together add up."""
+        """Targets' attention to cached histories plus attention to their own group: without softmax the two are independent sums."""
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
         scaling_seqlen, cached = self._scaling_seqlen(cache), cache.values.split([self.head_dim, self.linear_dim], dim=2)
@@ -204,7 +205,7 @@ class HSTUCache:
     """What `HSTUStack.cache` keeps of the histories; `HSTUStack.score` takes it.
 
     layers: for each layer a Jagged with values `[L, H, head_dim + linear_dim]`, the keys and the values of the rows that targets see.
-        Its max_seqlen is the histories'.
+        Its max_seqlen is that of the histories.
     """
 
     layers: tuple[Jagged, ...]
@@ -245,14 +246,14 @@ class HSTUStack(nn.Module):
 
         Args:
             x, num_targets: as `HSTULayer.forward` takes them.
-            cache: x are targets, as `score` runs them.
-            return_cache: x are histories, as `cache` runs them.
+            cache: compute `score` for the targets x.
+            return_cache: compute `cache` for the histories x.
 
         Returns:
             x's kind of container, with `[L, E]` values; with return_cache an HSTUCache.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`; num_targets with cache or return_cache, or a cache of another stack.
+            TypeError, ValueError: as `HSTULayer.forward`; num_targets together with cache or return_cache; a cache of another stack.
         """
         if cache is None and not return_cache:
             jagged = _without_container(x)
@@ -319,7 +320,7 @@ class HSTUStack(nn.Module):
 
 @torch.fx.wrap
 def _without_container(x) -> Jagged:
-    """A Jagged, in which torch's fully_shard finds the tensors that layers pass on; in TorchRec's containers it does not."""
+    """x as a Jagged: torch's fully_shard finds the tensors in it that layers pass on, but not those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     return jagged.with_values(jagged.values)
 
@@ -354,14 +355,14 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
 
 
 class _RowNorm(nn.LayerNorm):
-    """A LayerNorm that sums the gradients of its weight and bias at least in fp32 on the CPU too."""
+    """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
 
     def forward(self, x: Tensor) -> Tensor:
         return layer_norm_rows(x, self.weight, self.bias, self.eps)
 
 
 def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device=None) -> nn.Linear:
-    """A Linear with the initialisation of HSTU's projections, as an attribute of the instance: torch.ao.quantization takes no subclass."""
+    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
     linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=torch.empty(0, device=device).device)
     linear.reset_parameters = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()

@@ -1,4 +1,4 @@
-"""Layers under `batch_invariant`: torch's functions of rows whose results depend on how many rows there are, in their fixed forms."""
+"""Layers under `batch_invariant`: replaces torch functions whose results for a row depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .settings import is_batch_invariant
 
 
 def fixed_rows(forward: Callable) -> Callable:
-    """Decorator of a layer's method: under `batch_invariant`, what its modules compute of a row does not depend on the other rows.
+    """Decorator for a layer's method: under `batch_invariant`, its modules' results for a row do not depend on the other rows.
 
-    The modules are called as ever, so that their hooks run and other modules may take their place.
+    The modules are still called, so that their hooks run and they may be replaced by other modules.
     """
 
     @functools.wraps(forward)
@@ -33,7 +33,7 @@ def fixed_rows(forward: Callable) -> Callable:
 
 class _FixedRows(TorchFunctionMode):
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is Tensor.unflatten:  # which torch.compile cannot trace here
+        if function is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
             function = torch.unflatten
         return _FIXED.get(function, function)(*args, **(kwargs or {}))
 
@@ -43,7 +43,7 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _pointwise(function: Callable, activation: str) -> Callable:
-    """GPUs compute every element by the same instructions; the CPU those that fill no vector by others."""
+    """The function by rows on the CPU, where elements that do not fill a vector are computed by other instructions. GPUs need no change."""
 
     def fixed(x: Tensor, **options) -> Tensor:
         if x.device.type != "cpu":

@@ -37,7 +37,7 @@ class Jagged:
         history = jm.Jagged(torch.randn(5, 8), torch.tensor([0, 2, 2, 5]))      # segments of 2, 0 and 3 rows
     """
 
-    values: Tensor  # a dataclass because torch's fully_shard looks for tensors in dataclasses, and not in other pytrees
+    values: Tensor  # torch's fully_shard finds tensors in dataclasses, but not in other pytrees
     offsets: Tensor
     max_seqlen: int | None
 
@@ -67,8 +67,9 @@ class Jagged:
             name: what errors call x.
 
         Raises:
-            TypeError: another kind of input. ValueError: a nested tensor of another layout, or with holes; offsets that are none of the
-            values' rows, a longer segment; floating-point weights.
+            TypeError: another kind of input.
+            ValueError: a nested tensor with another layout or with holes; offsets that do not fit the values; a segment longer than
+                max_seqlen; floating-point weights.
         """
         if isinstance(x, Jagged):
             if max_seqlen in (None, x.max_seqlen):
@@ -142,7 +143,7 @@ class Jagged:
 
     @classmethod
     def _unchecked(cls, values, offsets, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
-        """A Jagged of what a pytree's leaves may be: tensors, fake tensors, other objects."""
+        """A Jagged without checks: a pytree's leaves may be tensors, fake tensors or other objects."""
         jagged = cls.__new__(cls)
         jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged._keys = values, offsets, max_seqlen, None, None
         if segmentation is None:
@@ -185,8 +186,8 @@ class Jagged:
     ) -> Jagged:
         """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
 
-        Attention of other sizes, another size of dtype, another mask, other queries or another `batch_invariant` finds none here: it
-        builds its own on the device, with a warning.
+        Attention with other sizes, another dtype size, mask, queries or `batch_invariant` finds no schedule here: it builds its own on the
+        device, with a warning.
 
         Args:
             num_heads, head_dim, num_kv_heads: of the attention that will use it; for HSTU the larger of head_dim and linear_dim.
@@ -258,7 +259,7 @@ class Jagged:
         if lengths is not None and self.host_lengths is not None:
             return host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
         if total is None:
-            return None  # offsets of candidates on a device: only the operator, which sees q, knows how many there are
+            return None  # candidates' offsets on a device: only the operator knows their number, from q's shape
         offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
         on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
         rows = (mean_rows(n, x, sizes["batch_invariant"]) for n, x in ((total, offsets), (self.values.shape[0], kv_offsets)))
@@ -289,7 +290,7 @@ class Jagged:
 
 
 def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: dict[str, int]) -> str:
-    """What a schedule is built for, as a warning names it."""
+    """What a schedule is built for, as text for a warning."""
     parts = [f"{name}={size}" for name, size in sizes.items()]
     parts.append(f"queries={queries if isinstance(queries, int) else type(queries).__name__}")
     if isinstance(queries, CandidateIndex):
@@ -298,7 +299,7 @@ def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, s
 
 
 def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
-    """TypeError or ValueError unless they make a Jagged. whose: "x's " of a container that errors call x, or nothing."""
+    """TypeError or ValueError unless the parts make a Jagged. whose: prefix of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
     if values.dim() < 1:
@@ -341,7 +342,10 @@ def wrap_rows(name: str, x, width: int, projection: nn.Module) -> Jagged:
 
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
-    """ValueError unless both have as many segments and, of KeyedJaggedTensors, as many keys, the same ones in the same order."""
+    """ValueError unless both have the same number of segments and, if both are KeyedJaggedTensors, of keys.
+
+    Keys of the same names must have the same order.
+    """
     if x.num_segments != other.num_segments:
         raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
     keys, other_keys = x._keys, other._keys
@@ -352,7 +356,7 @@ def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) ->
 
 
 def wait_for(x):
-    """What a TorchRec LazyAwaitable gives, as sharded collections return them; any other x as it is."""
+    """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x unchanged."""
     torchrec = sys.modules.get("torchrec.distributed.types")
     if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
         return x

@@ -33,7 +33,7 @@ class LinearCompressEmbedding(nn.Module):
     optimizers refuse parameters with gaps between their rows, or update them wrongly.
 
     Raises:
-        TypeError, ValueError: sizes that are no positive integers, or features that are not as many different names.
+        TypeError, ValueError: sizes that are not positive integers; feature names that are not one per embedding, or not distinct.
 
     Example::
 
@@ -69,7 +69,7 @@ class LinearCompressEmbedding(nn.Module):
         elif not several_levels:
             user_features = [user_features]
         if len(user_features) != len(shared):
-            raise ValueError(f"user_features must be names for each shared level, {len(shared)}, got {user_features}")
+            raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {user_features}")
         names = [*_names("user_features", len(shared)), "candidate_features"]
         self.features = [*map(_checked_features, names, [*user_features, candidate_features], self.num_embeddings)]
         self.weights = _Weights(torch.empty(num_compressed, size, device=device) for size in self.num_embeddings)
@@ -124,7 +124,7 @@ def _levels(x) -> list:
 
 
 def _names(argument: str, levels: int) -> list[str]:
-    """What the caller calls the argument of each shared level."""
+    """The name of the argument for each shared level, as the caller writes it."""
     return [argument] if levels == 1 else [f"{argument}[{level}]" for level in range(levels)]
 
 
@@ -140,7 +140,7 @@ def _checked_features(name: str, features, size: int) -> tuple[str, ...] | None:
 
 @torch.fx.wrap
 def _dense(name: str, x, features: tuple[str, ...] | None):
-    """x, or `[B, K, N]` of the values `[B, K · N]` of a KeyedTensor, a view where its features are in order."""
+    """x, or the values `[B, K · N]` of a KeyedTensor as `[B, K, N]`; a view if its features are in order."""
     x = wait_for(x)
     if not is_keyed_tensor(x):
         return x

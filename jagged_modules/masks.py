@@ -136,7 +136,7 @@ class AttentionMask:
 
 
 def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:
-    """ValueError unless a mask's num_targets, which the caller calls `name`, fit kv_offsets and the device, that of `whose` tensor."""
+    """ValueError unless a mask's num_targets `[B]`, `name` in errors, fit kv_offsets `[B + 1]` and are on the device of `whose` tensor."""
     if num_targets is None:
         return
     segments = kv_offsets.shape[0] - 1

@@ -6,7 +6,7 @@ from torch import nn
 
 
 def reset_all(modules: Iterable[nn.Module]) -> None:
-    """`reset_parameters` of each module, or of what it holds where it has none itself, as a LoRA wrapper around a Linear."""
+    """Call `reset_parameters` of each module, or of its children if it has none (for example a LoRA wrapper around a Linear)."""
     for module in modules:
         if hasattr(module, "reset_parameters"):
             module.reset_parameters()

@@ -1,8 +1,8 @@
-"""Containers as pytrees: inputs and outputs of exported models, and of all in torch that looks for tensors with `tree_map`.
+"""Containers as pytrees, for torch.export and everything else in torch that finds tensors with `tree_map`.
 
-The children are tensors (or pytrees) and may be anything after a map: nothing is checked when a container is put together again. All
-else is structure: an exported model takes inputs of the same structure only. Schedules and lengths on the host are no part of it; a
-container finds them again by its offsets tensor, as long as that is the same tensor.
+The children are tensors or pytrees. A map may replace them by anything, so nothing is checked when a container is rebuilt. All other
+attributes are structure: an exported model takes only inputs of the same structure. Schedules and host lengths are not included; a
+rebuilt container finds them by its offsets tensor if that is the same tensor.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .segmentation import Segmentation
 def _register(
     cls: type, children: Sequence[str], constants: Sequence[str] = (), build: Callable | None = None, get: Callable = getattr
 ) -> None:
-    """Make cls a pytree, which `torch.export.save` stores and `torch.load` takes with weights_only=True.
+    """Register cls as a pytree that `torch.export.save` stores and that `torch.load` accepts with weights_only=True.
 
     Args:
         children: attributes that are leaves or pytrees. Which of them are None is structure.
-        constants: attributes that are structure, of types that JSON has.
-        build: makes the object from all of these attributes by name, unchecked; None: an object with these attributes.
-        get: gives the child of that name.
+        constants: attributes that are structure, of JSON types.
+        build: makes the object, without checks, from all of these attributes as keyword arguments; None: sets them on a new object.
+        get: (object, name of a child) → the child.
     """
 
     def flatten(x):
@@ -69,12 +69,12 @@ def _object(cls: type) -> Callable:
 
 
 def _tuples(context):
-    """JSON has lists for tuples."""
+    """The context with tuples for the lists that JSON turned them into."""
     return tuple(_tuples(x) for x in context) if isinstance(context, list) else context
 
 
 def _plan_child(plan: ScorePlan, name: str):
-    """Of a plan of x with itself, that y_offsets are x_offsets is structure: operators then compute something else."""
+    """The child. y_offsets that are x_offsets are None: operators compute x with itself then, so that this is structure."""
     return None if name == "y_offsets" and plan.y_offsets is plan.x_offsets else getattr(plan, name)
 
 

@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
-    """`[num_rows]` of x `[B]`, offsets `[B + 1]` on x's device. The gradient is summed in a fixed order; torch's own, on a GPU, is not."""
+    """x `[B]` repeated for the rows of each segment, `[num_rows]`; offsets `[B + 1]` on x's device.
+
+    The gradient is summed in a fixed order: torch.repeat_interleave's is not deterministic on a GPU.
+    """
     if x.is_cuda and x.requires_grad and x.dtype == torch.float32:
         return _ExpandToRows.apply(x, offsets, num_rows)
     return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)

@@ -18,14 +18,19 @@ NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels d
 
 
 def new_token() -> bytes:
-    """A name for a segmentation, by which schedules are found again: random, as process numbers are used again and forked processes would
-    count on from the same number."""
+    """An identifier of a segmentation, by which its schedules are found.
+
+    Random: process ids are reused, and forked processes would continue a counter from the same number.
+    """
     return os.urandom(16)
 
 
 def chooses_hopper(device: torch.device | int, query_rows: float | None, key_rows: float | None) -> bool:
-    """Whether attention on a GPU takes the kernels for compute capability 9.0 unasked, for segments of so many rows on average (None:
-    irrespective of that). Where CUDA is not initialised, as in a data loader's worker, which must not do so: on the machine's first GPU."""
+    """Whether "auto" selects the kernels for compute capability 9.0.
+
+    query_rows, key_rows: mean rows per segment; None: the choice does not depend on them. Where CUDA is not initialised, the answer is for
+    the machine's first GPU: a data loader's worker must not initialise CUDA.
+    """
     is_hopper = torch.cuda.get_device_capability(device) == (9, 0) if torch.cuda.is_initialized() else _first_gpu_is_hopper()
     return is_hopper and hopper_attention_pays(query_rows, key_rows)
 

@@ -1,4 +1,4 @@
-"""Segmentation: what all containers of the same segments share. Found by the offsets tensor, whatever container it comes in."""
+"""Segmentation: what all containers with the same offsets tensor share."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MAX_SCHEDULES = 16  # kept with a segmentation
 
 
 class Segmentation:
-    """Host lengths, tile schedules, and a token that outlives copies and the way out of a DataLoader worker.
+    """Host lengths, tile schedules, and a token that survives copying and pickling.
 
     Attributes:
         host_lengths: `[B]` lengths on the host, None until they are known.
         schedules: the attention schedules built so far, by sizes and queries.
-        prepared: what `Jagged.prepare` built schedules for, as text.
+        prepared: descriptions of what `Jagged.prepare` built schedules for.
     """
 
     def __init__(self, host_lengths: Tensor | None = None) -> None:
@@ -30,42 +30,44 @@ class Segmentation:
 
     @property
     def token(self) -> bytes:
-        """Equal for all copies, in every process and thread."""
+        """Equal for all copies of this segmentation, in every process and thread."""
         return vars(self).setdefault("_token", new_token())
 
     def keep(self, key: tuple, schedule: TileSchedule) -> None:
-        """Keep a schedule and forget the oldest past MAX_SCHEDULES: segments that outlive their batch, such as cached histories, meet ever
-        new queries. Without a lock: other threads may do the same meanwhile, and no process inherits it locked."""
+        """Store a schedule, and drop the oldest beyond MAX_SCHEDULES: cached histories outlive their batch and would collect them.
+
+        There is no lock, because a forked process could inherit it locked. Concurrent calls are safe without one.
+        """
         self.schedules[key] = schedule
         for oldest in list(self.schedules)[:-MAX_SCHEDULES]:
             self.schedules.pop(oldest, None)
 
     def note_build(self, what: str, prepares: bool) -> None:
-        """Note a schedule that `Jagged.prepare` builds. A warning where it is built in spite of it: none of the prepared ones fits."""
+        """Record that a schedule for `what` is built: by `Jagged.prepare` (`prepares`), or later, which warns if others were prepared."""
         if prepares:
             self.prepared[what] = None
         elif self.prepared:
             other = " of other queries" if what in self.prepared else ""
             prepared = "; ".join(self.prepared)
             warnings.warn(
-                f"no schedule that Jagged.prepare built fits this attention, which builds its own: it needs ({what}){other}, prepared are "
+                f"no schedule that Jagged.prepare built fits this attention, so it builds one: it needs ({what}){other}, prepared are "
                 f"({prepared})",
                 stacklevel=4,
             )
 
     def lengths_on_host(self, offsets: Tensor) -> Tensor | None:
-        """host_lengths, computed once from offsets on the host; None if only a device knows them."""
+        """host_lengths, computed once if the offsets are on the host; None if they are on a device only."""
         if self.host_lengths is None and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             self.host_lengths = offsets.diff()
         return self.host_lengths
 
 
-# offsets -> (their state then, segmentation). Not an attribute of the tensor: torch.save would store it.
+# offsets → (a copy of their values, or their version on a device; segmentation). An attribute of the tensor would be saved by torch.save.
 _segmentations = WeakTensorKeyDictionary()
 
 
 def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segmentation:
-    """The segmentation of this very tensor. Writing to the tensor makes it another segmentation."""
+    """The segmentation of this tensor object, a new one if the tensor was written to since the last call."""
     if not _is_tracked(offsets):
         return Segmentation(host_lengths)
     state, segmentation = _segmentations.get(offsets, (None, None))
@@ -78,13 +80,13 @@ def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segm
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
-    """Make the segmentation that of this tensor, for instance a copy on another device."""
+    """Associate the segmentation with this tensor, for instance a copy on another device."""
     if _is_tracked(offsets):
         _segmentations[offsets] = offsets.clone() if _on_host(offsets) else offsets._version, segmentation
 
 
 def _is_tracked(offsets: Tensor) -> bool:
-    """Whether writes to the tensor can be noticed. Inference tensors do not count them."""
+    """Whether writes to the tensor can be detected: inference tensors on a device have no version counter."""
     return not torch.compiler.is_compiling() and (_on_host(offsets) or not offsets.is_inference())
 
 

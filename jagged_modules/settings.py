@@ -1,7 +1,7 @@
 """Settings of the calling thread or task: `debug_checks`, `backward_workspace` and `batch_invariant`.
 
-An operator reads a setting in its forward and passes it on as a plain argument, to its backward too: on a GPU autograd runs backwards in
-threads of its own, which see no setting of the caller's.
+An operator reads a setting in its forward and passes it to its backward as a plain argument: on a GPU autograd runs backwards in its own
+threads, which do not see the caller's settings.
 """
 
 from __future__ import annotations
@@ -12,20 +12,29 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 
 
+class _Change(NamedTuple):
+    """A change of a setting: the object that made it, and the value before it."""
+
+    setting: _Setting
+    before: Any
+
+
 class _State(NamedTuple):
     """A setting in one thread or task.
 
-    value: in force. entered: the open `with` blocks, outermost first, each with the value that its end restores.
-    switched: the object whose construction set the value, and the value before it; None after another change.
+    Attributes:
+        value: the current value.
+        entered: the open `with` blocks, outermost first, each with the value that it restores at its end.
+        switched: the change if the last one was the construction of a setting object, else None.
     """
 
     value: Any
-    entered: tuple[tuple[_Setting, Any], ...] = ()
-    switched: tuple[_Setting, Any] | None = None
+    entered: tuple[_Change, ...] = ()
+    switched: _Change | None = None
 
 
 class _Setting:
-    """A switch and a context manager, as torch.set_grad_enabled is one: constructing it sets the value, `with` restores what was before."""
+    """A switch and a context manager like torch.set_grad_enabled: constructing it sets the value, `with` restores the one before."""
 
     _initial: ClassVar[_State]
     _states: ClassVar[ContextVar[_State]]
@@ -40,29 +49,29 @@ class _Setting:
     def __init__(self, value: Any) -> None:
         self._value = value
         state = self._state()
-        self._states.set(_State(value, state.entered, (self, state.value)))
+        self._states.set(_State(value, state.entered, _Change(self, state.value)))
 
     def __enter__(self):
         state = self._state()
-        just_constructed = state.switched is not None and state.switched[0] is self
-        before = state.switched[1] if just_constructed else state.value
-        self._states.set(_State(self._value, (*state.entered, (self, before))))
+        just_constructed = state.switched is not None and state.switched.setting is self
+        before = state.switched.before if just_constructed else state.value
+        self._states.set(_State(self._value, (*state.entered, _Change(self, before))))
         return self
 
     def __exit__(self, *exc) -> None:
         state = self._state()
-        ours = [i for i, (setting, _) in enumerate(state.entered) if setting is self]
-        if not ours:  # a generator that another thread or task closes: nothing was entered here
+        ours = [i for i, change in enumerate(state.entered) if change.setting is self]
+        if not ours:  # the block was entered in another thread or task, by a generator that is closed in this one
             return
         index = ours[-1]
-        (_, before), inner = state.entered[index], list(state.entered[index + 1 :])
-        if inner:  # a generator has left its block inside of a later one, whose end now restores what this one would have
-            inner[0] = inner[0][0], before
+        before, inner = state.entered[index].before, list(state.entered[index + 1 :])
+        if inner:  # a generator leaves its block while a later block is open: the later one then restores this one's value
+            inner[0] = inner[0]._replace(before=before)
         self._states.set(_State(state.value if inner else before, (*state.entered[:index], *inner)))
 
     @classmethod
     def current(cls) -> Any:
-        """The value in force for the calling thread or task."""
+        """The value for the calling thread or task."""
         if torch.compiler.is_compiling():
             from .traced_settings import traced_value
 
@@ -71,15 +80,15 @@ class _Setting:
 
 
 class debug_checks(_Setting, default=False):
-    """Check the values of device tensors too (offsets, indices); each check waits for the device.
+    """Check the values of device tensors too (offsets, indices). Each check synchronises with the device.
 
-    Constructing the object switches; a `with` block restores at its end what was in force before, as torch.set_grad_enabled does. The
-    setting belongs to the calling thread or asyncio task: a new thread has the default, a new task a copy of what its creator has.
-    A generator that yields inside of a `with` block leaves the setting in force for its caller. Graphs that are being traced
-    (torch.compile, torch.export) have no such checks.
+    Constructing the object sets the value; a `with` block restores the previous value at its end, as torch.set_grad_enabled does. The
+    setting belongs to the calling thread or asyncio task: a new thread starts with the default, a new task with a copy of its creator's.
+    A generator that yields inside a `with` block leaves the setting on for its caller. Graphs that are traced (torch.compile,
+    torch.export) contain no such checks.
 
     Args:
-        enabled: whether to check from now on.
+        enabled: True: check from now on.
 
     Example::
 
@@ -92,19 +101,20 @@ class debug_checks(_Setting, default=False):
 
 
 class backward_workspace(_Setting, default=None):
-    """Bytes that the backward of attention may take, above its gradients, while it runs; None, the default: as many as make it faster.
+    """Limit of the memory, in bytes, that the backward of attention allocates beside its gradients. The default, None, is no limit.
 
-    On a GPU of compute capability 9.0, with head dims above 64 and no mask, it stores the gradients of the scores, two bytes for each pair
-    of a query and a key, where it otherwise computes the scores twice: up to 2 GiB or the gradients' size, whichever is larger.
+    On a GPU of compute capability 9.0, with head dims above 64 and no mask, the backward stores the gradients of the scores (two bytes per
+    query-key pair) instead of computing the scores twice. It takes at most 2 GiB or the gradients' size, whichever is larger.
 
-    The value in force in the forward applies to its backward. A switch and a context manager, of one thread or task, as `debug_checks`;
-    torch.compile and torch.export take the value in force while they trace as a constant.
+    The value at the time of the forward applies to its backward. A switch and a context manager for one thread or task, like
+    `debug_checks`. torch.compile and torch.export trace the value as a constant.
 
     Args:
-        num_bytes: from now on.
+        num_bytes: the limit from now on.
 
     Raises:
-        TypeError, ValueError: num_bytes that is no int, or negative.
+        TypeError: num_bytes is neither None nor an int.
+        ValueError: num_bytes is negative.
 
     Example::
 
@@ -121,33 +131,34 @@ class backward_workspace(_Setting, default=None):
 
 
 class batch_invariant(_Setting, default=False):
-    """Results that do not depend on what else is in the batch, bitwise: kernels, tiles and splits are fixed irrespective of it.
+    """Make results bitwise independent of the rest of the batch: kernels, tiles and splits no longer depend on batch sizes.
 
-    By default the fastest way is chosen by sizes of the batch, such as the mean segment length, and a sum's terms may then be added in
-    another order. In this mode a segment alone gives what it gives in any batch; a candidate of `target_attention` or `linear_compress`,
-    alone or among others of its user, too. That holds for results and for gradients of rows, in all operators and in this package's
-    layers, for the same device, software, dtype, number of threads and layout of tensors (strides, starts at 16-byte boundaries).
+    By default the fastest implementation is chosen by sizes of the batch, such as the mean segment length, which may change the order in
+    which a sum is computed. In this mode a segment has the same results alone and in any batch. So has a candidate of `target_attention`
+    or `linear_compress`, alone or beside other candidates of its user. This holds for results and for gradients of rows, in all operators
+    and in this package's layers, for the same device, software, dtype, number of threads and tensor layout (strides, alignment to 16
+    bytes).
 
-    Not covered, as they are sums over the batch or belong to all of it: gradients of weights and of other operands that segments share,
-    and of a tensor output_scale; dk and dv where a user's candidates are others; dropout; `HSTUConfig.scaling_seqlen` None, the longest
-    segment's length. Nor is what is not computed here: modules around the layers, code that torch.compile generates, `implementation`
-    "reference", "decomposed" and "padded", which raise an error in this mode.
+    Not covered, because they depend on the whole batch: gradients of weights, of other operands that segments share, and of a tensor
+    output_scale; dk and dv of a user whose set of candidates changes; dropout; `HSTUConfig.scaling_seqlen` None, the length of the longest
+    segment. Not covered either, because this package does not compute it: modules around the layers, and code that torch.compile
+    generates. `implementation` "reference", "decomposed" and "padded" raise an error in this mode.
 
-    It costs time. On a GPU, short segments take the kernels for long ones and long ones the smaller blocks, nothing is stored for the
-    backward's speed (`backward_workspace` has no effect), and layers' projections are products of this package. On the CPU, segments are
-    computed one by one, and query rows and rows of projections too.
+    It costs time. On a GPU, short segments use the kernels for long ones, long segments use smaller blocks, the backward stores nothing to
+    save time (`backward_workspace` has no effect), and layers' projections use this package's matrix multiplication. On the CPU, segments,
+    query rows and rows of projections are computed one by one.
 
-    The value in force in the forward applies to its backward. A switch and a context manager, of one thread or task, as `debug_checks`;
-    torch.compile and torch.export take the value in force while they trace as a constant: a change does not trace anew. A forward that
-    torch.utils.checkpoint repeats in a thread of autograd's has the defaults, unless the function that it repeats sets its own.
+    The value at the time of the forward applies to its backward. A switch and a context manager for one thread or task, like
+    `debug_checks`. torch.compile and torch.export trace the value as a constant: a change does not cause a new trace. When
+    torch.utils.checkpoint repeats a forward in an autograd thread, the forward has the defaults unless the repeated function sets them.
 
     Args:
-        enabled: whether results are batch-invariant from now on.
+        enabled: True: results are batch-invariant from now on.
 
     Example::
 
         with jm.batch_invariant(True):
-            scores = model(batch)        # each user's bitwise those of model(user)
+            scores = model(batch)        # bitwise equal to model(user) for each user
     """
 
     def __init__(self, enabled: bool) -> None:
@@ -155,7 +166,11 @@ class batch_invariant(_Setting, default=False):
 
 
 def is_batch_invariant(implementation: str = "auto") -> bool:
-    """Whether `batch_invariant` is in force; ValueError if it is, and the implementation has no such mode."""
+    """Whether `batch_invariant` is on.
+
+    Raises:
+        ValueError: it is on and the implementation does not support it.
+    """
     enabled = batch_invariant.current()
     if enabled and implementation in ("reference", "decomposed", "padded"):
         raise ValueError(f"implementation must be one that jm.batch_invariant(True) covers, such as 'auto', got {implementation!r}")

@@ -1,6 +1,6 @@
-"""Settings as constants of graphs that are being traced: torch.compile cannot trace a ContextVar.
+"""Settings as constants of traced graphs: torch.compile cannot trace a ContextVar.
 
-A module of its own, imported where a graph is traced: the decorator imports torch._dynamo, and with it triton.
+Imported only while a graph is traced, because the decorator imports torch._dynamo and triton.
 """
 
 from __future__ import annotations
@@ -12,4 +12,5 @@ import torch
 
 @torch.compiler.assume_constant_result
 def traced_value(setting: type) -> Any:
+    """The current value of a setting of `settings`."""
     return setting._state().value

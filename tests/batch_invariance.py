@@ -1,4 +1,4 @@
-"""A segment alone and among others under `batch_invariant`: what its tests on the CPU, in the interpreter and on a GPU share."""
+"""Compares a segment alone and in batches under `batch_invariant`, for the tests on the CPU, in the interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ Segment = dict[str, Tensor]  # a segment's rows of each operand, [n, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operator:
-    """An operator of a batch of segments.
+    """An operator on a batch of segments.
 
-    operands: makes the operands of a segment of so many rows.
-    apply: (operands of all segments, their offsets by the same names) → result.
-    result: the operand whose rows are counted as those of the result are, or a segment → number of rows.
-    gradients: operands whose gradient belongs to the segment.
-    joined: an operand to which others may be joined in the segment itself, as a user may have other candidates; the result's rows and this
-        operand's gradient are then compared alone.
+    Attributes:
+        operands: number of rows → random operands of one segment.
+        apply: (operands of all segments, their offsets by the same names) → result.
+        result: the operand that has as many rows as the result, or a function segment → number of the result's rows.
+        gradients: operands whose gradients are compared.
+        joined: an operand to whose rows others are added within the segment, as other candidates of a user; only the result's rows and
+            this operand's gradient are then compared.
     """
 
     operands: Callable[[int], Segment]
@@ -37,7 +38,7 @@ class Operator:
         return segment[self.result].shape[0] if isinstance(self.result, str) else self.result(segment)
 
     def run(self, segments: list[Segment]) -> dict[str, tuple[Tensor, ...]]:
-        """The result and the gradients, each by segments."""
+        """The result "out" and the gradients by name, each split by segment."""
         names = segments[0]
         offsets = {name: _offsets([segment[name].shape[0] for segment in segments]) for name in names}
         operands = {name: torch.cat([segment[name] for segment in segments]) for name in names}
@@ -54,7 +55,10 @@ def _offsets(lengths: list[int]) -> Tensor:
 
 
 def check(operator: Operator, lengths: Sequence[int], own_lengths: Sequence[int], num_batches: int, most: int = 6) -> None:
-    """Segments of each of the own lengths give the same bits alone and in that many batches of up to `most` others, of `lengths`."""
+    """Check that segments of each of own_lengths have the same bits alone and in batches with up to `most` others of `lengths`.
+
+    num_batches: of all own lengths together.
+    """
     choose = random.Random(0)
     for number in range(num_batches):
         if number % -(-num_batches // len(own_lengths)) == 0:
@@ -74,14 +78,14 @@ def check(operator: Operator, lengths: Sequence[int], own_lengths: Sequence[int]
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
-    """-0 and 0 differ, a NaN is equal to itself."""
+    """Bitwise equality: -0 and 0 differ, a NaN equals itself."""
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(*(z.contiguous().view(torch.uint8) for z in (x, y)))
 
 
 def operators(
     device: str, dtype: torch.dtype, dim: int = 12, width: int = 20, heads: int = 2, block_size: int = 16, implementation: str = "auto"
 ) -> dict[str, Operator]:
-    """Every operator by name. dim: of heads; width: of rows."""
+    """Every operator by name. dim: head dim; width: columns of rows without heads."""
     options, how = dict(device=device, dtype=dtype), dict(implementation=implementation)
 
     def rows(*names: str, columns: int = width) -> Callable[[int], Segment]:
@@ -93,7 +97,7 @@ def operators(
         return {name: torch.randn(*size, dim, **options) for name, size in sizes.items()}
 
     def attention(*, among_others: bool = False, kv_heads: int = heads, **flags) -> Operator:
-        """Self-attention; among others: of candidates, whose user may have more."""
+        """Self-attention or, with among_others, attention of three candidates whose user may have more."""
         return Operator(
             lambda length: attended(3 if among_others else length, length, kv_heads),
             lambda x, offsets: F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], offsets["k"], **flags, **how),
@@ -132,7 +136,7 @@ def operators(
         return F.linear_compress(*levels, jm.CandidateIndex.from_offsets(offsets["candidate"].to(device)), implementation=kernels)
 
     def target(x: Segment, offsets: Segment) -> Tensor:
-        """Candidates in an order that is not sorted by user, those of a user in theirs."""
+        """Candidates that are not sorted by user; those of one user keep their order."""
         users = torch.repeat_interleave(torch.arange(len(offsets["q"]) - 1), offsets["q"].diff())
         order = (torch.arange(len(users)) - offsets["q"][users]).argsort(stable=True)
         candidates = jm.CandidateIndex.from_map(users[order].to(device), len(offsets["q"]) - 1)
@@ -259,7 +263,7 @@ def operators(
 
 
 def _by_segment(*offsets: Tensor) -> Tensor:
-    """Rows of several lists of segments, one list after the other, in the order of the segments."""
+    """Indices that reorder the rows of several query groups, one after the other, by segment."""
     return torch.cat([torch.repeat_interleave(torch.arange(len(x) - 1), x.diff()) for x in offsets]).argsort(stable=True)
 
 

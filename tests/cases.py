@@ -1,6 +1,6 @@
-"""One call of a public function, completely described; random ones from the supported space; and smaller ones, for shrinking.
+"""Cases: descriptions of calls of public functions. Random ones from the supported space, and smaller ones for shrinking a failure.
 
-The same case builds the same tensors. `fuzz.py` runs random cases, `jagged_kernels/test_cells_gpu.py` a fixed matrix.
+A case always builds the same tensors. `fuzz.py` runs random cases, `jagged_kernels/test_cells_gpu.py` a fixed matrix.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from space import HALVES, LIMITS, OPERATORS, POISONS, Limits, Range
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One call of a public function, completely described.
+    """A complete description of one call of a public function.
 
-    lengths: of the segments, one list for each jagged side. seed: of the values. poison: "nan" or "inf" put into one segment in a
-    second run, whose other segments must not change.
+    Attributes:
+        lengths: lengths of the segments, one list for each jagged operand.
+        seed: seed of the values.
+        poison: "nan" or "inf" is written to one segment in a second run, in which the other segments must not change.
     """
 
     function: str
@@ -43,25 +45,25 @@ EDGES = [edge + step for edge in (16, 32, 64, 128, 192) for step in (-1, 0, 1)]
 
 
 def random_case(function: str, seed: int, device: str, **fixed) -> Case:
-    """A case drawn by `seed`. fixed: the dtype or options that are given."""
+    """A case drawn by `seed`. fixed: a dtype or options that are not drawn."""
     return with_random_data(random_configuration(function, seed, device, **fixed), seed)
 
 
 def simplest_case(function: str, device: str, dtype: str, **given) -> Case:
-    """A case without segments: the given options, and the simplest values of all others; of sizes the smallest."""
+    """A case without segments: the given options, and the simplest value (the smallest size) of every other option."""
     operator = OPERATORS[function]
-    axes = {name: operator.axis(name, device)[0] for name in operator.names(device)}
+    axes = {name: operator.axis(name, device)[0] for name in operator.names()}
     options = {name: x.low if isinstance(x, Range) else list(x) if isinstance(x, tuple) else x for name, x in axes.items()} | given
     return legal(Case(function, device, dtype, options, [[] for _ in range(operator.num_lists(options))]))
 
 
 def random_configuration(function: str, seed: int, device: str, **fixed) -> Case:
-    """The dtype and options of a case; those of data axes are the simplest, and there are no segments."""
+    """A case with a drawn dtype and drawn options that decide the kernel; data axes have their simplest values, without segments."""
     operator, rng = OPERATORS[function], random.Random(f"{function} {device} {seed}")
     dtype = fixed.pop("dtype", None) or rng.choice(operator.dtypes[device])
     options = {
         name: _draw(rng, operator.axis(name, device)) if decides_kernel else operator.axis(name, device)[0]
-        for name, decides_kernel in operator.names(device).items()
+        for name, decides_kernel in operator.names().items()
     }
     return legal(Case(function, device, dtype, options | fixed, [[] for _ in range(operator.num_lists(options | fixed))]))
 
@@ -78,7 +80,7 @@ def with_random_data(case: Case, seed: int, **fixed) -> Case:
 def _draw(rng: random.Random, axis: tuple):
     value = rng.choice(axis)
     value = value.draw(rng) if isinstance(value, Range) else value
-    return list(value) if isinstance(value, tuple) else value  # as JSON has it
+    return list(value) if isinstance(value, tuple) else value  # JSON has no tuples
 
 
 def _draw_lengths(rng: random.Random, num_lists: int, limits: Limits) -> list[list[int]]:
@@ -101,11 +103,11 @@ def _draw_list(rng: random.Random, num_segments: int, most_rows: int) -> list[in
 
 
 def legal(case: Case) -> Case:
-    """The case with options that go together, as many lists of lengths as it needs, and lengths within the device's limits."""
+    """The case made valid: compatible options, the right number of lists of lengths, and sizes within the device's limits."""
     operator, limits, options = OPERATORS[case.function], LIMITS[case.device], dict(case.options)
     if options.get("implementation") == "reference" and case.dtype in HALVES:
         options["implementation"] = "auto"  # the definition rounds every step to the dtype
-    operator.fix(case.device, case.dtype, options)
+    operator.fix(case.dtype, options)
     num_lists = operator.num_lists(options)
     lengths = [list(x) for x in (case.lengths * num_lists)[:num_lists]]
     while operator.parts(options, lengths, case.device == "interpreter") > limits.parts and any(map(sum, lengths)):
@@ -120,14 +122,14 @@ def legal(case: Case) -> Case:
 
 
 def smaller_cases(case: Case) -> Iterator[Case]:
-    """Cases with fewer segments, shorter lengths, smaller sizes or simpler options, those that leave most out first."""
+    """Cases with fewer segments, shorter lengths, smaller sizes or simpler options; the largest reductions first."""
     seen = {case.to_json()}
     for lengths in _smaller_lengths(case.lengths):
         yield from _new(dataclasses.replace(case, lengths=lengths), seen)
     if case.poison == "inf":
         yield from _new(dataclasses.replace(case, poison="nan"), seen)
     operator = OPERATORS[case.function]
-    for name in operator.names(case.device):
+    for name in operator.names():
         for value in _simpler_values(case.options[name], operator.axis(name, case.device)):
             yield from _new(dataclasses.replace(case, options=case.options | {name: value}), seen)
 
@@ -154,7 +156,7 @@ def _smaller_lengths(lengths: list[list[int]]) -> Iterator[list[list[int]]]:
 
 
 def _simpler_values(value, axis: tuple) -> Iterator:
-    """The axis' values before this one; of a size, those of smaller classes, and halves."""
+    """The axis' values before this one; for a size, the bounds of smaller classes, half the size, and one less."""
     for simpler in axis:
         if isinstance(simpler, Range):
             if isinstance(value, int) and simpler.low <= value:

@@ -1,7 +1,7 @@
-"""The matrix of what is tested on a GPU: operator x dtype x sizes x option.
+"""The matrix of cells that are tested on a GPU: operator × dtype × sizes × option.
 
-Every distinct kernel costs seconds of compilation. So not every combination of options is a cell: two options span a table, and the
-others go through their values along its diagonals. `make fuzz` draws all combinations.
+Every distinct kernel takes seconds to compile. So not every combination of options is a cell: two options span a table, and the others
+vary along its diagonals. `make fuzz` draws all combinations.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LENGTHS = [[x] for x in ([3, 0, 70, 5, 130, 0, 0, 64, 1, 400, 65], [128, 128, 12
 
 
 class Cell(NamedTuple):
-    """name: operator|dtype|sizes|option. cases: one for each list of lengths; in the second one, a segment is NaN in a second run."""
+    """name: operator|dtype|sizes|option. cases: one for each list of lengths; the second one is repeated with NaN in one segment."""
 
     name: str
     cases: list[Case]
@@ -45,7 +45,7 @@ def cell(function: str, dtype: str, sizes: str, option: str, lengths: Sequence[S
 
 
 def attention_cells() -> Iterator[Cell]:
-    """Activations by head dims; masks, dtypes and heads along the diagonals."""
+    """Activations × head dims; masks, dtypes and heads vary along the diagonals."""
     for (i, activation), (j, dim) in itertools.product(enumerate(ACTIVATIONS), enumerate(HEAD_DIMS)):
         mask, dtype, heads = MASKS[(i + j) % len(MASKS)], DTYPES[(i + 2 * j) % 3], list(HEADS[(i // 3 + j) % 3])
         options = dict(activation=activation, mask=mask, head_dim=dim, heads=heads, operands="cross", implementation="triton")
@@ -138,7 +138,7 @@ def product_cells() -> Iterator[Cell]:
 
 
 def row_cells() -> Iterator[Cell]:
-    """Functions of torch operators."""
+    """Functions that consist of torch operators."""
     for function, operator in OPERATORS.items():
         if not operator.implementations:
             for dtype in operator.dtypes["cuda"]:

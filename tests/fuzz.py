@@ -1,10 +1,10 @@
 """Runs random cases of every public function against float64 models, forward and gradients. `make fuzz SECONDS=60 SEED=1 ARGS=...`
 
-A thread for each worker process draws cases and gives them to it one at a time. A worker may die (an illegal memory access leaves its
-CUDA context unusable): the case that was running is reported, and a new worker goes on. A failing case is made smaller as long as it
-fails in the same way, and printed as one command that repeats it.
+Each worker process has a thread that draws cases and sends them one at a time. A worker may die (an illegal memory access makes its CUDA
+context unusable): then the running case is reported and a new worker started. A failing case is shrunk as long as it fails in the same
+way, and printed as one command that repeats it.
 
-On a GPU most of the time would go into compiling kernels. So each configuration (dtype, sizes and the options that decide which kernel is
+On a GPU, compiling kernels would take most of the time. So each configuration (dtype, sizes and the options that decide which kernel is
 compiled) runs with many lengths, values and strides before the next one.
 """
 
@@ -32,8 +32,8 @@ from cases import Case, random_configuration, smaller_cases, with_random_data  #
 from space import OPERATORS, leave_out_hopper  # noqa: E402
 
 DEVICES = ("cpu", "interpreter", "cuda")
-CASES = dict(cpu=3, interpreter=1, cuda=40)  # of one configuration, one after the other
-RESERVED_BYTES = 2**31  # of GPU memory in one worker's cache
+CASES = dict(cpu=3, interpreter=1, cuda=40)  # successive cases of one configuration
+RESERVED_BYTES = 2**31  # limit of the GPU memory that a worker's allocator keeps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Failure:
 
 
 def run_case(case: Case) -> dict | None:
-    """What is wrong with the case in this process, {kind, message}; None if nothing is."""
+    """Run the case in this process. The failure as {kind, message}, or None."""
     from calls import check
 
     try:
@@ -66,12 +66,12 @@ def run_case(case: Case) -> dict | None:
 
 
 def serve() -> None:
-    """Answers each line of stdin, a case, by a line of stdout."""
+    """Answer each line of stdin, a case, with a line of stdout, `run_case`'s result as JSON."""
     import calls  # noqa: F401  imports all that a case needs
     import torch
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # libraries that print to stdout must not disturb the answers
     torch.set_num_threads(1)
     print("ready", file=answers, flush=True)
     for line in sys.stdin:
@@ -85,7 +85,7 @@ def serve() -> None:
 
 
 class Worker:
-    """A process that runs cases of a device; a new one takes the place of one that died."""
+    """A process that runs cases of one device; replaced by a new one when it dies."""
 
     def __init__(self, timeout: float):
         self.timeout = timeout
@@ -138,7 +138,7 @@ class Worker:
 
 
 def shrink(failure: Failure, worker: Worker, seconds: float) -> Failure:
-    """A smaller case that fails in the same way, found in that time."""
+    """The smallest case found within `seconds` that fails in the same way."""
     deadline = time.monotonic() + seconds
     smaller = failure
     while smaller is not None:
@@ -236,7 +236,7 @@ class Run:
         return [
             f"{function} {device} {name}={value}"
             for function, device in sorted({key[:2] for key in self.counts})
-            for name in OPERATORS[function].names(device)
+            for name in OPERATORS[function].names()
             for value in dict.fromkeys(OPERATORS[function].axis(name, device))
             if isinstance(value, (str, int, float, bool, type(None))) and not self.visited[function, device, name, str(value)]
         ]

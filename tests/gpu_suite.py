@@ -1,8 +1,8 @@
 """How tests that need a GPU run side by side, for `make test-gpu`, and what the run says at its end.
 
-Compilation takes most of the time. Workers share Triton's cache on disk, a kernel is compiled by one of them while others that want it
-wait, and the tests that compile most come first. Tests marked `large_memory` run one at a time. A worker whose CUDA context is broken
-ends, so that xdist names the test and starts another worker: in that context every later test would fail.
+Compilation takes most of the time. So workers share Triton's disk cache, each kernel is compiled by one worker while others that need it
+wait, and tests that compile most run first. Tests marked `large_memory` run one at a time. A worker whose CUDA context is broken exits, so
+that xdist reports the test and starts another worker: every later test would fail in that context.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from pathlib import Path
 import pytest
 import torch
 
-# Factors of the cost of tests with such names: those that compile most, and the soak, which is long.
+# (part of a test's name, factor of its cost): tests that compile most, and the soak test, which is long.
 COMPILE_COST = {"grows_on_a_gpu": 100.0, "hopper": 3.0, "linear_compress": 2.0, "attention": 2.0, "float32": 1.5, "fp32": 1.5}
 SLOWEST = 30  # test functions that the report names
-RESERVED_BYTES = 2**30  # that a worker may keep between tests: up to 32 share the GPU's memory
+RESERVED_BYTES = 2**30  # limit of what a worker's allocator keeps between tests: up to 32 workers share the GPU's memory
 
 
 @dataclass
 class CompileTimes:
-    """What a process compiled: kernels, the seconds that took, and the seconds it waited for others that compiled the same one."""
+    """Kernels that a process compiled, the seconds it took, and the seconds it waited for other processes to compile the same kernel."""
 
     kernels: int = 0
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class CompileTimes:
 
 @dataclass
 class Cost:
-    """Of the tests of one function: the seconds that they took, and the kernels that were compiled for them."""
+    """Cost of one test function: number of tests, their seconds, kernels compiled for them."""
 
     tests: int = 0
     seconds: float = 0.0
@@ -50,7 +50,7 @@ class Cost:
 
 
 class SharedCompilation:
-    """Triton's compiler such that of the processes that share a cache on disk one compiles a kernel, and the others load it."""
+    """Triton's compiler with a lock per kernel: one of the processes that share a disk cache compiles it, the others load it."""
 
     def __init__(self):
         from triton import compiler, knobs
@@ -58,7 +58,7 @@ class SharedCompilation:
         self.times, self._compile, self._knobs = CompileTimes(), compiler.compile, knobs
         self._was_cached = False
         knobs.compilation.listener = self._listen
-        compiler.compile = self  # JITFunction takes it from there, at its first launch
+        compiler.compile = self  # read by JITFunction at its first launch
 
     def __call__(self, src, target=None, options=None, **rest):
         name = hashlib.sha256(f"{src.hash()}{target}{sorted((options or {}).items(), key=str)}".encode()).hexdigest()
@@ -78,7 +78,7 @@ class SharedCompilation:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock that one process at a time can hold; the system releases it when a process dies."""
+    """Hold a lock between processes; the system releases it when a process dies."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -86,13 +86,13 @@ def locked(path: Path) -> Iterator[None]:
 
 
 class GpuWorker:
-    """In each process that runs tests."""
+    """The plugin of each process that runs tests."""
 
     def __init__(self, config: pytest.Config):
         self.config, self.compilation = config, SharedCompilation()
 
     def pytest_ignore_collect(self, collection_path):
-        """Files without such tests are not even imported: what they need may not be installed."""
+        """Files without GPU tests are not imported: their dependencies may not be installed."""
         files = collection_path.rglob("test_*.py") if collection_path.is_dir() else [collection_path]
         return None if any("mark.gpu" in file.read_text() for file in files) else True
 
@@ -145,8 +145,8 @@ def is_large(item) -> bool:
 
 
 def in_order(items: list) -> list:
-    """The tests that compile most first. Tests of one function, which want the same kernels, are scattered, and so are those that run one
-    at a time: workers wait less for one another."""
+    """Tests that compile most come first. Tests of one function, which need the same kernels, are spread out, and so are large ones:
+    workers then wait less for one another."""
     items = sorted(items, key=lambda item: (-_compile_cost(item), zlib.crc32(item.nodeid.encode())))
     large, others = [x for x in items if is_large(x)], [x for x in items if not is_large(x)]
     distance = max(1, len(others) // (len(large) + 1))
@@ -166,11 +166,10 @@ REPORT = "gpu-suite-report"
 
 
 class GpuReport:
-    """In the process that reports: what was compiled, and the matrix of cells.
+    """The plugin of the process that reports: kernels compiled, and the matrix of cells.
 
-    A test records the cells that it looks at as properties "cell": "operator|dtype|sizes|option", as in "attention|bf16|D80|causal" or
-    "linear_compress|fp16|M64 K8 N65|2 levels". EXPECTED_CELLS of a test module:
-    those that are to be looked at by some test.
+    A test records the cells that it covers as properties "cell", "operator|dtype|sizes|option", for example "attention|bf16|D80|causal" or
+    "linear_compress|fp16|M64 K8 N65|2 levels". A test module's EXPECTED_CELLS are those that some test must cover.
     """
 
     def __init__(self):
@@ -214,7 +213,7 @@ class GpuReport:
 
 
 def matrix_lines(outcomes: dict[str, Counter], expected: set[str]) -> list[str]:
-    """A table for each operator: a line for each option, a column for each dtype and class of head dims."""
+    """One table per operator: a line per option, a column per dtype and class of head dims."""
     tables: dict[str, dict[str, dict[str, Counter]]] = defaultdict(lambda: defaultdict(lambda: defaultdict(Counter)))
     for cell in sorted({*outcomes, *expected}):
         operator, dtype, sizes, option = cell.split("|")
@@ -227,7 +226,7 @@ def matrix_lines(outcomes: dict[str, Counter], expected: set[str]) -> list[str]:
 
 
 def size_class(sizes: str) -> str:
-    """Head dims "D80" or "D64 Dv40" by the power of two that a tile gives to the first; other sizes are no class."""
+    """The column of a cell: of head dims "D80" or "D64 Dv40", the first one padded to a power of two; "sizes" for other sizes."""
     head_dim = re.match(r"D(\d+)\b", sizes)
     return f"≤{max(16, 1 << (int(head_dim[1]) - 1).bit_length())}" if head_dim else "sizes"
 
@@ -252,7 +251,7 @@ def _cell_text(outcomes: Counter) -> str:
 
 
 def register(config: pytest.Config) -> None:
-    """Makes this process one that reports, or one that runs tests, or both where there are no workers."""
+    """Register the plugin that reports, the one that runs tests, or both if there are no workers."""
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(GpuReport(), REPORT)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):

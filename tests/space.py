@@ -46,7 +46,7 @@ WIDTHS = (Range(1, 8), Range(9, 64), Range(65, 128), Range(129, 300))
 
 
 def mostly(first, *others) -> tuple:
-    """An axis of which every second draw is `first`."""
+    """An axis on which every second draw is `first`."""
     return (first,) * max(1, len(others)) + others
 
 
@@ -85,14 +85,14 @@ class Operator:
     """The space of one public function.
 
     Attributes:
-        dtypes, implementations: by device, which is "cpu", "interpreter" (Triton's, on the CPU) or "cuda".
+        dtypes, implementations: by device: "cpu", "interpreter" (Triton's, on the CPU) or "cuda".
         axes: values of each option that decides which kernel is compiled; the first is the simplest. A `Range` stands for its sizes.
-        data_axes: the same of other options.
-        weight: how often a random case is one of this function.
-        num_lists: from the options, how many lists of segment lengths there are.
-        work: from the options and the lengths, about how many multiplications it takes.
-        parts: the same, and whether Triton's interpreter runs it: how many parts its model, or the interpreter, goes over one by one.
-        fix: changes options that cannot go together; called with the device, the dtype and the options.
+        data_axes: values of the other options.
+        weight: relative frequency of random cases of this function.
+        num_lists: options → number of lists of segment lengths.
+        work: (options, lengths) → approximate number of multiplications.
+        parts: (options, lengths, whether Triton's interpreter runs) → number of parts that model or interpreter computes one by one.
+        fix: (dtype, options): changes options that are not compatible.
     """
 
     axes: dict[str, tuple]
@@ -103,25 +103,25 @@ class Operator:
     num_lists: Callable[[dict], int] = lambda o: 1
     work: Callable[[dict, list], int] = lambda o, lengths: 0
     parts: Callable[[dict, list, bool], int] = lambda o, lengths, interpreted: len(lengths[0])
-    fix: Callable[[str, str, dict], None] = lambda device, dtype, o: None
+    fix: Callable[[str, dict], None] = lambda dtype, o: None
 
     def axis(self, name: str, device: str) -> tuple:
-        """Values of an option on a device; sizes that Triton's interpreter takes too long for are left out."""
+        """Values of an option on a device, without sizes that take Triton's interpreter too long."""
         if name == "implementation":
             return self.implementations[device]
         limit = LIMITS[device].size
         values = (self.axes | self.data_axes)[name]
         return tuple(x for x in values if not isinstance(x, Range) or x.low <= limit)
 
-    def names(self, device: str) -> dict[str, bool]:
-        """All options on a device: name → whether it decides which kernel is compiled."""
+    def names(self) -> dict[str, bool]:
+        """All options: name → whether it decides which kernel is compiled."""
         names = dict.fromkeys(self.axes, True) | dict.fromkeys(self.data_axes, False)
         return names | (dict(implementation=True) if self.implementations else {})
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """The largest cases on a device: rows of a list of segments, segments, a size, multiplications, parts."""
+    """The largest cases on a device. rows: of one list of segments; size: of one dimension; work, parts: as in `Operator`."""
 
     rows: int
     segments: int
@@ -140,14 +140,14 @@ LIMITS = dict(
 # -- options that cannot go together ---------------------------------------------------------------------------------------------
 
 
-def _fix_attention(device: str, dtype: str, o: dict) -> None:
+def _fix_attention(dtype: str, o: dict) -> None:
     if o["activation"] == "softmax":
         o["output_scale"] = 1
     operands = o.get("operands", "self")
     if operands == "kv shared" or operands.endswith("lists") or "lists" in o:
         o["mask"] = None
     if operands == "kv shared" or operands == "q shared" or operands.endswith("lists"):
-        o["schedule"] = False  # the caller has none for them
+        o["schedule"] = False  # callers cannot build schedules for these operands
     if o["implementation"] == "hopper":
         shares_keys = operands == "kv shared" or operands.endswith("lists") or "lists" in o
         if dtype not in HALVES or dtype == "float16" and shares_keys and str(o["output_scale"]).startswith("tensor"):
@@ -169,7 +169,7 @@ def _align(o: dict) -> None:
         o["layout"] = "contiguous"
 
 
-def _fix_block_attention(device: str, dtype: str, o: dict) -> None:
+def _fix_block_attention(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
         if dtype not in HALVES:
             o["implementation"] = "triton"
@@ -183,12 +183,12 @@ def _fix_block_attention(device: str, dtype: str, o: dict) -> None:
         o["head_dim"] += o["head_dim"] % 2
 
 
-def _fix_packed(device: str, dtype: str, o: dict) -> None:
+def _fix_packed(dtype: str, o: dict) -> None:
     o["heads"] = [o["heads"][0]] * 2
-    _fix_block_attention(device, dtype, o)
+    _fix_block_attention(dtype, o)
 
 
-def _fix_linear_compress(device: str, dtype: str, o: dict) -> None:
+def _fix_linear_compress(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
         if dtype not in HALVES:
             o["implementation"] = "fused"
@@ -198,11 +198,11 @@ def _fix_linear_compress(device: str, dtype: str, o: dict) -> None:
             o["layout"] = "contiguous" if o["layout"] in ("transposed", "columns") else o["layout"]
 
 
-def _even_dim(device: str, dtype: str, o: dict) -> None:
+def _even_dim(dtype: str, o: dict) -> None:
     o["head_dim"] += o["head_dim"] % 2
 
 
-def _shared_linear(device: str, dtype: str, o: dict) -> None:
+def _shared_linear(dtype: str, o: dict) -> None:
     if o["weights"] == "shared":
         o["implementation"] = "auto"  # torch's own product
 
@@ -211,7 +211,7 @@ def _shared_linear(device: str, dtype: str, o: dict) -> None:
 
 
 def _pairs(o: dict, lengths: list[list[int]]) -> int:
-    """Pairs of rows of the sides."""
+    """Number of pairs of a query row and a key row."""
     *queries, keys = lengths if len(lengths) > 1 else lengths * 2
     return sum(n * m for side in queries for n, m in zip(side, keys))
 
@@ -380,7 +380,7 @@ OPERATORS = {
 
 
 def leave_out_hopper() -> None:
-    """For GPUs of another compute capability than 9.0."""
+    """Remove "hopper", for GPUs of another compute capability than 9.0."""
     for operator in OPERATORS.values():
         if "cuda" in operator.implementations:
             operator.implementations["cuda"] = tuple(x for x in operator.implementations["cuda"] if x != "hopper")

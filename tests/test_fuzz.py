@@ -110,7 +110,7 @@ def test_every_value_of_every_option_is_drawn(function, device):
         for name, value in case.options.items():
             drawn[name].add(str(value))
     assert drawn["dtype"] == set(operator.dtypes[device])
-    for name in operator.names(device):
+    for name in operator.names():
         for value in operator.axis(name, device):
             if isinstance(value, Range):
                 assert any(str(x) in drawn[name] for x in range(value.low, value.high + 1)), (name, value)

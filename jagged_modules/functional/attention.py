@@ -68,8 +68,8 @@ def jagged_attention(
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
         scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
         output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
-            A tensor in fp16, with shared keys or several lists, is computed in fp32. torch.compile compiles anew for another number, not
-            for other values of a tensor.
+            With a tensor, fp16 operands are computed in fp32 where segments share keys. torch.compile recompiles for another number, but
+            not for other values of a tensor.
         mask: what each query row sees; everything if None. Not with shared keys or several lists.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
@@ -115,7 +115,7 @@ def jagged_attention(
         alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
         output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
         output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
-        if dtype == torch.float16 and alike is not None:  # sums that are not scaled by their own segment's factor may be too large for it
+        if dtype == torch.float16 and alike is not None:  # results before their segment's scale may overflow fp16
             if implementation == "hopper":
                 raise ValueError(
                     "implementation 'hopper' takes no tensor output_scale in fp16 where segments share keys: use bf16, a number, or 'auto'"
@@ -151,7 +151,7 @@ def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool)
     factor = output_scale.detach()
     if alike is not None and batch_invariant:
         factor = factor.new_ones(())
-    elif alike is not None:  # rounded up to a power of two, which changes no bit of a product: segments depend on no other's scale
+    elif alike is not None:  # a power of two is exact: no result depends on another segment's scale
         largest = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)

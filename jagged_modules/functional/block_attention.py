@@ -43,7 +43,7 @@ def block_diagonal_attention(
             "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128 and H = Hkv; "auto"
             takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
             CUDA too: blocks of 128 with D > 128 (fp32: > 32), fp32 blocks of 64 with D > 128. Before Hopper and on consumer GPUs: blocks
-            of 128, and D > 128 (fp32: > 64). Consumer GPUs also: fp32 with D > 32, grouped heads with D > 64.
+            of 128, and D > 128 (fp32: > 64). On consumer GPUs also: fp32 with D > 32, grouped heads with D > 64.
 
     Returns:
         `[L, H, D]`.
@@ -116,14 +116,17 @@ def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implement
 
 
 def _fixed_kernels(implementation: str, *operands: Tensor) -> str:
-    """The implementation. "auto" looks at the stride of rows only where there are several; under `batch_invariant` a single one counts."""
+    """The implementation; "triton" for "auto" under `batch_invariant` if the row stride of an operand is not a multiple of 16 bytes.
+
+    "auto" ignores the stride of a single row, so that it would choose other kernels for it than for more rows.
+    """
     if implementation == "auto" and is_batch_invariant() and any(x.stride(0) * x.element_size() % 16 for x in operands):
         return "triton"
     return implementation
 
 
 def _check_block_attention(q, k, v, name: str, offsets, block_size, scale, rotary, schedule, implementation) -> None:
-    """name: of the argument that q comes from."""
+    """Check everything but kind and shape of the tensors; errors call q `name`."""
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, f"{name}'s")
     check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)

@@ -280,8 +280,8 @@ def jagged_linear(
 ) -> Tensor:
     """activation(x Wᵀ + b) with weights for all rows, or activation(x[b] @ W[b] + bias[b]) with weights for each segment.
 
-    Weights for all rows are torch's own product, which has nothing to gain from the segments; under `batch_invariant`, whose rows torch's
-    product would mix in its choice of an algorithm, those for each segment with one segment. Those for each segment are
+    One weight for all rows is torch's own matrix multiplication. Under `batch_invariant` it is computed as one segment, because the
+    algorithm that torch chooses depends on the number of rows. Weights for each segment are
     `jagged_dense_bmm` with bias and activation in the same kernel, rounded once.
 
     Args:
@@ -290,7 +290,7 @@ def jagged_linear(
         offsets: `[B + 1]`; weights for all rows do without.
         activation: None, or a function of each result by itself, one of those of `jagged_attention` other than softmax.
         max_seqlen: as in `jagged_dense_bmm`; with weights for each segment.
-        implementation: as in `jagged_dense_bmm`; of weights for each segment, or under `batch_invariant`.
+        implementation: as in `jagged_dense_bmm`, for weights for each segment or under `batch_invariant`; otherwise ignored.
 
     Returns:
         `[L, T]`.
@@ -340,7 +340,7 @@ def jagged_linear(
 
 
 def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:
-    """activation(x Wᵀ + b) with weights `[T, D]` for all rows; none of them depends on the others."""
+    """activation(x Wᵀ + b), weight `[T, D]`; no row of the result depends on the other rows of x."""
     if _on_kernels(implementation, x):
         from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
 
@@ -360,7 +360,7 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
         weight, bias: `[D]`, or None.
 
     Raises:
-        TypeError, ValueError: x is no floating-point tensor `[L, D]`, weight or bias not `[D]` of its dtype on its device.
+        TypeError, ValueError: x is not a floating-point tensor `[L, D]`; weight or bias is not `[D]` of x's dtype on x's device.
     """
     check_tensor("x", x, 2, "[L, D]", "jagged_layer_norm")
     for name, tensor in (("weight", weight), ("bias", bias)):
@@ -376,10 +376,10 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
 
 
 def layer_norm_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`jagged_layer_norm` of arguments that are known to fit."""
+    """`jagged_layer_norm` without checks."""
     if x.device.type != "cpu":
         return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
-    # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones ends at 256
+    # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones stops at 256
     wide = [None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (x, weight, bias)]
     return nnf.layer_norm(wide[0], x.shape[1:], *wide[1:], eps).to(x.dtype)
 
@@ -395,7 +395,7 @@ def _matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 
 def _operands(function: str, implementation: str, cast: bool = True, **named: tuple[Tensor, str]) -> list[Tensor]:
-    """The function's named tensors, after checks of each one's kind and shape, and in autocast's dtype if they are to be `cast`."""
+    """The function's named tensors after checks of type, dtype and shape; in autocast's dtype if `cast`."""
     for name, (x, shape) in named.items():
         check_tensor(name, x, shape.count(",") + 1, shape, function, implementation)
         check_implementation(implementation, IMPLEMENTATIONS, x.device)

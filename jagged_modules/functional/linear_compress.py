@@ -18,7 +18,7 @@ COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused"
 
 
 class LevelNames(NamedTuple):
-    """What errors of `linear_compress` call its arguments, level by level."""
+    """The names of `linear_compress`'s arguments in its errors, one per level."""
 
     weights: list[str]
     embeddings: list[str]
@@ -53,8 +53,7 @@ def linear_compress(
             with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
             in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
             "auto": hopper where it takes the operands and N > 64, else fused on CUDA, decomposed elsewhere.
-        names: what errors call the arguments, where a caller knows them by other names: by "weights", "embeddings" or "indices", a name
-            for each level.
+        names: other names of the arguments for error messages: {"weights", "embeddings" or "indices": one name per level}.
 
     Returns:
         `[B, M, N]`.
@@ -116,7 +115,7 @@ def _check_linear_compress(weights, embeddings, indices, implementation, names: 
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """ValueError unless both have one device and, as they are or by autocast, one dtype."""
+    """ValueError unless both have the same device and, possibly after autocast, the same dtype."""
     if x.device != other.device:
         raise ValueError(f"{name} must be on {other_name}'s device, {other.device}, got {x.device}")
     if x.dtype != other.dtype and autocast_dtype(x) != autocast_dtype(other):
@@ -124,7 +123,7 @@ def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def _check_index(name: str, index, candidates: tuple[str, Tensor], shared: tuple[str, Tensor]) -> None:
-    """Raise unless the index gives a row of the shared embeddings for each of the candidates'; both come with their names."""
+    """Raise unless the index maps each row of the candidates' embeddings to a row of the shared ones. Both are (name, tensor)."""
     (candidates_name, candidates), (shared_name, shared) = candidates, shared
     rows, size = candidates.shape[0], shared.shape[0]
     if isinstance(index, CandidateIndex):

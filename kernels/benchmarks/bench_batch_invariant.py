@@ -1,5 +1,7 @@
-"""What `jm.batch_invariant(True)` costs: the first case of each table of the other benchmarks, and of each jagged operator, in the mode and
-without it; and a projection, which is torch's product without it.
+"""The cost of `jm.batch_invariant(True)`: each case runs with and without it.
+
+Cases are the first of each table of the other benchmarks, the first of each jagged operator, and a layer's projection, which is torch's own
+matrix multiplication by default.
 
     python kernels/benchmarks/bench_batch_invariant.py                        # on a CUDA device
     python kernels/benchmarks/bench_batch_invariant.py --only "attention"     # some of the tables
@@ -30,7 +32,7 @@ BENCHMARKS = bench_attention, bench_gdpa, bench_block_attention, bench_jagged_op
 
 
 def in_the_mode(build: Callable[[], Implementation]) -> Implementation:
-    """Built in it too, as a batch's schedules are."""
+    """The implementation, built and run under batch_invariant: schedules are built for the mode."""
     with jm.batch_invariant(True):
         return dataclasses.replace(build(), around=partial(jm.batch_invariant, True))
 
@@ -62,7 +64,7 @@ def projection(device: str, rows: int, width: int, columns: int) -> Setup:
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
-    """Shapes and dtypes are the other benchmarks'."""
+    """The first cases of the other benchmarks, with their shapes and dtypes, and a projection."""
     first = {}
     for benchmark in BENCHMARKS:
         for case in benchmark.make_cases(device, tiny):

@@ -1,10 +1,10 @@
-"""First-call latency: kernels that the first training step of each layer compiles, their number and seconds.
+"""First-call latency: the number of kernels that the first training step of each layer compiles, and the time it takes.
 
     python kernels/benchmarks/first_call.py                                # every layer in bf16 and fp32
     python kernels/benchmarks/first_call.py --only "HSTU.*bfloat16"
 
-Each layer is measured in processes of its own: one with an empty Triton cache, one with the cache that the first left. Writes
-<date>-first_call.json and .md. Exit status 1: a later step compiled something. Needs a GPU.
+Each layer is measured in two processes: one starts with an empty Triton cache, the other with the cache of the first. Writes
+<date>-first_call.json and .md. Exit status 1: a later step compiled a kernel. Needs a GPU.
 """
 
 import argparse
@@ -33,7 +33,7 @@ TEXT = (
 
 
 def measure(name: str, dtype: torch.dtype) -> dict:
-    """In this process: the first step's kernels and seconds, and the milliseconds of a later one."""
+    """Measure in this process: kernels and seconds of the first step, milliseconds of a later one."""
     from triton import knobs
 
     compiled = []
@@ -63,7 +63,7 @@ def _seconds(step) -> float:
 
 
 def measure_apart(name: str, dtype: str) -> dict:
-    """A row of the table, from two processes."""
+    """A row of the table, measured in two processes."""
     with tempfile.TemporaryDirectory() as cache:
         empty, warm = (_in_a_process(name, dtype, cache) for _ in range(2))
     return {

@@ -1,4 +1,4 @@
-"""A training step of each layer, for batches of any lengths: what first-call latency is measured with."""
+"""A training step of each layer on batches of any lengths, for first_call.py and the tests of compilation."""
 
 from __future__ import annotations
 

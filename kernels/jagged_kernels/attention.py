@@ -62,7 +62,7 @@ def triton_attention(
         activation: a public name. mask: as masks.py has it, with `num_targets` `[B]` if it has targets.
         segment_scale: fp32, one for each segment of queries, takes the place of `output_scale` if not None.
         implementation: "triton", "hopper", or "auto", which chooses.
-        workspace: bytes that the backward may take to be faster; None: as many as make it so.
+        workspace: limit of the memory, in bytes, that the backward allocates to be faster; None: no limit.
         batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments. The schedule's tile size is not used.
 
     Returns:
@@ -128,7 +128,7 @@ def triton_attention_backward(
     if _on_hopper(implementation, q, k, v, q_offsets, kv_offsets, q_shared, activation, batch_invariant):
         from .hopper import attention_backward as hopper
 
-        hopper.backward(*arguments, workspace=0 if batch_invariant else workspace)  # what has room for its dS depends on the batch
+        hopper.backward(*arguments, workspace=0 if batch_invariant else workspace)  # whose dS fits depends on the batch
     else:
         _portable_backward(*arguments, batch_invariant=batch_invariant)
     if q_shared:
@@ -206,7 +206,7 @@ def _on_hopper(
         raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {strides}")
     if implementation == "hopper":
         return aligned
-    if batch_invariant:  # has_descriptor does not look at the stride of a single row
+    if batch_invariant:  # has_descriptor ignores the stride of a single row
         aligned = aligned and _row_and_head_strides(q, k, v)[0] * q.element_size() >= 16
     return aligned and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, activation, batch_invariant)
 
@@ -267,8 +267,10 @@ def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
 
 
 def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
-    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), where the GPU has TMA and rows start at 16-byte boundaries. Of a tensor
-    without rows, which has none, a descriptor of one row that is never read: a kernel without descriptors would be another kernel."""
+    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if the GPU has TMA and rows start at 16-byte boundaries.
+
+    A tensor without rows gets a descriptor of one row that is never read: without descriptors another kernel would be compiled.
+    """
     device = blocks[0][0].device
     tensors = [x if x.shape[0] else x.new_empty_strided((1, *x.shape[1:]), x.stride()) for x, _ in blocks]
     aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x in tensors)

@@ -131,8 +131,7 @@ def hopper_attention_fits(head_dim: int, v_dim: int, itemsize: int, capability: 
 def hopper_attention_pays(
     query_rows: float | None, key_rows: float | None, head_dim: int = 128, activation: str = "softmax"
 ) -> bool:  # fmt: skip
-    """Whether these kernels are the faster ones for segments of so many rows on average (None: unknown, of many), forward and backward
-    together.
+    """Whether these kernels are faster, forward and backward together. query_rows, key_rows: mean rows per segment; None: assume many.
 
     Not where tiles are mostly empty: portable kernels took 25 % less time for 25 rows by 25 and 8 % less for 1 by 200; Hopper's took 8 %
     less for 10 by 200 and 13 % less for 50 by 50. Nor for activations of very many instructions, of which every warpgroup has a copy:
@@ -153,7 +152,7 @@ def score_gradients_pay(num_blocks: float, rows: float, head_dim: int) -> bool:
 
 
 def hopper_keys_are_long(key_rows: float | None, head_dim: int, masked: bool) -> bool:
-    """Whether segments have so many keys on average (None: unknown, few) that the forward loops over blocks of 128, not of 64.
+    """Whether the forward loops over blocks of 128 keys instead of 64. key_rows: mean keys per segment; None: assume few.
 
     A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Both took the same
     time for about 320 keys at head dim 128 and 600 at 64 without a mask, and for four times as many under one.
@@ -237,8 +236,10 @@ def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int
 
 
 def block_attention_fits(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int) -> bool:
-    """Whether a block of that many rows, with what its backward makes of it, fits a multiprocessor's shared memory. The backward of a group
-    of several query heads to a key head is a loop, for which more is there at once."""
+    """Whether the backward of a block of block_size rows fits the shared memory of a multiprocessor.
+
+    group: query heads per key head. With more than one, the backward loops over them, and its pipeline needs more shared memory.
+    """
     dim, small_memory = padded_dim(head_dim), capability[0] == 12 or capability[0] == 8 and capability[1] > 0
     if small_memory:
         return block_size <= 64 and dim <= (32 if itemsize == 4 else 64 if group > 1 else 128)

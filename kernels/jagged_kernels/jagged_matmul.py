@@ -53,7 +53,7 @@ def triton_jagged_dense_bmm(
         y: `[B, D, T]` of any strides; one matrix for all segments is expanded. bias: `[B, T]` or None.
         activation: a name of `activations.py`, or None.
         longest: rows of the longest segment, for the gradients. An understatement costs time.
-        batch_invariant: the gradients' sums over a segment's rows are cut into parts irrespective of the batch.
+        batch_invariant: the gradients' sums over a segment's rows are split into parts of a fixed length.
 
     Returns:
         `[L, T]`.
@@ -101,8 +101,8 @@ def _jagged_fake(x, y, offsets, *chunking):
 @operator("jagged_jagged_bmm", fake=_jagged_fake)
 def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
     """out[b] = x[b]ᵀ @ y[b]: x `[L, D]`, y `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, D, T]`, 0 for an empty segment.
-    longest: rows of the longest segment. An understatement costs time. batch_invariant: a long segment is cut into parts irrespective of
-    the batch."""
+    longest: rows of the longest segment; too small a value only costs time. batch_invariant: long segments are split into parts of a fixed
+    length."""
     return _sum_products(x, y, offsets, longest, batch_invariant)
 
 
@@ -112,7 +112,8 @@ def _sum_fake(x, offsets, *chunking):
 
 @operator("jagged_sum", fake=_sum_fake)
 def triton_jagged_sum(x: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
-    """Sums of the rows of each segment: x `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]`, the others as above → `[B, T]`."""
+    """Sums of the rows of each segment, `[B, T]`: x `[L, T]` in fp32, fp16 or bf16, offsets `[B + 1]`. Others: as
+    `triton_jagged_jagged_bmm`."""
     return _sum_products(None, x, offsets, longest, batch_invariant).squeeze(1)
 
 

@@ -198,8 +198,8 @@ def jagged2_softmax_kernel(
 @operator("jagged_softmax", fake=lambda x, *_: x.new_empty(x.shape))
 def triton_jagged_softmax(x: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
     """softmax over the rows of each segment, column by column: x `[L, H]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[L, H]`.
-    longest: rows of the longest segment. An understatement costs time. batch_invariant: a long segment is cut into parts irrespective of
-    the batch."""
+    longest: rows of the longest segment; too small a value only costs time. batch_invariant: long segments are split into parts of a fixed
+    length."""
     return _softmax(x, None, offsets, longest, batch_invariant)
 
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-INVARIANT_SHIFT = 11  # log2 of the length of the parts of a long segment, irrespective of the batch
+INVARIANT_SHIFT = 11  # log2 of the length of a long segment's parts, under batch_invariant
 
 
 def precision(x: Tensor) -> str:
@@ -31,8 +31,8 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
 
     Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
-    multiply by the constant `align` instead, which tells the compiler how wide a load may be. The stride of a single row counts as that of
-    many does: the same kernel, which adds in the same order, then takes both, and none is compiled late.
+    multiply by the constant `align` instead, which tells the compiler how wide a load may be. The stride of a single row is used as that of
+    many is: both then run the same kernel, which adds in the same order, and none is compiled later.
     """
     strides = [x.stride(dim) if x.shape[dim] > 1 or dim == 0 else 0 for x, dim in dims]
     align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
@@ -47,7 +47,7 @@ def rows_in_place(x: Tensor) -> Tensor:
 def chunk_shift(num_rows: int, longest: int | None, tiles: int, device: torch.device, batch_invariant: bool = False) -> int:
     """log2 of the length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all
     rows as keep the GPU busy, and not many more, as all of them are added up by another launch. Where no segment is said to be longer
-    than the shortest part, none is cut. Batch-invariant: parts of one length, however many they are."""
+    than the shortest part, none is cut. batch_invariant: parts of a fixed length."""
     shift = INVARIANT_SHIFT if batch_invariant else 9
     if longest is not None and longest <= 1 << shift:
         return 30
@@ -59,7 +59,7 @@ def chunk_shift(num_rows: int, longest: int | None, tiles: int, device: torch.de
 
 
 def mean_rows(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> float | None:
-    """Mean segment length, from shapes: no sync. None if batch-invariant: what is chosen by it is then chosen irrespective of the batch."""
+    """Mean segment length, computed from shapes: no sync. None under batch_invariant, where no choice may depend on it."""
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 
 

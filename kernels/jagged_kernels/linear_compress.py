@@ -108,7 +108,7 @@ def _product(weight: Tensor, embedding: Tensor) -> Tensor:
 
 
 def _shared_product(weight: Tensor, embedding: Tensor, batch_invariant: bool) -> Tensor:
-    """The same in fp32, to be added to the candidates' product. weight: of aligned rows."""
+    """A shared level's result in fp32, which the candidates' GEMM adds in its epilogue. weight: with aligned rows."""
     if batch_invariant:
         return _compress(weight, embedding, (), (), torch.float32)
     if embedding.dtype == torch.float32:
@@ -122,8 +122,8 @@ def _shared_product(weight: Tensor, embedding: Tensor, batch_invariant: bool) ->
 
 
 def _embedding_gradient(weight: Tensor, gradient: Tensor, batch_invariant: bool) -> Tensor:
-    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, a view of as many rows as K is padded to: cuBLAS takes five times as long without.
-    Its choice of an algorithm depends on the batch size: batch-invariant, a kernel of ours."""
+    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`; a view into K padded rows, without which cuBLAS takes five times as long.
+    cuBLAS chooses its algorithm by the batch size, so that batch_invariant uses this project's kernel."""
     columns = weight.shape[1]
     if columns % 8:
         weight = functional.pad(weight, (0, -columns % 8))

@@ -73,7 +73,7 @@ def linear_compress_fwd_kernel(
     COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * COLUMNS
     e = e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN
-    # Not pipelined: where one block spans K, the pipeline would be over tiles, and would not fit shared memory.
+    # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed shared memory.
     for tile in tl.range(tl.program_id(0), batch * TILES, tl.num_programs(0), num_stages=1):
         b = tile // TILES
         part = (tile + b * TILES // tl.num_programs(0)) % TILES

@@ -1,7 +1,7 @@
-"""Bookkeeping on the host in the calling thread alone.
+"""Runs host bookkeeping in the calling thread only.
 
-torch runs operators of 32,768 elements and more in its pool of threads, a few (repeat_interleave, searchsorted, indexing) of far fewer.
-Where the cores are busy each of them waits for the pool for milliseconds, longer than lengths, offsets and tile lists take to compute.
+torch runs operators on 32,768 elements and more in its thread pool, and some (repeat_interleave, searchsorted, indexing) on far fewer.
+When the cores are busy, each such operator waits milliseconds for the pool: longer than computing lengths, offsets or tile lists takes.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ def _openmp() -> ctypes.CDLL | None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Operators that the calling thread runs meanwhile do not use torch's pool; also a decorator.
+    """Context manager and decorator in which torch operators of the calling thread do not use the thread pool.
 
-    torch.set_num_threads is of the process; OpenMP's number of threads is the calling thread's own, so other threads keep theirs.
+    It sets OpenMP's number of threads, which belongs to the calling thread; torch.set_num_threads would change the whole process.
     """
     openmp = _openmp()
     if openmp is None:

@@ -17,7 +17,7 @@ from .launch import device_properties
 
 @torch.compiler.assume_constant_result
 def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability, which torch.compile takes for a constant. Sizes are no arguments of such a function: they may be symbols.
+    """Compute capability, a constant for torch.compile. (Functions that take sizes cannot be constants: sizes may be symbolic.)
 
     Not in launch.py, which jagged_modules imports: the decorator imports torch._dynamo.
     """

@@ -1,8 +1,8 @@
 """The assembler that the kernels are compiled with on compute capability 9.0.
 
-ptxas 12.8, which Triton 3.6 and 3.7 run there, miscompiles wgmma. Where two branches, or a branch and a loop, multiply by an operand at the
-same place in shared memory, it may compute the operand's address in one of them only. The other reads a register that was never
-written: wrong results, or an illegal memory access. The same wheels carry a newer ptxas for Blackwell, which has no such fault.
+ptxas 12.8, which Triton 3.6 and 3.7 run there, miscompiles wgmma. Where two branches, or a branch and a loop, have an MMA with an operand
+at the same address in shared memory, it may compute the address in one of them only. The other reads a register that was never written:
+wrong results, or an illegal memory access. The same wheels contain a newer ptxas for Blackwell, which is sound.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _lock = threading.Lock()  # held while Triton's settings, which belong to the pr
 
 
 def safe_ptxas(kernel):
-    """Decorator for a kernel, above `triton.jit` or `gluon.jit`: it is compiled by `compile_kernel`."""
+    """Decorator for a kernel, above `triton.jit` or `gluon.jit`: the kernel is compiled by `compile_kernel`."""
     if isinstance(kernel, JITFunction):  # Triton's interpreter compiles nothing
         kernel.__class__ = _compiled_safely(type(kernel))
     return kernel
@@ -28,10 +28,10 @@ def safe_ptxas(kernel):
 
 @functools.cache
 def _compiled_safely(kind: type[JITFunction]) -> type[JITFunction]:
-    """The subclass of `kind` whose attribute `compile` is `compile_kernel`.
+    """The subclass of `kind` whose attribute `compile` is always `compile_kernel`.
 
-    A kernel sets this attribute to Triton's compiler at its first launch on each device. Another thread may be about to use it then, so
-    setting it has no effect here.
+    At its first launch on each device, a JITFunction sets this attribute to Triton's compiler, while another thread may be about to read
+    it. So setting it has no effect.
     """
     compile = property(lambda kernel: compile_kernel, lambda kernel, compiler: None)
     return type(kind.__name__, (kind,), {"compile": compile, "__module__": kind.__module__})
@@ -47,7 +47,7 @@ def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
             return compiler.compile(source, target=target, options=options, **kwargs)
         with knobs.nvidia.scope():
             knobs.nvidia.ptxas = ptxas.path
-            # Part of the key of Triton's cache on disk, which may hold the same kernel as the older ptxas compiled it.
+            # The PTX version is part of the key of Triton's disk cache, which may hold the kernel as the older ptxas compiled it.
             options = {**options, "ptx_version": options.get("ptx_version") or ptx_get_version(ptxas.version)}
             return compiler.compile(source, target=target, options=options, **kwargs)
 

@@ -1,9 +1,9 @@
-"""How near to the exact result a correct program must be: one rule for all tests, derived from each computation.
+"""The error that a correct program may make, derived from each computation. All tests use this one rule.
 
     actual, do = accuracy.results(operator, dict(q=q, k=k, v=v))
     accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, kv_offsets, activation="silu"))
 
-or `accuracy.check`, which does both. `accuracy.definition` gives bounds of what has no model of its own.
+or `accuracy.check`, which does both. `accuracy.definition` gives bounds for functions that have no model here.
 """
 
 from .arithmetic import KERNELS, TORCH_CPU, Arithmetic

@@ -1,4 +1,4 @@
-"""Pointwise activations and their derivatives, with the errors of those who compute them."""
+"""Pointwise activations and their derivatives, with the errors that implementations may make."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from jagged_modules.activations import POINTWISE
 
 from .bound import LARGEST_DEVIATION, Bound
 
-# Where a derivative jumps, and by how much: an argument that is off by more than its distance from there may take either side's.
+# (argument, height) of each jump of a derivative. Where the argument's error reaches the jump, either side's value is right.
 JUMPS = {
     "relu": ((0.0, 1.0),),
     "leaky_relu": ((0.0, 0.99),),
     "hardswish": ((-3.0, 0.5), (3.0, 0.5)),
     "gelu_taylor": ((-3.06, 0.03), (3.06, 0.03)),
 }
-# Everything is made of a few operations of numbers no larger than the argument, the result and 1: so many roundings of those. The value
-# of the first ones has no terms that cancel; theirs are of the result.
+# Every activation is a few operations on numbers no larger than the argument, the result and 1: so many roundings of the largest of them.
+# The activations of NO_CANCELLATION add no terms of opposite signs: their roundings are of the result.
 ROUNDINGS = 16
 NO_CANCELLATION = ("identity", "relu", "relu_squared", "leaky_relu", "sigmoid")
-# tanh.approx has a relative error of 2^-11 (PTX ISA); results are half of it times what it is multiplied with.
+# tanh.approx has a relative error of 2^-11 (PTX ISA), and the formulas multiply it by 0.5.
 TANH_ERROR = 2.0**-12
 
 
 def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bound]:
-    """Value and derivative. approximate: with the hardware's tanh, where bfloat16 results are made with it."""
+    """Bounds of the activation's value and derivative at x. approximate: the hardware's tanh is used, as for bfloat16."""
     argument = x.value.detach().requires_grad_()
     with torch.enable_grad():
         value = POINTWISE[name].function(argument)
@@ -41,7 +41,7 @@ def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bo
         slopes, values = slopes.widened(jump, jump), values.widened(jump * x.error, jump * x.rms)
     if name != "identity":
         values = values.off_by(ROUNDINGS, value.abs() if name in NO_CANCELLATION else torch.maximum(size, value.abs()))
-        # 1 - tanh², off by eps, is multiplied by the argument and its polynomial's slope; beyond 6 it is 0 in fp32.
+        # 1 - tanh² has an error of eps, and is multiplied by the argument and its polynomial's slope; beyond 6 it is 0 in fp32.
         near = size.clamp(max=6)
         of_slope = 1 + 2 * near * (0.8 + 0.107 * near**2) if name == "gelu_tanh" else torch.ones_like(size)
         slopes = slopes.off_by(ROUNDINGS, torch.maximum(slope.abs(), of_slope))

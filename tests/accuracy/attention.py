@@ -1,11 +1,11 @@
-"""Attention: what its definition gives, forward and backward, and how far a correct program may be from it.
+"""Bounds of attention, forward and backward, from its definition.
 
     S = scale · q kᵀ,  P = activation(S),  out = (P v) · output_scale                  per segment and head; softmax: P = e^S / Σ e^S
     dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q,  doutput_scale = Σ dO ∘ (P v)
     softmax: dS = P ∘ (dP - rowsum(dO ∘ out));  pointwise: dS = activation'(S) ∘ dP
 
-A program may round P and dS to the operands' dtype before their second product (`Arithmetic.rounds_factors`), reads `out` in the dtype it
-was rounded to, and rounds each result once. Everything else is fp32, or float64 where the operands are.
+A program may round P and dS to the operands' dtype before the second MMA (`Arithmetic.rounds_factors`), reads `out` as it was rounded, and
+rounds each result once. Everything else is in fp32, or in float64 for float64 operands.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from .activations import activated
 from .arithmetic import Arithmetic, arithmetic_of
 from .bound import Bound
 
-MOST_SCORES = 2**21  # of several segments at a time, in float64
+MOST_SCORES = 2**21  # float64 scores of several segments at a time; a larger segment is alone
 
 
 class _Options(NamedTuple):
-    """What all segments have in common. factors: the dtype that P and dS are rounded to before a product; in_units: dS as
-    `_in_units` has it."""
+    """Options that are the same for all segments.
+
+    factors: the dtype that P and dS are rounded to before an MMA. in_units: dS is rounded as in `_in_units`.
+    """
 
     scale: float
     activation: str
@@ -54,13 +56,13 @@ def attention(
     output_scale: float | Tensor = 1.0,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Bound]:
-    """Bounds of `functional.jagged_attention` and of its gradients by the gradient `do` of the result: "out", "dq", "dk", "dv", and
-    "doutput_scale" if output_scale requires a gradient. Arguments are the function's."""
+    """Bounds of `functional.jagged_attention` and its gradients: "out", "dq", "dk", "dv", and "doutput_scale" if output_scale requires a
+    gradient. do: the gradient of the result; the other arguments are the function's."""
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
     factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
     operands = Bound.exact(q), Bound.exact(k), Bound.exact(v)
-    # Softmax takes the maximum before it scales: kernels are given q times a scale that is not positive.
+    # Kernels take softmax's maximum before scaling. So a scale that is not positive is multiplied into q first.
     scales_q = arithmetic.rounds_factors and activation == "softmax" and scale <= 0
     if scales_q:
         operands = operands[0].scaled(scale).rounded(q.dtype), *operands[1:]
@@ -68,7 +70,7 @@ def attention(
     segments = _segments(q, q_offsets, k, kv_offsets)
     factor, rest = _split_scale(output_scale, segments, do)
     inner_dtype = q.dtype
-    if rest is not None and segments.shares_factor and q.dtype == torch.float16:  # whose range is too small for what is not scaled yet
+    if rest is not None and segments.shares_factor and q.dtype == torch.float16:  # results before scaling may overflow fp16
         inner_dtype = torch.float32
         options = options._replace(factors=inner_dtype)
 
@@ -98,10 +100,7 @@ def attention(
     dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
     bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
-        products = (Bound.exact(do) * inner).map(lambda x: x / factor[:, None, None])
-        sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
-        stacked = [torch.stack(part) for part in list(zip(*sums))[:3]] if sums else [output_scale.detach().double()] * 3
-        bounds["doutput_scale"] = Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
+        bounds["doutput_scale"] = _scale_gradient(output_scale, do, inner, factor, segments)
     return {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
 
 
@@ -120,8 +119,8 @@ def block_attention(
 ) -> dict[str, Bound]:
     """Bounds of `functional.block_diagonal_attention` and its gradients: "out", "dq", "dk", "dv".
 
-    A program may round what it rotates as it may P and dS; gradients of rotated operands are rotated back before their one rounding.
-    precise: q, k and dS of bfloat16 are rounded to float16 in units of their largest, as the kernels for Hopper do if asked to.
+    A program may round rotated operands to their dtype, as it may P and dS. Gradients of rotated operands are rotated back before their one
+    rounding. precise: bfloat16 q, k and dS are rounded to float16 in units of their largest element, as the Hopper kernels do on request.
     """
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -160,8 +159,10 @@ def block_attention(
 def _segment(
     q: Bound, k: Bound, v: Bound, do: Bound, keep: Tensor | None, factor: Tensor, options: _Options
 ) -> tuple[tuple[Bound, Bound, Bound, Bound], bool]:
-    """out, dq, dk, dv before their rounding, and whether all weights of each matrix are alike; factor: output_scale of each row, or of
-    all."""
+    """(out, dq, dk, dv) before their rounding, and whether all weights of each matrix are equal (`_are_alike`).
+
+    factor: output_scale, of each row or of all.
+    """
     if keep is None:
         keep = torch.ones((), dtype=torch.bool, device=q.value.device)
     scores = (q @ k.mT).scaled(options.scale)
@@ -173,7 +174,7 @@ def _segment(
     ds = (_in_units(ds) if options.in_units else ds.rounded(options.factors)).where(keep)
     dq = ds @ k
     if of_row is not None:
-        common, delta = of_row  # what all scores of a row are off by: it does not average out over the keys
+        common, delta = of_row  # errors shared by all scores of a row, which do not average out over the keys
         seen = (Bound.exact(p.value) @ k).value.abs()
         dq = dq.widened(common.error * dq.value.abs() + delta.error * seen, torch.hypot(common.rms * dq.value, delta.rms * seen))
         p = p.widened(p.value * common.error, p.value * common.rms)
@@ -185,19 +186,22 @@ def _segment(
 
 
 def _softmax(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Options):
-    """out; P and dS with the errors that each score has for itself; those that a row's scores have in common: of the logarithm of its sum,
-    relative to P and dS, and of rowsum(dO ∘ out)."""
+    """(out, P, dS, errors that the scores of a row share).
+
+    P and dS have the errors that are independent for each score. Shared are the error of the row's log-sum-exp, relative to P and dS, and
+    that of rowsum(dO ∘ out).
+    """
     largest = scores.value.masked_fill(~keep, float("-inf")).amax(-1, keepdim=True)
     largest = torch.where(largest == float("-inf"), 0.0, largest)
     size = scores.value.abs() + largest.abs()
-    # What is subtracted cancels in the quotient; the score is rounded, and so is the difference, of numbers in base 2 at that.
+    # The error of the maximum cancels in the quotient. Score and difference are rounded, both after conversion to base 2.
     exponents = Bound((scores.value - largest).where(keep, 0.0), scores.error, scores.rms, scores.dtype).off_by(4, size)
     weights = exponents.exp(options.arithmetic.exp_ulps).where(keep)
     total = weights.sum(-1).map(lambda x: x.unsqueeze(-1))
     total = total._replace(value=torch.where(total.value == 0, 1.0, total.value))
     out = (weights.rounded(options.factors).where(keep) @ v) / total
 
-    # The backward subtracts the logarithm of the sum instead, an fp32 number whose own rounding counts. It is the row's.
+    # The backward subtracts the log-sum-exp instead, whose fp32 rounding is shared by the row.
     lse = largest + total.value.log()
     log_error = Bound(lse, total.error / total.value, total.rms / total.value, total.dtype).off_by(6, lse.abs() + largest.abs() + 1)
     p = (exponents.off_by(2, lse.abs()).exp(options.arithmetic.exp_ulps)).where(keep)
@@ -214,14 +218,16 @@ def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Optio
     out = p.rounded(options.factors).where(keep) @ v
     dp = do @ v.mT
     ds = slope * dp
-    unspecified = (slope.value == 0) & ~dp.value.isfinite()  # 0 times what is no number: torch's derivatives of relu say 0, kernels NaN
+    unspecified = (slope.value == 0) & ~dp.value.isfinite()  # 0 times NaN or infinity: 0 by torch's derivative of relu, NaN by the kernels
     errors = ds.error.masked_fill(unspecified, torch.inf), ds.rms.masked_fill(unspecified, torch.inf)
     return out, p, Bound(ds.value.masked_fill(unspecified, 0.0), *errors, ds.dtype), None
 
 
 def _are_alike(weights: Tensor) -> Tensor:
-    """Whether all weights of a matrix `[..., queries, keys]` are one number, as where the scale is 0 or all rows are equal: `[..., 1, 1]`.
-    Then so are their roundings, and a sum of products with them does not average them out."""
+    """Whether all weights of a matrix `[..., queries, keys]` are equal, as when the scale is 0 or all rows are equal: `[..., 1, 1]`.
+
+    Their roundings are then equal too, and do not average out in a sum.
+    """
     if weights.numel() == 0:
         return weights.new_zeros((*weights.shape[:-2], 1, 1), dtype=torch.bool)
     largest, smallest = weights.amax((-2, -1), keepdim=True), weights.amin((-2, -1), keepdim=True)
@@ -229,13 +235,13 @@ def _are_alike(weights: Tensor) -> Tensor:
 
 
 def _in_units(x: Bound) -> Bound:
-    """Rounded to float16, in units of the largest of all: a program's, of a tile, is no larger."""
+    """The bound rounded to float16 in units of the largest element. A program uses the largest element of a tile, which is no larger."""
     return x.rounded(torch.float16, x.value.abs().amax()) if x.value.numel() else x
 
 
 def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
-    """(x0, x1) → (x0 cos - x1 sin, x1 cos + x0 sin) of pairs of the last dimension. The tables are fp32, rounded; a kernel may take
-    others that give the same scores."""
+    """(x0, x1) → (x0 cos - x1 sin, x1 cos + x0 sin) for pairs of the last dimension. The tables are rounded to fp32; a kernel may use other
+    tables that give the same scores."""
     even, odd = (x.map(lambda y, i=i: y.unflatten(-1, (-1, 2))[..., i]) for i in range(2))
     turned = []
     for first, second, sine in ((even, odd, -sin), (odd, even, sin)):
@@ -249,7 +255,7 @@ def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
 
 
 class _Segment(NamedTuple):
-    """The rows of one segment of keys, and those of the result that read them."""
+    """The rows of one segment of keys, and the rows of the result that read them."""
 
     number: int
     rows: Tensor
@@ -305,9 +311,11 @@ def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) ->
 
 
 def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) -> tuple[Tensor, Tensor | None]:
-    """The factor of each row of the result before its rounding, and what the rounded result is multiplied with after it: where segments
-    of different scales share keys, a power of two no less than the largest scale comes first, and the rest of a segment's is a second
-    rounding."""
+    """(factor of each row before the result is rounded, factor after it or None).
+
+    Where segments with different scales share keys, the first factor is a power of two that is at least the largest scale; the rest of a
+    segment's scale is multiplied afterwards, with a second rounding.
+    """
     factor = torch.ones(do.shape[0], dtype=torch.float64, device=do.device)
     if not isinstance(output_scale, Tensor):
         return factor * output_scale, None
@@ -323,20 +331,29 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
     return first, (factor / first)[:, None, None]
 
 
+def _scale_gradient(output_scale: Tensor, do: Tensor, inner: Bound, factor: Tensor, segments: _Segments) -> Bound:
+    """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor."""
+    products = (Bound.exact(do) * inner).map(lambda x: x / factor[:, None, None])
+    sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
+    parts = ("value", "error", "rms")
+    stacked = [torch.stack([getattr(x, part) for x in sums]) if sums else output_scale.detach().double() for part in parts]
+    return Bound(*stacked, inner.dtype).rounded(output_scale.dtype)
+
+
 def _rescaled(x: Bound, rest: Tensor, segments: _Segments, dtype: torch.dtype) -> Bound:
-    """Times the rest of the scales, and rounded; where segments share no factor, the rest is 1, or 0 of a scale of 0."""
+    """x times the rest of the scales, rounded. Where segments share no factor, the rest is exactly 1, or 0 for a scale of 0."""
     return x.scaled(rest).rounded(dtype) if segments.shares_factor else x.map(lambda y: y * rest)
 
 
 class _Rows:
-    """Sums of results at rows of a tensor `[rows, heads, dim]`."""
+    """Accumulates bounds into the rows of a tensor `[rows, heads, dim]`."""
 
     def __init__(self, shape: torch.Size, like: Tensor):
         self._sums = [torch.zeros(shape, dtype=torch.float64, device=like.device) for _ in range(3)]
         self._dtype = torch.promote_types(like.dtype, torch.float32)
 
     def add(self, rows: Tensor, block: Bound, heads: int) -> None:
-        """Add what belongs to rows `[segments, length]`, which may repeat, in the form of `_take`."""
+        """Add a block in the shape of `_take` to rows `[segments, length]`, which may repeat."""
         parts = block.value, block.error, block.rms**2
         for total, part in zip(self._sums, parts):
             shape = len(rows), heads, total.shape[1] // heads, rows.shape[1], total.shape[2]

@@ -1,7 +1,7 @@
 """Values with bounds of their rounding errors, and the comparison with what an implementation computed.
 
-A `Bound` holds what exact arithmetic would give (float64), the largest error that arithmetic of lower precision may make, and the standard
-deviation that the error has if roundings are independent. Both follow from the computation: eps times the sizes of the terms, to first
+A `Bound` holds the result of exact arithmetic (float64), the largest error that arithmetic of lower precision may make, and the standard
+deviation of the error if roundings are independent. Both errors follow from the computation: eps times the sizes of the terms, to first
 order (Higham, Accuracy and Stability of Numerical Algorithms, chapter 3). No implementation is run to find them.
 """
 
@@ -14,24 +14,27 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# A rounding is uniform within half a spacing of floating point numbers. Between two powers of two the spacing is constant; over values
-# whose logarithms are uniform, its root mean square is sqrt(3 / (8 ln 2)) = 0.7355 of eps times the value.
+# A rounding error is uniform within half the spacing of floating-point numbers. Between two powers of two the spacing is constant; for
+# values whose logarithms are uniform, its root mean square is sqrt(3 / (8 ln 2)) = 0.7355 of eps times the value.
 RMS_OF_ROUNDING = math.sqrt(3 / (8 * math.log(2)) / 12)
 
-# An error may be so many standard deviations. Of Gaussian errors one in 10^15 is larger than 8; a single rounding is at most 2.4.
+# The largest error allowed, in standard deviations. One in 10^15 Gaussian errors exceeds 8; a single rounding is at most 2.4.
 LARGEST_DEVIATION = 8.0
 
-# The root mean square of many errors, each as a part of its own standard deviation, is 1 where all is as predicted. It may be 10 % above
-# it, and 5 of its own standard deviations: one over the root of twice the number of independent errors.
+# The root mean square of many errors, each divided by its standard deviation, is 1 if the model is right. It may be 10 % higher, plus 5 of
+# its own standard deviations, which is one over the root of twice the number of independent errors.
 MEAN_SLACK, MEAN_DEVIATIONS = 1.1, 5.0
 
 
 class Bound(NamedTuple):
     """A result and its errors.
 
-    value: float64, exact arithmetic's. error: the largest error. rms: the standard deviation of the error. Of an exact value the last
-    two are 0-dimensional zeros. dtype: of the arithmetic that it is computed with, fp32 or fp64; other roundings are made by `rounded`.
-    lines: how many groups of elements have errors in common; None: as many as a matrix has rows, or a flat tensor elements.
+    Attributes:
+        value: the exact result, float64.
+        error: the largest error of each element; a 0-dimensional zero if the value is exact.
+        rms: the standard deviation of each error; the same.
+        dtype: dtype of the arithmetic, fp32 or fp64. `rounded` models rounding to other dtypes.
+        lines: number of groups of elements whose errors are not independent; None: the rows of a matrix, the elements of a flat tensor.
     """
 
     value: Tensor
@@ -46,13 +49,13 @@ class Bound(NamedTuple):
 
     @classmethod
     def exact(cls, x: Tensor) -> Bound:
-        """An operand; it is computed with in fp32 if it has 32 bits or fewer."""
+        """An operand without error. Arithmetic is in fp32 if it has 32 bits or fewer, else in fp64."""
         zero = torch.zeros((), dtype=torch.float64, device=x.device)
         arithmetic = torch.promote_types(x.dtype, torch.float32)
         return cls(x.detach().double(), zero, zero, arithmetic)
 
     def map(self, view) -> Bound:
-        """The same elements in another shape."""
+        """The bound with `view`, which only changes the shape, applied to value and errors."""
         return Bound(view(self.value), *(view(x) if x.dim() else x for x in (self.error, self.rms)), self.dtype)
 
     @property
@@ -60,16 +63,16 @@ class Bound(NamedTuple):
         return self.map(lambda x: x.mT)
 
     def widened(self, error: Tensor, rms: Tensor) -> Bound:
-        """With one more error, independent of the others."""
+        """The bound with one more error, independent of the others."""
         return Bound(self.value, self.error + error, torch.hypot(self.rms + torch.zeros_like(rms), rms), self.dtype)
 
     def off_by(self, roundings: float, size: Tensor | None = None) -> Bound:
-        """With the errors of so many roundings of numbers of a size, the value's if none is given."""
+        """The bound with the errors of so many roundings of numbers of magnitude `size`, by default the value's."""
         size = self.value.abs() if size is None else size
         return self.widened(roundings * self.eps / 2 * size, math.sqrt(roundings) * RMS_OF_ROUNDING * self.eps * size)
 
     def rounded(self, dtype: torch.dtype, unit: Tensor | float = 1.0) -> Bound:
-        """Rounded to nearest. The spacing of subnormal numbers is that of the smallest normal one, times the unit that values are in."""
+        """The bound rounded to nearest in dtype. unit: values are stored divided by it, which scales the subnormal range."""
         info, size = torch.finfo(dtype), self.value.abs() + self.error
         smallest = info.eps * info.smallest_normal * unit
         return self.widened(
@@ -89,13 +92,13 @@ class Bound(NamedTuple):
         return Bound(value, error, torch.hypot(self.rms * other.value, self.value * other.rms), self.dtype).off_by(1)
 
     def __truediv__(self, other: Bound) -> Bound:
-        """Two roundings: kernels multiply by a reciprocal."""
+        """The quotient, with two roundings: kernels multiply by a reciprocal."""
         value, size = self.value / other.value, other.value.abs()
         error = (self.error + value.abs() * other.error) / size
         return Bound(value, error, torch.hypot(self.rms, value * other.rms) / size, self.dtype).off_by(2)
 
     def scaled(self, factor: Tensor | float) -> Bound:
-        """Times a number; two roundings, as the number may be a product itself."""
+        """The product with an exact number; two roundings, because the number may be a product itself."""
         size = factor.abs() if isinstance(factor, Tensor) else abs(factor)
         return Bound(self.value * factor, self.error * size, self.rms * size, self.dtype).off_by(2)
 
@@ -107,7 +110,7 @@ class Bound(NamedTuple):
         return Bound(value, error, variance.sqrt(), self.dtype).summed(self.value.shape[-1], a @ b, (a**2) @ (b**2))
 
     def split_matmul(self, other: Bound, dtype: torch.dtype) -> Bound:
-        """The product, of a sum in parts that are rounded to `dtype`, as are the sums of parts."""
+        """self @ other by split-K, with partial sums rounded to `dtype`."""
         product, eps = self @ other, torch.finfo(dtype).eps
         size, squares = self.value.abs() @ other.value.abs(), (self.value**2) @ (other.value**2)
         return product.widened(eps * size, RMS_OF_ROUNDING * eps * (2 * squares.sqrt() + product.value.abs()))
@@ -119,14 +122,16 @@ class Bound(NamedTuple):
         return total.summed(terms, self.value.abs().sum(dim), (self.value**2).sum(dim))
 
     def summed(self, terms: int | Tensor, size: Tensor, squares: Tensor) -> Bound:
-        """With the errors of a sum of so many terms, in any order.
+        """The bound with the errors of a sum of so many terms, in any order.
 
-        size, squares: sums of the terms' absolute values and of their squares. The largest error: n steps make at most n roundings, and
-        with probability near 1 no more than 4 sqrt(n) that conspire (Higham and Mary 2019); matrix units cut off where others round,
-        which is a whole eps, always in one direction, and add 16 products at a time. Three more: products of fp32 made of three parts
-        each leave out some 2^-24.
-        The standard deviation is that of rounding partial sums, doubled: sorted terms make larger ones. What cutting off makes is no
-        deviation but an offset, half an eps of a partial sum every 16 terms, of which half on average.
+        size, squares: sums of the terms' absolute values and of their squares.
+
+        Largest error: a sum of n terms has at most n roundings, which with probability near 1 add up to no more than 4 sqrt(n) of them
+        (Higham and Mary 2019). Tensor cores truncate instead of rounding, a whole eps in one direction, once for 16 products. Three more
+        roundings cover fp32 MMAs from three 16-bit parts, which omit terms of about 2^-24.
+
+        Standard deviation: that of rounding the partial sums, doubled, because sorted terms have larger partial sums. Truncation adds an
+        offset: half an eps of a partial sum for every 16 terms, half of that on average.
         """
         terms = torch.as_tensor(terms, dtype=torch.float64, device=size.device)
         largest = torch.minimum(terms, 4 * terms.sqrt() + terms / 16) + 3
@@ -134,19 +139,21 @@ class Bound(NamedTuple):
         return self.widened(largest * self.eps * size, deviation * self.eps)
 
     def exp(self, ulps: float) -> Bound:
-        """By a function that is off by so many units in the last place, a third of that on average; subnormal results may be 0."""
+        """e^x by a function with an error of up to `ulps` units in the last place, a third of it on average. Subnormal results may be 0."""
         value, smallest = self.value.exp(), torch.finfo(self.dtype).smallest_normal
         error = value * (torch.expm1(self.error) + ulps * self.eps) + smallest
         return Bound(value, error, value * torch.hypot(self.rms, torch.full_like(value, ulps * self.eps / 3)) + smallest, self.dtype)
 
     def where(self, keep: Tensor) -> Bound:
-        """An exact 0 where not kept."""
+        """The bound where `keep`, an exact 0 elsewhere."""
         return Bound(*(x.where(keep, 0.0) for x in (self.value, self.error, self.rms)), self.dtype)
 
 
 def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:
-    """The 2-norm of the partial sums of so many terms in random order: the k-th is k / n of the whole, and a random walk beside it, which
-    the n-th step brings back to 0. squares: the sum of the terms' squares."""
+    """The 2-norm of the partial sums of so many terms in random order. squares: the sum of the terms' squares.
+
+    The k-th partial sum is k / n of the whole plus a random walk that returns to 0 at the n-th step.
+    """
     return (terms * (value**2 / 3 + squares / 6)).sqrt()
 
 
@@ -156,22 +163,24 @@ def _product(x: Tensor, y: Tensor) -> Tensor:
 
 
 class Comparison(NamedTuple):
-    """Errors as parts of what is allowed: the largest of all elements, and their root mean square."""
+    """Errors divided by what is allowed: the largest over all elements, and the root mean square."""
 
     largest: float
     mean: float
 
 
 def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
-    """How much of its bound an error takes: above 1 is too much.
+    """Compare a result with its bound: above 1 is too much.
 
-    An element's error may be the largest possible, and no more than LARGEST_DEVIATION standard deviations. The root mean square of all
-    errors, in standard deviations, is held to MEAN_SLACK; elements of one of the `lines`, or of one row, have errors in common and count as
-    one.
-    Where the exact value is no finite number, or rounds to none, so must the actual be; where the error has no bound, it may be anything.
+    The error of each element must be at most the largest possible one and at most LARGEST_DEVIATION standard deviations. The root mean
+    square of all errors, in standard deviations, must be at most MEAN_SLACK plus a term for chance. For that term the elements of one of
+    the bound's `lines`, or of one row, count as one, because their errors are not independent.
+
+    Where the exact value is not finite, or rounds to infinity, the actual value must be equal to it. Where the error is unbounded, any
+    value is accepted.
 
     Raises:
-        AssertionError: another shape, or a NaN or an infinity where there should be none.
+        AssertionError: another shape, or NaN or infinity where a finite value is expected.
     """
     assert actual.shape == bound.value.shape, f"{name}: shape {list(actual.shape)}, expected {list(bound.value.shape)}"
     info = torch.finfo(actual.dtype)
@@ -187,7 +196,7 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
 
     error = torch.where(finite, (result - value).abs(), 0.0)
     zeros = torch.zeros_like(value)
-    # Of deviations below 1e-154 the squares, which are added up, are 0 in float64.
+    # The squares of deviations below 1e-154 are 0 in float64.
     rms = torch.where(finite, bound.rms + 1e-150 * (bound.error > 0).double(), zeros)
     allowed = torch.minimum(torch.where(finite, bound.error + zeros, 1.0), LARGEST_DEVIATION * rms + (~finite).double())
     largest = (error / allowed).nan_to_num(nan=0.0)  # 0 of 0 allowed
@@ -201,7 +210,7 @@ def compare(actual: Tensor, bound: Bound, name: str = "result") -> Comparison:
 
 
 def assert_accurate(actual: Mapping[str, Tensor], bounds: Mapping[str, Bound], context: str = "") -> None:
-    """Every tensor that an implementation computed is as near to its bound's value as the bound says, and has no name but the bounds'."""
+    """Check that every tensor is within its bound, and that both mappings have the same names."""
     assert actual.keys() == bounds.keys(), f"{context}: results {list(actual)}, bounds {list(bounds)}"
     for name, bound in bounds.items():
         label = f"{context}: {name}" if context else name
@@ -215,8 +224,10 @@ def assert_accurate(actual: Mapping[str, Tensor], bounds: Mapping[str, Bound], c
 
 
 def results(operator: Callable[..., Tensor], tensors: Mapping[str, Tensor], grad: Tensor | None = None) -> tuple[dict[str, Tensor], Tensor]:
-    """`operator(*tensors)` as "out", with the gradient of each of the named tensors as "d" and its name; and the gradient of "out" that
-    they were made from, random if None. The tensors keep their strides."""
+    """({"out": operator(*tensors), "d" + name: gradient of each tensor}, the gradient of "out").
+
+    grad: the gradient of "out", random if None. The tensors keep their strides.
+    """
     inputs = [x.detach().requires_grad_() for x in tensors.values()]
     out = operator(*inputs)
     grad = torch.randn_like(out) if grad is None else grad
@@ -227,6 +238,6 @@ def results(operator: Callable[..., Tensor], tensors: Mapping[str, Tensor], grad
 def check(
     operator: Callable[..., Tensor], bounds: Callable[..., Mapping[str, Bound]], tensors: Mapping[str, Tensor], grad: Tensor | None = None
 ) -> None:
-    """Hold an operator of tensors, forward and every gradient, to `bounds(*tensors, gradient of the result)`."""
+    """Check an operator, forward and every gradient, against `bounds(*tensors, gradient of the result)`."""
     actual, grad = results(operator, tensors, grad)
     assert_accurate(actual, bounds(*tensors.values(), grad))

@@ -1,7 +1,8 @@
-"""Bounds of anything that has a definition in plain torch, by Monte Carlo arithmetic (Parker 1997).
+"""Bounds for any function that is defined in plain torch, by Monte Carlo arithmetic (Parker 1997).
 
-The definition runs in float64, once as it is and several times with a random error after each operation, as large as rounding would make
-it. What that is off by is how far a program may be off that rounds each operation's result. No processor's own sums take part in it.
+The definition runs in float64, once exactly and several times with a random error after each operation, of the size of a rounding error.
+The deviations of these results are the errors that a program may have which rounds the result of each operation. They do not depend on the
+order in which this machine's processor adds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .bound import LARGEST_DEVIATION, RMS_OF_ROUNDING, Bound, partial_sums
 
 SAMPLES = 16
-# Results of these are elements of their operands, or constants.
+# Operations without rounding: their results are elements of their operands, or constants.
 EXACT = {
     "abs", "alias", "cat", "clone", "constant_pad_nd", "copy", "detach", "empty", "expand", "full", "index", "index_select", "masked_fill",
     "masked_scatter", "max", "neg", "new_zeros", "ones_like", "permute", "relu", "repeat", "reshape", "scalar_tensor", "select_backward",
@@ -26,8 +27,10 @@ EXACT = {
 
 
 def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], do: Tensor) -> dict[str, Bound]:
-    """Bounds of `function(*tensors)`, "out", and of the gradients "d" and a tensor's name by the gradient `do` of it. The function is plain
-    torch, on the CPU; its random numbers must not be torch's global ones."""
+    """Bounds of "out", `function(*tensors)`, and of "d" + name, the gradients for the gradient `do` of "out".
+
+    The function is plain torch on the CPU, and must not use torch's global random numbers.
+    """
 
     def run() -> list[Tensor]:
         inputs = [x.detach().double().requires_grad_() for x in tensors.values()]
@@ -48,7 +51,7 @@ def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], d
 
 
 class _RandomErrors(TorchDispatchMode):
-    """Adds to every result of an operation the error of rounding it to a dtype, and of summing it in fp32 (or in float64)."""
+    """Adds to the result of every operation a random error of rounding it to a dtype, and of summing in fp32 (or float64)."""
 
     def __init__(self, dtype: torch.dtype):
         super().__init__()
@@ -81,8 +84,7 @@ class _RandomErrors(TorchDispatchMode):
 
 
 def _sum_sizes(name: str, args: tuple, out: Tensor) -> Tensor | None:
-    """How large the error of a sum is, in eps: roots of the number of terms and of the sum of their squares (`Bound.summed`); None where
-    there is no sum."""
+    """The standard deviation of a sum's error, in eps, as in `Bound.summed`; None for operations without a sum."""
     if name in ("mm", "bmm", "addmm", "baddbmm"):
         a, b = args[-2:]
         return ((a**2) @ (b**2)).sqrt() * (math.sqrt(a.shape[-1]) / 4 + 1)

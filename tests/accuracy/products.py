@@ -1,7 +1,7 @@
-"""Linear compression and the products and softmaxes within jagged segments: what they are, forward and backward, and how far a correct
-program may be from it. Sums are in fp32 (of float64 operands: in float64); each result is rounded once.
+"""Bounds of linear compression and of jagged matrix multiplication and softmax, forward and backward.
 
-Offsets `[B + 1]`, matrices in flat buffers and shapes are those of the functions of the same names.
+Sums are in fp32 (float64 for float64 operands) and each result is rounded once. Offsets are `[B + 1]`; shapes and flat buffers are those of
+the functions of the same names.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def linear_compress(
 
         G_l[u] = Σ dO[b] over the b with index_l[b] = u,  dW_l = Σ_u G_l[u] E_l[u]ᵀ,  dE_l[u] = W_lᵀ G_l[u]
 
-    indices: one `[B]` for each level but the last. The levels' products are added in fp32 and rounded once; the sums G_l are rounded, once,
-    before they are multiplied. With Arithmetic.rounds_levels each product is rounded, and each sum of two, and G_l is summed in the
-    operands' dtype.
+    indices: one `[B]` for each level but the last. The levels' results are added in fp32 and rounded once. The sums G_l are rounded once,
+    before their MMA. With Arithmetic.rounds_levels each level's result and each sum of two is rounded, and G_l is summed in the operands'
+    dtype.
     """
     arithmetic = arithmetic_of(do) if arithmetic is None else arithmetic
     dtype, results = do.dtype, {}
@@ -51,17 +51,17 @@ def linear_compress(
         flat = (x.map(lambda y: y.transpose(0, 1).flatten(1)) for x in (grad, Bound.exact(embedding)))
         rows, columns = flat
         results[f"dweights[{level}]"] = multiply(rows, columns.mT).rounded(dtype)
-        results[f"dembeddings[{level}]"] = own(Bound.exact(weight).mT, grad).rounded(dtype)  # the kernels' program takes torch's too
+        results[f"dembeddings[{level}]"] = own(Bound.exact(weight).mT, grad).rounded(dtype)  # the kernels use torch.bmm here too
     return results
 
 
 def torch_product(a: Bound, b: Bound, operand: Tensor) -> Bound:
-    """a @ b by torch, of operands like this one."""
+    """a @ b by torch, for operands of the dtype and device of `operand`."""
     return a.split_matmul(b, operand.dtype) if splits_sums(operand) else a @ b
 
 
 def _group_sums(x: Tensor, index: Tensor, groups: int, arithmetic: Arithmetic) -> Bound:
-    """Σ x[b] over the b with index[b] = u, rounded to x's dtype: once, or after each addition."""
+    """Σ x[b] over the b with index[b] = u, rounded to x's dtype once or, with rounds_levels, after each addition."""
 
     def sums(y: Tensor) -> Tensor:
         return y.new_zeros((groups, *y.shape[1:])).index_add_(0, index, y)
@@ -86,8 +86,7 @@ def jagged_dense_bmm(
     arithmetic: Arithmetic | None = None,
 ) -> Bounds:
     """Bounds of activation(x[b] @ y[b] + bias[b]), `jagged_linear` with weights for each segment: "out", "dx", "dy" and, with a bias
-    `[B, T]`, "dbias". The gradient of what the activation is applied to may be rounded before it is multiplied
-    (Arithmetic.rounds_factors)."""
+    `[B, T]`, "dbias". The gradient before the activation may be rounded before its MMA (Arithmetic.rounds_factors)."""
     arithmetic = arithmetic_of(x) if arithmetic is None else arithmetic
     totals = {"out": _Places(do), "dx": _Places(x), "dy": _Places(y)} | ({} if bias is None else {"dbias": _Places(bias)})
     for b, rows in enumerate(_slices(offsets)):
@@ -140,8 +139,7 @@ def jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_o
 
 
 def jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, do: Tensor) -> Bounds:
-    """Bounds of p[b] = x[b] @ x[b]ᵀ, flattened, with x given twice: "out", "dx" = (do + doᵀ) x, of which the sum may be rounded, or both
-    products."""
+    """Bounds of p[b] = x[b] @ x[b]ᵀ, flattened: "out" and "dx" = (do + doᵀ) x. Either the sum do + doᵀ or both products may be rounded."""
     totals = {"out": _Places(do), "dx": _Places(x)}
     for rows, place in zip(_slices(offsets), _slices(p_offsets)):
         a = Bound.exact(x[rows])
@@ -191,7 +189,7 @@ def jagged2_softmax(
 
 
 def _softmax(x: Tensor, do: Tensor, dim: int, arithmetic: Arithmetic | None) -> tuple[Bound, Bound]:
-    """y = softmax(x) and dx = y ∘ (do - Σ y ∘ do), of the y that was rounded to x's dtype."""
+    """y = softmax(x), and dx = y ∘ (do - Σ y ∘ do) with y rounded to x's dtype."""
     if x.numel() == 0:
         return Bound.exact(x), Bound.exact(x)
     exact, ulps = Bound.exact(x), (arithmetic_of(x) if arithmetic is None else arithmetic).exp_ulps
@@ -207,7 +205,7 @@ def _softmax(x: Tensor, do: Tensor, dim: int, arithmetic: Arithmetic | None) -> 
 
 
 class _Places:
-    """A result that is put together from segments; 0 where none is."""
+    """A result assembled from segments; 0 where there is no segment."""
 
     def __init__(self, like: Tensor):
         self._parts = [torch.zeros(like.shape, dtype=torch.float64, device=like.device) for _ in range(3)]

@@ -1,4 +1,4 @@
-"""Runs what a `Case` describes, and holds results and gradients to their models."""
+"""Runs the call that a `Case` describes, and checks results and gradients against their models."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ BUILDERS = {
 
 
 def check(case: Case) -> None:
-    """AssertionError unless results and gradients are as accurate as their models say, and, where the case has poison, those of other
-    segments the same, bit for bit, when one segment's operands are NaN or infinite."""
+    """Check the accuracy of results and gradients and, if the case has poison, that NaN or infinity in one segment changes no other.
+
+    Raises:
+        AssertionError: an error beyond its bound, another dtype or shape, or a changed bit in another segment.
+    """
     call = BUILDERS[case.function](Maker(case), case.options, case.lengths)
     inputs, gradients, actual = _evaluate(call, case)
     with torch.no_grad():
         expected = call.model(inputs, gradients)
     if case.options.get("values") in ("zeros", "equal rows") or case.options["grad"] in ("one number", "one row"):
-        # Equal numbers have equal roundings, which add up: the largest error alone is a bound.
+        # Equal numbers have equal roundings, which add up: only the largest error is a bound, not the standard deviation.
         expected = {name: x if isinstance(x, Tensor) else x._replace(rms=x.error) for name, x in expected.items()}
     floating = {name: x for name, x in actual.items() if not isinstance(expected[name], Tensor)}
     for name, x in actual.items():
@@ -59,17 +62,17 @@ def check(case: Case) -> None:
 
 
 def _evaluate(call: Call, case: Case, poisoned: int | None = None) -> tuple[dict, dict, dict]:
-    """The call's leaves, the gradients of its results, and its results with the gradients of the leaves that want one.
+    """(inputs, gradients of the results, results and gradients of the inputs that require one), each by name.
 
-    poisoned: a segment whose operands and gradients are NaN or infinite.
+    poisoned: the segment whose operands and gradients are NaN or infinite.
     """
     make = Maker(case, stream=1)
     tensors = {name: _poisoned(x, name, call, case, poisoned) for name, x in call.inputs.items()}
     wanted = _wanted(list(tensors), case.options.get("requires", "all"))
     inputs = {name: x.detach().requires_grad_(name in wanted) for name, x in tensors.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of operators that are not deterministic
-        torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty gives NaN, so that an element nobody wrote shows
+        warnings.simplefilter("ignore")  # torch warns of operators that are not deterministic
+        torch.use_deterministic_algorithms(True, warn_only=True)  # torch.empty returns NaN, which shows elements that were not written
         outputs = call.function(**inputs)
         results = {name: x for name, x in outputs.items() if x.is_floating_point()}
         gradients = {name: _poisoned(make.gradient(x), name, call, case, poisoned) for name, x in results.items()}
@@ -86,7 +89,7 @@ def _wanted(names: list[str], requires: str) -> list[str]:
 
 
 def _poisoned(x: Tensor, name: str, call: Call, case: Case, segment: int | None) -> Tensor:
-    """x, written to in place, with NaN or infinities in the rows of a segment; an expanded gradient, whose rows are one, as it is."""
+    """x with NaN or infinity written to the rows of a segment, in place; an expanded gradient, whose rows share memory, unchanged."""
     if segment is not None and name in call.segments and x.numel() and x.stride(0):
         x[call.segments[name] == segment] = float(case.poison)
     return x

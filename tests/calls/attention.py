@@ -41,7 +41,7 @@ def _attention_tensors(make: Maker, o: dict, q_rows: int, kv_rows: int) -> dict[
 
 
 def _schedule(o: dict, case: Case, q_lengths: list[int], kv_lengths: list[int], mask: jm.AttentionMask | None) -> jm.TileSchedule | None:
-    """As a data loader would build it."""
+    """The schedule that a data loader would build."""
     if not o["schedule"] or case.device == "cpu" or o["implementation"] == "reference":
         return None
     sizes = dict(num_heads=o["heads"][0], num_kv_heads=o["heads"][1], head_dim=max(o["head_dim"], o["v_dim"] or 0))
@@ -175,7 +175,7 @@ def _rotary(make: Maker, o: dict, lengths: list[int]) -> jm.Rotary | None:
 
 
 def _keeps_units(o: dict) -> bool:
-    """Whether the kernels are surely those that keep what they rotate in more bits; "auto" may take others."""
+    """Whether the kernels are certain to keep rotated operands in higher precision; "auto" may select others."""
     return o["precise"] and o["implementation"] == "hopper"
 
 

@@ -1,4 +1,4 @@
-"""What the builders of calls share: `Call`, and the tensors of a case in its layouts."""
+"""`Call`, and the tensors of a case in their layouts."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Call:
     """A function of named tensors.
 
     Attributes:
-        inputs: by name, in the order of the function's parameters.
-        function: takes the inputs as keywords, gives the results by name.
-        model: of the inputs and the gradients of the results, what is expected: `accuracy.Bound`s of results, and of gradients under
-            "d" + the input's name. A result that is no floating-point tensor is expected exactly.
-        segments: for inputs and results whose rows belong to one segment each, the segment of each row.
+        inputs: tensors by name, in the order of the function's parameters.
+        function: takes the inputs as keyword arguments, returns the results by name.
+        model: (inputs, gradients of the results) → `accuracy.Bound`s of the results and, as "d" + name, of the inputs' gradients. An
+            integer result is expected exactly.
+        segments: the segment of each row, for inputs and results whose rows belong to one segment each.
     """
 
     inputs: dict[str, Tensor]
@@ -38,7 +38,7 @@ class Maker:
     """Makes the tensors of a case."""
 
     def __init__(self, case: Case, stream: int = 0):
-        """stream: another one has other values."""
+        """stream: different streams have different random values."""
         self.case, self.options = case, case.options
         self.device = "cuda" if case.device == "cuda" else "cpu"
         self.dtype = getattr(torch, case.dtype)
@@ -61,7 +61,7 @@ class Maker:
         return lay_out(self.values(*shape, factor=factor), self.options["layout"])
 
     def gradient(self, out: Tensor) -> Tensor:
-        """A gradient of a result, in its own layout."""
+        """A random gradient of a result, in the layout of the case's gradients."""
         kind = self.options["grad"]
         x = torch.randn(out.shape, generator=self.generator, device=self.device).to(out.dtype)
         if kind == "one number":
@@ -91,7 +91,7 @@ class Maker:
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """x's values with other strides or another start, and NaN around them."""
+    """x's values with the strides and alignment of a layout, and NaN around them."""
     if x.numel() == 0:
         return x
     if layout == "misaligned":
@@ -114,5 +114,5 @@ def lay_out(x: Tensor, layout: str) -> Tensor:
 
 
 def stacked(bounds: Sequence[Bound], dim: int) -> Bound:
-    """Of results of one shape."""
+    """Bounds of equal shapes, stacked along a new dimension."""
     return bounds[0]._replace(**{part: torch.stack([getattr(x, part) for x in bounds], dim) for part in ("value", "error", "rms")})

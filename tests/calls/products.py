@@ -1,4 +1,4 @@
-"""Calls of linear compression, of products and of softmaxes of jagged tensors."""
+"""Calls of linear compression, and of jagged matrix multiplication and softmax."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .maker import Call, Maker
 
 
 def _replicated(weights: list[Tensor], embeddings: list[Tensor], maps: list[Tensor], do: Tensor) -> dict[str, accuracy.Bound]:
-    """All levels replicated to the candidates, and one product: gradients of a shared level are sums of those of its copies."""
+    """Bounds with all levels replicated to the candidates and one GEMM: a shared level's gradients are sums over its copies."""
     maps = [*maps, torch.arange(len(do), device=do.device)]
     copies = torch.cat([x[index] for x, index in zip(embeddings, maps)], 1)
     bounds = accuracy.linear_compress([torch.cat(weights, 1)], [copies], [], do, arithmetic=accuracy.KERNELS._replace(torch_products=True))
@@ -47,7 +47,7 @@ def linear_compress(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     if o["index"] == "counts" and indices:
         indices[0] = jm.CandidateIndex.from_counts(torch.tensor(counts, dtype=torch.int64))
     levels, depths = range(o["levels"]), o["depths"]
-    implementation = o["implementation"] if len(users) else "auto"  # "hopper" refuses empty embeddings
+    implementation = o["implementation"] if len(users) else "auto"  # "hopper" raises an error for empty embeddings
     arithmetic = accuracy.TORCH_CPU if implementation in ("decomposed", "padded") else None  # whose levels are rounded one by one
     weights = {f"w{i}": make.tensor(o["compressed"], depths[i], factor=depths[i] ** -0.5) for i in levels}
     embeddings = {f"e{i}": make.tensor(batches[i], depths[i], o["columns"]) for i in levels}
@@ -111,7 +111,7 @@ def jagged_softmax(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 
 def _scores(make: Maker, x_lengths: list[int], y_lengths: list[int]) -> tuple[F.ScorePlan, Tensor]:
-    """The plan of two sides, and the segment of each score."""
+    """The plan for x and y, and the segment of each score."""
     return make.plan(x_lengths, y_lengths), make.segments([n * m for n, m in zip(x_lengths, y_lengths)])
 
 
@@ -159,7 +159,7 @@ def array_jagged_bmm(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: list[Tensor], do: Tensor, activation: str | None) -> dict[str, accuracy.Bound]:
-    """torch's own product, and an activation of what it was rounded to."""
+    """Bounds of torch's own matrix multiplication, and of an activation of its rounded result."""
     exact, dtype = accuracy.Bound.exact, x.dtype
     z = accuracy.torch_product(exact(x), exact(weight).mT, x).rounded(dtype)
     if bias:

@@ -1,4 +1,4 @@
-"""Calls that move or change rows."""
+"""Calls of functions that move or change rows."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def jagged_concat(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 
 def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
-    """The two lists are the lengths of the parts."""
+    """lengths: those of the first and of the second parts."""
     first, rest = lengths
     if o["first"] == "number":
         rest = [n + m for n, m in zip(first, rest)]

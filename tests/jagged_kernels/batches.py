@@ -1,6 +1,6 @@
-"""Batches, rows of each user's history and of its candidates, that a layer is trained on one after the other."""
+"""Batches for successive training steps: (history rows of each user, candidates of each user)."""
 
-# Short, medium and long segments, few users and many: kernels are chosen by the means of lengths and by sizes of batches.
+# Short, medium and long segments, few and many users: kernels are selected by mean length and batch size.
 FIRST_BATCHES = [
     ([200] * 7, [40] * 7),
     ([7] * 9, [3] * 9),

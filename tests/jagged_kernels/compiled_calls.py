@@ -1,6 +1,7 @@
-"""Every public function and layer, as torch.compile is to take it: one graph for all lengths and batch sizes.
+"""Every public function and layer for the tests of torch.compile: one graph must serve all lengths and batch sizes.
 
-A function of `FUNCTIONS` takes the tensors that its entry makes of a batch's sizes, and `implementation`; `LAYERS` make a layer.
+FUNCTIONS: name → (function, (segments, rows, candidates) → its inputs); it also takes `implementation`.
+LAYERS: name → (device → layer, (segments, rows, candidates) → inputs, (*inputs, layer) → result).
 """
 
 import torch
@@ -10,7 +11,7 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 SIZES = [(5, 41, 11), (7, 59, 37), (13, 14, 15)]  # segments, rows, candidates; no two sizes of a batch equal
-HEADS, DIM, WIDTH = 2, 48, 96  # a head dim that Hopper's kernels take
+HEADS, DIM, WIDTH = 2, 48, 96  # a head dim that Hopper's kernels support
 ROTARY = jm.Rotary.from_frequencies(DIM, 100)
 
 
@@ -182,7 +183,7 @@ LAYERS = {
 
 
 def compiled(function, backend="aot_eager"):
-    """The function compiled as one graph with symbolic sizes, and the counter of compilations."""
+    """(the function compiled as one graph with symbolic sizes, the counter of compilations)."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend(backend)
     return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
@@ -195,8 +196,10 @@ def on_device(inputs, device, dtype=None) -> list:
 
 
 def assert_compiles_once(function, batches, parameters=(), backend="aot_eager", tolerance=1e-5) -> None:
-    """One graph for all batches; values and gradients of every floating-point input and parameter as without compilation, up to
-    `tolerance` times the largest element: the same kernels may be given tiles of another size."""
+    """Check that one graph serves all batches, with eager mode's values and gradients of every floating-point input and parameter.
+
+    tolerance: times the largest element; eager mode may use the same kernels with other tile sizes.
+    """
     graph, counter = compiled(function, backend)
     compilations = []
     for inputs in batches:

@@ -1,7 +1,7 @@
-"""Launches of Triton kernels as they would be made on a Hopper GPU, recorded on a machine without one.
+"""Records the launches of Triton kernels that would be made on a Hopper GPU, on a machine without one.
 
-Host tensors say that they are on CUDA, so that the library takes its GPU paths; a launch computes the key that Triton compiles and caches
-kernels by, and runs nothing. Results are whatever memory held.
+Host tensors report a CUDA device, so that the library takes its GPU paths. A launch computes the key by which Triton compiles and caches
+kernels, and runs nothing. Results are uninitialised memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
 
 
 class Launch(NamedTuple):
-    """A kernel's name, and what Triton compiles it anew for: the types of its arguments and what is known of their values."""
+    """A kernel's name, and Triton's key of the compiled variant: types of the arguments and properties of their values."""
 
     kernel: str
     specialisation: str
@@ -46,7 +46,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
         _, specialisation, options = bind(*args, **options)
         launches.append(Launch(kernel.__name__, compute_cache_key(keys, specialisation, options)))
 
-    device = torch.device("cuda", 10 * capability[0] + capability[1])  # another number: the library keeps what it knows of a device
+    device = torch.device("cuda", 10 * capability[0] + capability[1])  # one index per capability: the library caches device properties
     properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
@@ -56,7 +56,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
             (torch.cuda, "get_device_capability", lambda *_: capability),
             (torch.cuda, "get_device_properties", lambda *_: properties),
             (torch.cuda, "is_initialized", lambda: True),
-            # CPU tensors reach operators by the key of the interpreter's.
+            # Host tensors dispatch to the operators' CPU key, which is registered for the interpreter only.
             (_operators(), "knobs", SimpleNamespace(runtime=SimpleNamespace(interpret=True))),
             (torch, "bmm", _without(torch.bmm, "out_dtype")),
             *((torch, name, _on_the_host(getattr(torch, name))) for name in FACTORIES + FACTORIES_LIKE),
@@ -73,7 +73,7 @@ def _operators():
 
 
 def _on_the_host(function):
-    """The function with devices left out of its arguments: host tensors take the place of the GPU's."""
+    """The function without the device among its arguments: it makes host tensors."""
 
     @functools.wraps(function)
     def call(*args, **kwargs):

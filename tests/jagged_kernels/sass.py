@@ -1,8 +1,8 @@
-"""Uniform registers that a kernel reads before it has written them: a mistake of the assembler, which only machine code shows.
+"""Finds uniform registers that a kernel reads before it writes them: a bug of ptxas, which is visible in machine code only.
 
-Where several branches or loops multiply by an operand at the same place in shared memory, ptxas 12.8 may compute its descriptor in the
-first of them alone. If that one has not run, the others take a descriptor from registers that hold anything: an illegal address, or wrong
-results. Kernels avoid it by computing such places anew for each branch or loop (`unknown` in hopper/tiles.py).
+Where several branches or loops have an MMA with an operand at the same address in shared memory, ptxas 12.8 may compute its descriptor in
+the first of them only. If that one has not run, the others read the descriptor from unwritten registers: an illegal address, or wrong
+results. Kernels avoid it by computing such addresses anew in each branch or loop (`unknown` in hopper/tiles.py).
 """
 
 from __future__ import annotations

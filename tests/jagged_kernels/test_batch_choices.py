@@ -1,4 +1,4 @@
-"""What is chosen by the sizes of a batch, and irrespective of them where it is to be batch-invariant. No GPU is asked."""
+"""Choices that depend on the sizes of a batch, and do not under batch_invariant; without a GPU."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def test_parts_of_long_segments():
 
     assert parts(1000, False) != parts(100_000, False)
     assert parts(10, True) == parts(1000, True) == parts(10_000_000, True) == parts(1000, True, 5000)
-    assert parts(1000, True, 2**launch.INVARIANT_SHIFT) > parts(1000, True)  # none is so long: none is cut, in any batch
+    assert parts(1000, True, 2**launch.INVARIANT_SHIFT) > parts(1000, True)  # no segment is longer: none is split
 
 
 def test_means_are_not_known():

@@ -1,5 +1,5 @@
-"""A segment gives the same bits alone and in any batch under jm.batch_invariant(True): operators and layers on a GPU, with lengths for
-which other kernels, tiles and splits are chosen by default."""
+"""Under jm.batch_invariant(True) a segment has the same bits alone and in any batch: operators and layers on a GPU, with lengths for which
+the default selects different kernels, tiles and splits."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [0, 1, 2, 17, 63, 64, 65, 200, 900, 2900]
 OWN = [1, 17, 130, 1100]
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-SIZES = dict(dim=64, width=72)  # that Hopper's kernels take
+SIZES = dict(dim=64, width=72)  # supported by Hopper's kernels
 NAMES = list(operators("cpu", torch.float32))
 WITH_HOPPER_KERNELS = [name for name in NAMES if "attention" in name or "compress" in name]
 
@@ -37,7 +37,7 @@ def test_portable_kernels_on_hopper(name):
 @pytest.mark.parametrize("implementation", ["auto", "triton"])
 @pytest.mark.parametrize("name", ["attention", "attention-causal", "attention-silu", "target-attention"])
 def test_wide_heads(name, implementation):
-    """Whose backward keeps dS for long segments by default."""
+    """By default the backward of these sizes stores dS for long segments."""
     check(operators("cuda", torch.float16, dim=128, heads=4, implementation=implementation)[name], [1, 64, 900, 2900], [130, 1100], 60)
 
 
@@ -48,13 +48,13 @@ def test_layers(name, dtype):
 
 
 def test_many_rows_of_a_long_segment():
-    """Parts of it are cut at the same rows whatever the batch's size."""
+    """A long segment is split at the same rows for any batch size."""
     for name in ("softmax", "jagged-bmm"):
         check(operators("cuda", torch.bfloat16, **SIZES)[name], [5, 40_000], [5000], 12)
 
 
 def test_a_single_row_of_unaligned_rows():
-    """A row of a buffer whose rows do not begin at 16-byte boundaries: Hopper's kernels do not take several of them."""
+    """A single row of a buffer with rows that are not aligned to 16 bytes, which Hopper's kernels do not support for several rows."""
     buffer = torch.randn(40, 2 * 64 + 1, device="cuda", dtype=torch.bfloat16)
     rows = buffer[:, :128].unflatten(1, (2, 64))
     with jm.batch_invariant(True):

@@ -1,6 +1,7 @@
 """The block attention kernels on a GPU, through the public function."""
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -172,18 +173,8 @@ def test_several_streams(kernels, offsets):
     assert all(torch.equal(result, expected) for result in results)
 
 
-def test_cuda_graph_with_new_lengths(kernels, offsets):
-    q, k, v = inputs(300, requires_grad=False)
-    segments = offsets([70, 100, 130], "cuda")
-    F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
-    for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
-        segments.copy_(offsets(lengths, "cuda"))
-        graph.replay()
-        assert torch.equal(captured, F.block_diagonal_attention(q, k, v, segments, implementation=kernels))
+def test_cuda_graph_with_new_lengths(kernels, check_cuda_graph):
+    check_cuda_graph(partial(F.block_diagonal_attention, implementation=kernels))
 
 
 def test_hopper_refuses_what_its_kernels_do_not_take(offsets):
@@ -232,19 +223,10 @@ def test_nothing_is_saved_but_the_inputs(rotary, offsets, saved_tensors):
 
 
 @pytest.mark.parametrize("rotary", [None, "qk", "qkv"])
-def test_layer_keeps_the_projection_and_copies_nothing(rotary, offsets, saved_tensors, tensor_sizes):
-    """Between x and the output there are the packed projection and the attended rows, forward, and their gradients, backward."""
+def test_layer_keeps_the_projection_and_copies_nothing(rotary, check_block_layer_memory):
     layer = jm.BlockDiagonalSelfAttention(64, 2, rotary=rotary, max_seqlen=400, device="cuda").bfloat16()
     x = torch.randn(sum(LENGTHS), 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    with saved_tensors() as saved, tensor_sizes() as forward:
-        out, _ = layer((x, offsets(LENGTHS, "cuda")))
-    grad = torch.randn_like(out)
-    with tensor_sizes() as backward:
-        torch.autograd.grad(out, [x, *layer.parameters()], grad)
-    size, small = x.numel(), 64 * 3 * 64
-    assert size > small
-    for sizes in (forward.made, saved.storages.values(), backward.made):
-        assert sorted(x for x in sizes if x > small) == [size, size, 3 * size]
+    check_block_layer_memory(layer, x, LENGTHS)
 
 
 # -- accuracy of fused rotary ----------------------------------------------------------------------------------------------------

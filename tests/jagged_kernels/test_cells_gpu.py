@@ -1,4 +1,4 @@
-"""Every cell of the matrix on a GPU: forward and every gradient against float64 models."""
+"""Every cell of the matrix (`cells.py`) on a GPU: forward and every gradient against float64 models."""
 
 import pytest
 import torch

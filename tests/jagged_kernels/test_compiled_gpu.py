@@ -1,4 +1,4 @@
-"""Every function and layer on a GPU under torch.compile with symbolic sizes: one graph, values and gradients as without it."""
+"""Every function and layer on a GPU under torch.compile with symbolic sizes: one graph, and the values and gradients of eager mode."""
 
 import functools
 

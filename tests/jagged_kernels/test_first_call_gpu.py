@@ -1,4 +1,4 @@
-"""Later training steps of a layer compile nothing on a GPU."""
+"""After a layer's first training steps on a GPU, later ones compile nothing."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ LAYERS = list(training_steps("cpu", torch.float32))
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the kernels that are compiled, or loaded from Triton's cache, while the test runs."""
+    """Names of the kernels that are compiled or loaded from Triton's disk cache during the test."""
     names, before = [], knobs.compilation.listener
 
     def note(**what):

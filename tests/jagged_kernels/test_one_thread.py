@@ -1,4 +1,4 @@
-"""Schedules and checks on the host do not wait for torch's pool of threads."""
+"""Host schedules and checks do not wait for torch's thread pool."""
 
 import os
 import subprocess
@@ -42,7 +42,7 @@ else:
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts the threads of a process as Linux shows them")
 def test_bookkeeping_starts_no_thread():
-    """torch starts its pool at the first operator that runs in it: one of torch's own, after all of ours."""
+    """torch starts its pool at the first operator that uses it. The library's calls come first and must not start it."""
     environment = os.environ | dict(OMP_NUM_THREADS="2", PYTHONPATH=os.pathsep.join(sys.path))
     program = [sys.executable, "-c", PROGRAM.replace("{BOOKKEEPING!r}", repr(BOOKKEEPING))]
     result = subprocess.run(program, env=environment, capture_output=True, text=True)

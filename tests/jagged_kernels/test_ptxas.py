@@ -1,4 +1,4 @@
-"""Which ptxas assembles the kernels for compute capability 9.0."""
+"""The choice of the ptxas for compute capability 9.0."""
 
 import importlib
 import pkgutil
@@ -22,7 +22,7 @@ def tool(version):
 
 @pytest.fixture
 def releases(monkeypatch):
-    """(Triton's own release, that for Blackwell) → the tools in place of knobs.nvidia's."""
+    """(release of Triton's own ptxas, of the one for Blackwell) → replaces knobs.nvidia's tools by such ones."""
 
     def install(own, blackwell):
         tools = dict(ptxas=tool(own), ptxas_blackwell=tool(blackwell))
@@ -41,7 +41,7 @@ def test_every_kernel_is_compiled_by_it():
 
 
 def test_a_first_launch_in_another_thread_leaves_the_compiler(monkeypatch):
-    """Triton sets a kernel's compiler at its first launch on a device, when another thread may be about to compile."""
+    """Triton sets a kernel's compiler at its first launch on a device, while another thread may be about to compile."""
     kernel = jagged_kernels.attention.attention_fwd_kernel
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
@@ -62,7 +62,7 @@ def test_no_sound_release_is_an_error(releases):
 
 
 def test_settings_of_triton_are_left_as_they_were(monkeypatch):
-    """Also where threads compile at the same time, and where the compiler fails."""
+    """Also if threads compile at the same time, and if the compiler fails."""
     before, seen = knobs.nvidia.ptxas, []
 
     def compile_with(source, target, options):

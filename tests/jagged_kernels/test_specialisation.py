@@ -1,6 +1,6 @@
-"""What kernels are compiled for: the first training steps of a layer compile all that later ones run, whatever the lengths.
+"""The first training steps of a layer compile every kernel that later ones launch, whatever the lengths.
 
-Triton compiles a kernel anew for an integer argument of 1, for one divisible by 16, and for a pointer at a 16-byte boundary.
+Triton compiles another variant of a kernel for an integer argument of 1, for one divisible by 16, and for a pointer aligned to 16 bytes.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from .batches import FIRST_BATCHES, LATER_BATCHES  # noqa: E402
 from .launches import recorded_launches  # noqa: E402
 
 LAYERS = list(training_steps("cpu", torch.float32))
-WITHOUT_KERNELS = "JaggedMLP([64, 128, 64])"  # cuBLAS alone
+WITHOUT_KERNELS = "JaggedMLP([64, 128, 64])"  # uses cuBLAS only
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -36,7 +36,7 @@ def test_later_batches_need_no_other_kernels(name, capability, dtype):
 @pytest.mark.parametrize("rows", [1, 15, 16, 17])
 @pytest.mark.parametrize("heads, dim", [(1, 20), (1, 64), (3, 40)])
 def test_attention_of_one_row_is_compiled_as_that_of_many(offsets, heads, dim, rows):
-    """Strides of tensors whose rows do not begin at 16-byte boundaries, of one row among them."""
+    """Strides of tensors whose rows are not aligned to 16 bytes, including tensors of one row."""
     from jagged_modules import functional as F
 
     def launched(rows):

@@ -1,5 +1,5 @@
-"""What torch.compile traces for CUDA tensors, traced without a GPU: tensors that have a device and a shape and no memory, and the
-capability of one generation after the other. Only the forward: autograd wants a device."""
+"""torch.compile traces every function and layer for CUDA tensors, without a GPU: with fake tensors and the compute capability of each GPU
+generation. Only the forward, because autograd needs a device."""
 
 import functools
 import types

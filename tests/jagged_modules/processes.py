@@ -1,4 +1,4 @@
-"""Prints what training steps give, by seed, computed in one of several ways: `python processes.py serial|threads|fork|spawn cpu|cuda`."""
+"""Prints a digest of training steps' results for each seed: `python processes.py serial|threads|fork|spawn cpu|cuda`."""
 
 import functools
 import hashlib
@@ -45,7 +45,7 @@ def main(way: str, device: str) -> None:
     elif way == "serial":
         print(*map(work, range(WORKERS)))
     else:
-        work(0)  # what a forked process inherits has been used
+        work(0)  # forked processes inherit state that was already used
         with ProcessPoolExecutor(2, multiprocessing.get_context(way)) as processes:
             print(*processes.map(work, range(WORKERS)))
 

@@ -277,7 +277,7 @@ def test_block_is_norm_attention_residual(offsets_of):
 SIZES = [(5, 41), (6, 83), (7, 59), (13, 14)]  # segments, rows
 
 
-def batches(offsets_of):
+def batches():
     for segments, rows in SIZES:
         cuts = torch.randint(rows, (segments - 1,)).sort().values
         offsets = torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.tensor([rows])])
@@ -285,7 +285,7 @@ def batches(offsets_of):
 
 
 @pytest.mark.parametrize("use", ["plain", "grouped-heads", "qk-norm", "seeds", "weights", "mask", "targets"])
-def test_compiles_once(use, offsets_of):
+def test_compiles_once(use):
     mask = jm.AttentionMask(causal=True) if use in ("mask", "targets") else None
     layer = jm.JaggedGDPA(WIDTH, HEADS, mask=mask, config=USES.get(use))
 
@@ -296,7 +296,7 @@ def test_compiles_once(use, offsets_of):
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
     compilations = []
-    for values, offsets, num_targets in batches(offsets_of):
+    for values, offsets, num_targets in batches():
         calls = [functools.partial(call, offsets=offsets, num_targets=num_targets) for call in (run, compiled)]
         torch.testing.assert_close(*(outputs_and_gradients(call, layer, values) for call in calls))
         compilations.append(counter.frame_count)

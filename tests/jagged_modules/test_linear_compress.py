@@ -413,10 +413,10 @@ BAD_NAMES = [
     (dict(candidate_features=["a", "b", "a"]), ValueError, r"candidate_features must be 3 different names, got \['a', 'b', 'a'\]"),
     (dict(candidate_features="abc"), TypeError, "candidate_features must be a sequence of names, got 'abc'"),
     (dict(candidate_features=[1, 2, 3]), TypeError, r"candidate_features must be a sequence of names, got \[1, 2, 3\]"),
-    (dict(user_features=["a"]), ValueError, r"user_features must be names for each shared level, 0, got \[\['a'\]\]"),
+    (dict(user_features=["a"]), ValueError, r"user_features must have one entry per shared level, 0, got \[\['a'\]\]"),
     (dict(num_user_embeddings=2, user_features=["a"]), ValueError, r"user_features must be 2 different names, got \['a'\]"),
     (dict(num_user_embeddings=(1, 2), user_features=["a", "b"]), TypeError, r"user_features\[0\] must be a sequence of names, got 'a'"),
-    (dict(num_user_embeddings=(1, 2), user_features=[["a"]]), ValueError, r"user_features must be names for each shared level, 2, got"),
+    (dict(num_user_embeddings=(1, 2), user_features=[["a"]]), ValueError, r"user_features must have one entry per shared level, 2, got"),
 ]
 
 

@@ -235,7 +235,7 @@ def test_copies(clone, offsets_of):
     assert layer.q_proj.weight.grad is None and twin.q_proj.weight.grad is not None
 
 
-def test_meta_parameters_are_materialised_by_reset_parameters(offsets_of):
+def test_meta_parameters_are_materialised_by_reset_parameters():
     layer = jm.JaggedTargetAttention(8, 2, device="meta")
     assert all(x.is_meta for x in layer.parameters())
     layer.to_empty(device="cpu")

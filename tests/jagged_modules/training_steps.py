@@ -1,5 +1,5 @@
-"""Small training steps of every layer and of the operators without one, on random batches: what is repeated in tests of threads,
-processes, memory and caches."""
+"""Small training steps of every layer, and of operators without a layer, on random batches: for tests of threads, processes, memory and
+caches."""
 
 import sys
 import types
@@ -16,7 +16,7 @@ WIDTH, HEADS = 32, 2
 
 
 class Batch:
-    """Up to 12 users with up to 40 events each, and candidates of them in any order; as the generator has it."""
+    """Up to 12 users with up to 40 events each, and their candidates in any order, drawn by the generator."""
 
     def __init__(self, generator: torch.Generator, device="cpu"):
         def below(high: int, *shape: int) -> Tensor:
@@ -39,7 +39,7 @@ class Batch:
 
 
 def make_steps(device="cpu") -> dict[str, Callable[[Batch], list[Tensor]]]:
-    """Forward and backward on a batch; each gives its result and its gradients."""
+    """Name → a step: forward and backward on a batch, which returns the result and the gradients."""
     generator_state = torch.get_rng_state()
     torch.manual_seed(0)
     attention = jm.JaggedTargetAttention(WIDTH, HEADS, device=device)
@@ -87,13 +87,13 @@ def make_steps(device="cpu") -> dict[str, Callable[[Batch], list[Tensor]]]:
 
 
 def run_steps(steps, seed: int, count: int, device="cpu") -> list[Tensor]:
-    """The results of `count` random batches, each in every step."""
+    """The results and gradients of every step on `count` random batches."""
     generator = torch.Generator().manual_seed(seed)
     return [x for _ in range(count) for step in steps.values() for x in step(Batch(generator, device))]
 
 
 def cache_sizes() -> dict[str, int]:
-    """Entries of every functools cache and of every container that a module or class of ours holds."""
+    """Number of entries of every functools cache and container in this package's modules and classes, by name."""
     sizes = {}
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or name.split(".")[0] not in ("jagged_modules", "jagged_kernels"):

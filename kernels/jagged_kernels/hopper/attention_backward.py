@@ -269,7 +269,7 @@ def backward(
     do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
     segment_scale, output_scale, workspace,
 ) -> None:  # fmt: skip
-    """Launch the kernels for dq and for dk, dv; arguments as those of the portable ones, and bytes of workspace at most."""
+    """Launch the kernels for dq and for dk, dv. Arguments are those of the portable kernels; workspace: at most so many bytes for dS."""
     do = do if has_descriptor(do) else do.contiguous()
     out = do if out is None else out.contiguous()
     value_factor, slope_factor = activation_factors(activation, q.dtype == torch.bfloat16, scale)

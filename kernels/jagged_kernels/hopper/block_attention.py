@@ -374,8 +374,8 @@ def block_attention_bwd_hopper_kernel(
 
 
 def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether the kernels take these operands: on Hopper, 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows. Where there
-    are no rows, no kernel is launched."""
+    """Whether the kernels support these operands: 16-bit, D a multiple of 8 up to 128, no grouped heads, aligned rows, or no rows at all,
+    for which no kernel is launched."""
     if q.device.type != "cuda" or device_properties(q.device)[0] != (9, 0) or k.shape != q.shape:
         return False
     return q.element_size() == 2 and q.shape[2] in range(8, 129, 8) and (q.shape[0] == 0 or all(has_descriptor(x) for x in (q, k, v)))

@@ -17,8 +17,8 @@ from .tiles import box_layout
 
 
 def supports(weights: Sequence[Tensor], embeddings: Sequence[Tensor]) -> bool:
-    """Whether the kernel takes these operands: on Hopper, 16-bit, embeddings of aligned rows, weights that are not empty. Weights are
-    copied. A batch without rows needs no kernel."""
+    """Whether the kernel supports these operands: on Hopper, 16-bit, embeddings with aligned rows, or none at all, and weights that are not
+    empty. Weights need no alignment: they are copied."""
     x = embeddings[-1]
     if x.device.type != "cuda" or device_properties(x.device)[0] != (9, 0) or x.element_size() != 2 or x.shape[2] % 8:
         return False
@@ -55,7 +55,7 @@ def _plan(m: int, n: int) -> tuple[int, int, HopperProductConfig]:
 def _launch(m, n, state, batch_invariant, candidates=None, out=None, addends=(), indices=(), shared=None, product=None) -> None:
     """Launch for the candidates' product, weight and embedding, or a shared level's, or both; addends: the shared one's first.
 
-    Where in its sum over K a tile adds them depends on its height. Batch-invariant, all tiles are as high as can be."""
+    Where in its sum over K a tile adds them depends on the tile's height, so that batch_invariant uses the largest height only."""
     strips, panels, config = _plan(m, n)
     tiles = ceil_div(strips, 3)
     processors = device_properties(state.device)[1]

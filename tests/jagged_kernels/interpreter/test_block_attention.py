@@ -164,21 +164,11 @@ def test_packed_of_any_stride(check_packed_block_attention):
 
 
 @pytest.mark.parametrize("rotary", ROTARIES)
-def test_layer_keeps_the_projection_and_copies_nothing(rotary, offsets, saved_tensors, tensor_sizes, monkeypatch):
-    """Between x and the output there are the packed projection and the attended rows, forward, and their gradients, backward."""
+def test_layer_keeps_the_projection_and_copies_nothing(rotary, check_block_layer_memory, monkeypatch):
     by_kernels = partial(F.block_diagonal_attention_packed, implementation="triton")
     monkeypatch.setattr("jagged_modules.block_attention.block_diagonal_attention_packed", by_kernels)
     layer = jm.BlockDiagonalSelfAttention(32, 2, block_size=32, rotary=rotary, max_seqlen=130)
-    x = torch.randn(sum(LENGTHS), 32, requires_grad=True)
-    with saved_tensors() as saved, tensor_sizes() as forward:
-        out, _ = layer((x, offsets(LENGTHS)))
-    grad = torch.randn_like(out)
-    with tensor_sizes() as backward:
-        torch.autograd.grad(out, [x, *layer.parameters()], grad)
-    size, small = x.numel(), 32 * 3 * 32
-    assert size > small
-    for sizes in (forward.made, saved.storages.values(), backward.made):
-        assert sorted(x for x in sizes if x > small) == [size, size, 3 * size]
+    check_block_layer_memory(layer, torch.randn(sum(LENGTHS), 32, requires_grad=True), LENGTHS)
 
 
 def test_hopper_is_refused_where_its_kernels_do_not_run(offsets):

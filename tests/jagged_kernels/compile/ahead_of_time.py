@@ -1,0 +1,58 @@
+"""Compiles kernels ahead of time, without a GPU, as they are compiled for a launch."""
+
+from collections.abc import Callable, Iterable
+
+from jagged_kernels.ptxas import compile_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+
+from ..sass import unwritten_registers
+
+MASKS = {"none": None, "hstu": (1, -1, -1, 1, 2, 3, 100, 20), "window": (0, 64, 32, 0, 1, 0, 0, 0)}
+DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
+
+
+def compile_for(
+    capability: int, kernel, constants: dict, type_of: Callable[[str], str | tuple | None], aligned: Iterable[str] | None = None, **options
+):  # fmt: skip
+    """The compiled Triton or Gluon kernel. For compute capability 9.0, checks that it reads no register before it writes it.
+
+    Args:
+        capability: of the GPU, for example 90.
+        constants: values of `tl.constexpr` arguments; names that are not the kernel's are ignored.
+        type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None for "i32".
+        aligned: pointers whose addresses are multiples of 16 bytes, by default all; of a tuple, each element.
+        options: of the launch, `num_warps` for example.
+    """
+    types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}
+    signature = {arg: "i32" if type is None else type for arg, type in types.items()}
+    aligned = [arg for arg, type in signature.items() if str(type).startswith("*")] if aligned is None else aligned
+    attributes = {path: DIVISIBLE_BY_16 for arg in aligned for path in _paths(signature, arg)}
+    used = {arg: value for arg, value in constants.items() if arg in signature}
+    source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature=signature, constexprs=used, attrs=attributes)
+    return compile_source(capability, source, **options)
+
+
+def compile_source(capability: int, source: ASTSource, **options):
+    """As `compile_for`, of a kernel whose signature is made by the caller."""
+    compiled = compile_kernel(source, GPUTarget("cuda", capability, 32), options)
+    if capability == 90:
+        unwritten = unwritten_registers(compiled.asm["cubin"])
+        assert not unwritten, unwritten
+    return compiled
+
+
+def gluon_descriptor(dtype: str, box: list[int]) -> str:
+    """The type of a tensor descriptor for Gluon, of "bf16" or "fp16"."""
+    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
+    return f"tensordesc<{dtype}{box},{layout!r}>"
+
+
+def _paths(signature: dict, arg: str) -> list[tuple[int, ...]]:
+    """The positions of a pointer, or of each in a tuple, as Triton names them; none of a constant."""
+    place = list(signature).index(arg)
+    if isinstance(signature[arg], tuple):
+        return [(place, i) for i in range(len(signature[arg]))]
+    return [] if signature[arg] == "constexpr" else [(place,)]

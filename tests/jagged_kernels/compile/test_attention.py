@@ -1,0 +1,108 @@
+"""Attention's portable kernels compile for the GPU generations that we support."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jagged_kernels import attention_kernels  # noqa: E402
+from jagged_kernels.activations import activation_function  # noqa: E402
+from jagged_kernels.configs import attention_config, attention_tile, padded_dim  # noqa: E402
+
+from .ahead_of_time import MASKS, compile_for  # noqa: E402
+
+KERNELS = {
+    "fwd": attention_kernels.attention_fwd_kernel,
+    "dq": attention_kernels.attention_bwd_dq_kernel,
+    "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
+}
+
+
+def compile_attention(
+    name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
+    lists: int = 1,
+):  # fmt: skip
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many lists of queries."""
+    kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
+    tile = attention_tile(dim, itemsize)
+    config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
+    block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
+    constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
+    constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
+    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False, LISTS=lists)
+    constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
+    constants |= dict(PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages))
+    constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
+    constants |= dict(num_segments=None) if lists == 1 else {}
+
+    def type_of(arg):
+        if arg in ("lse_ptr", "delta_ptr", "segment_scale_ptr"):
+            return "*fp32"
+        if arg.endswith("offsets_ptr") or arg == "num_targets_ptr":
+            return "*i64"
+        if arg in ("tiles_ptr", "num_tiles_ptr"):
+            return "*i32"
+        if arg.endswith("_ptr"):
+            return f"*{dtype}"
+        if arg.endswith("_desc"):
+            rows = block_n if arg in ("k_desc", "v_desc") else block_m
+            return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
+        return "fp32" if arg.endswith(("scale", "factor")) else "i32"
+
+    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") and arg != "tiles_ptr"]
+    return compile_for(capability, kernel, constants, type_of, aligned, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_compile_in_bf16(name, dim, capability):
+    compiled = compile_attention(name, dim, "bf16", capability, tma=capability >= 90)
+    shared_memory = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}[capability]
+    assert compiled.metadata.shared <= shared_memory
+    if capability == 90:
+        assert "wgmma.mma_async" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (90, 227)])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_of_long_segments_compile(name, capability, shared_memory):
+    compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, long=True)
+    assert compiled.metadata.shared <= shared_memory * 1024
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
+    assert compile_attention(name, dim, "bf16", 86).metadata.shared <= 99 * 1024
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_compile_in_fp32(name):
+    for dim in (64, 128):
+        compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
+
+
+@pytest.mark.parametrize("activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window")])
+@pytest.mark.parametrize("name", KERNELS)
+def test_activations_and_masks_compile(name, activation, mask):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):
+        compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, mask=MASKS[mask])
+        assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
+
+
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+    for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
+        for activation in ("softmax", "gelu_tanh"):
+            compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, lists=lists)
+            assert compiled.metadata.shared <= shared_memory * 1024
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_gelu_taylor_keeps_off_the_special_function_unit(name):
+    special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
+    assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
+    assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])

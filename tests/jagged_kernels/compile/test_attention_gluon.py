@@ -1,0 +1,117 @@
+"""Attention's Gluon kernels, for compute capability 9.0, and the Triton kernels that run between them compile."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jagged_kernels.activations import activation_function  # noqa: E402
+from jagged_kernels.configs import hopper_attention_config, padded_dim  # noqa: E402
+from jagged_kernels.hopper import attention, attention_backward, attention_dkdv, attention_score_gradients  # noqa: E402
+from jagged_kernels.hopper.attention_tiles import launch_options  # noqa: E402
+
+from .ahead_of_time import MASKS, compile_for, gluon_descriptor  # noqa: E402
+
+
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1, long=False, kept=False):
+    """The compiled kernel for compute capability 9.0 with its launch configuration.
+
+    `shared`: queries and keys are shared by all segments. `lists`: number of query groups. `long`: key segments are long. `kept`: dS is
+    stored, or read by "dq_of_kept".
+    """
+    kernel = {
+        "fwd": attention.attention_fwd_hopper_kernel,
+        "dq": attention_backward.attention_bwd_dq_hopper_kernel,
+        "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
+        "dq_of_kept": attention_score_gradients.attention_bwd_dq_of_kept_hopper_kernel,
+    }[name]
+    config = hopper_attention_config(name, dim, activation, mask is not None, long)
+    options = launch_options(config)
+    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
+    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)
+    constants |= dict(num_segments=None) if lists == 1 else {}
+    constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
+    constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
+    constants |= dict(QUERY_BLOCK=64) if kept else dict(ds_ptr=None, places_ptr=None)
+    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", places_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
+
+    def type_of(arg):
+        if arg.endswith("_desc"):
+            looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
+            return gluon_descriptor(dtype, [1, config.block if arg in looped else 64, 64 if arg == "ds_desc" else padded_dim(dim)])
+        default = "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+        return types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
+
+    aligned = [arg for arg in kernel.arg_names if arg == "ds_ptr"]
+    return compile_for(90, kernel, constants, type_of, aligned, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
+
+
+@pytest.mark.parametrize(
+    "activation, mask, group", [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1)]
+)
+@pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
+    assert compiled.metadata.shared <= 227 * 1024
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask):
+    long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], long=x) for x in (True, False))
+    assert long.asm["ptx"] != short.asm["ptx"] and long.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("mask, group", [("none", 1), ("window", 4)])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group):
+    for dim in (64, 128):
+        compiled = compile_hopper_attention(name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group)
+        assert compiled.metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize(
+    "dim, dtype, activation, group",
+    [
+        (64, "bf16", "softmax", 1), (64, "bf16", "gelu_tanh", 4), (96, "fp16", "silu", 1),
+        (128, "bf16", "softmax", 4), (128, "bf16", "gelu_tanh", 1),
+    ],  # fmt: skip
+)
+def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, dtype, activation, group):
+    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and the products."""
+    without, keeping = (compile_hopper_attention("dkdv", dim, dtype, activation, group=group, kept=kept) for kept in (False, True))
+    vectors, others = (len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (keeping, without))
+    assert vectors > others and keeping.asm["ptx"].count("st.shared") == without.asm["ptx"].count("st.shared")
+    from_kept = compile_hopper_attention("dq_of_kept", dim, dtype, activation, group=group, kept=True)
+    assert "movmatrix" in from_kept.asm["ptx"]
+    others = compile_hopper_attention("dq", dim, dtype, activation, group=group, kept=True)
+    assert max(x.metadata.shared for x in (keeping, from_kept, others)) <= 227 * 1024
+
+
+def test_kernels_around_kept_score_gradients_compile():
+    places = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", places_ptr="*i32", num_other_tiles_ptr="*i32")
+    places |= dict(num_segments="i32", capacity="i32")
+    delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
+    delta |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
+    for kernel, signature, constants in (
+        (attention_score_gradients.attention_places_kernel, places, dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024)),
+        (attention_score_gradients.attention_delta_kernel, delta, dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)),
+    ):
+        compile_for(90, kernel, constants, signature.get, aligned=())
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
+    assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
+
+
+@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+    for dim, activation in ((64, "softmax"), (128, "softmax"), (128, "gelu_tanh")):
+        assert compile_hopper_attention(name, dim, "bf16", activation, lists=lists).metadata.shared <= 227 * 1024

@@ -1,0 +1,95 @@
+"""The kernels of block-diagonal attention, portable and for Hopper, compile for the GPU generations that we support."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jagged_kernels import block_attention  # noqa: E402
+from jagged_kernels.configs import block_attention_config, block_attention_fits, padded_dim  # noqa: E402
+from jagged_kernels.hopper import block_attention as hopper  # noqa: E402
+
+from .ahead_of_time import compile_for, gluon_descriptor  # noqa: E402
+
+TYPES = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
+
+
+def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"):
+    """The compiled kernel with its launch configuration."""
+    kernel, itemsize = getattr(block_attention, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
+    rotary = "none" if rotate is None else "relative" if relative else "absolute"
+    config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size, group, rotary)
+    constants = dict(
+        HEADS=4, GROUP=group, DIM=dim, TILE=config.tile, BLOCK=block_size, BLOCK_D=max(32, padded_dim(dim)), positions_ptr=None
+    )
+    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, ALIGN=16 // itemsize, PACKED=itemsize == 2)
+    constants |= dict(PRECISION=precision if dtype == "fp32" else "ieee")
+    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
+
+    def type_of(arg):
+        return TYPES.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
+
+    return compile_for(capability, kernel, constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_block_attention_kernels_compile(name, rotate, relative):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
+        for dim, block_size, group in ((128, 64, 1), (64, 16, 2)):
+            compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate, relative, group)
+            assert compiled.metadata.shared <= shared_memory * 1024
+            if capability == 90:
+                assert "wgmma.mma_async" in compiled.asm["ptx"]
+    for dim in (16, 32, 64):
+        compile_block_attention(name, 90, "fp32", dim, 64, rotate, relative)
+
+
+@pytest.mark.parametrize("block_size", [64, 128])
+@pytest.mark.parametrize("dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
+@pytest.mark.parametrize("capability, shared_memory", [(86, 99), (90, 227)])
+def test_what_block_attention_takes_fits_shared_memory(capability, shared_memory, dtype, precision, block_size):
+    """The widest heads that the rule allows, in groups, whose backward needs most."""
+    generation, itemsize = divmod(capability, 10), 4 if dtype == "fp32" else 2
+    taken = [dim for dim in (32, 64, 128, 256) if block_attention_fits(dim, itemsize, generation, block_size, 2)]
+    for dim in taken[-1:]:
+        compiled = compile_block_attention("bwd", capability, dtype, dim, block_size, None, group=2, precision=precision)
+        assert compiled.metadata.shared <= shared_memory * 1024
+    assert taken or capability == 86 and block_size == 128
+
+
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
+    """As four words, or asynchronously past the L1 cache, which takes no less."""
+    ptx = compile_block_attention(name, 90, "bf16", 128, 64, "qkv").asm["ptx"]
+    loads = re.findall(r"ld\.global\S*|cp\.async\.c[ag]\S*", ptx)
+    assert sum(".v4." in load or ".cg." in load for load in loads) > 0.7 * len(loads)
+
+
+def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise):
+    """The compiled kernel for compute capability 9.0; `width`: columns of a tile in shared memory, at least `dim`."""
+    kernel, rows = getattr(hopper, f"block_attention_{name}_hopper_kernel"), max(block_size, 64)
+    constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
+    constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
+    constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
+
+    def type_of(arg):
+        if arg.endswith("_desc"):
+            return gluon_descriptor(dtype, [1, rows, width])
+        return TYPES.get(arg) or (f"*{dtype}" if arg.endswith("_ptr") else None)
+
+    options = dict(num_warps=rows // 16, maxnreg=168 if name == "fwd" and rows == 64 else None)
+    return compile_for(90, kernel, constants, type_of, aligned=(), **options)
+
+
+@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@pytest.mark.parametrize("name", ["fwd", "bwd"])
+def test_hopper_block_attention_kernels_compile(name, rotate, relative):
+    """Two thread blocks of 64 rows share a multiprocessor; tiles are loaded and stored by the tensor memory accelerator."""
+    cases = ("bf16", 128, 128, 64, False), ("bf16", 128, 128, 64, True), ("fp16", 40, 64, 16, False), ("bf16", 128, 128, 128, False)
+    for dtype, dim, width, block_size, precise in cases[:: 1 if rotate else 2]:
+        compiled = compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise)
+        assert compiled.metadata.shared <= 227 * 1024 // (2 if block_size <= 64 else 1)
+        for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
+            assert instruction in compiled.asm["ptx"]

@@ -1,0 +1,109 @@
+"""The kernels of jagged matrix multiplication and softmax compile for the GPU generations that we support."""
+
+import re
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jagged_kernels import jagged_matmul_kernels, jagged_softmax  # noqa: E402
+from jagged_kernels.activations import activation_function  # noqa: E402
+from jagged_kernels.configs import jagged2_softmax_config, jagged_matmul_config, jagged_softmax_config  # noqa: E402
+from jagged_kernels.jagged_matmul import SYMMETRIC_BLOCK  # noqa: E402
+
+from .ahead_of_time import compile_for  # noqa: E402
+
+
+def compile_jagged(kernel, capability, dtype, options, **constants):
+    """A compiled kernel of jagged_matmul_kernels.py or jagged_softmax.py; `options`: its launch configuration."""
+
+    def type_of(arg):
+        if arg in ("partial_ptr", "sums_ptr"):
+            return "*fp32"
+        return "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
+
+    return compile_for(capability, kernel, constants, type_of, **options)
+
+
+JAGGED_MATMULS = {  # kernel, its name in the configurations, constants of a variant
+    "dense": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, ACTIVATION=None, FACTOR=1.0, bias_ptr=None, grad_ptr=None)),
+    "dense-transposed": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=True, ACTIVATION=None, FACTOR=1.0, grad_ptr=None)),
+    "dense-slope": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, FACTOR=0.5)),
+    "jagged": ("jagged_jagged_bmm_kernel", "jagged", {}),
+    "outer": ("jagged_outer_kernel", "outer", {}),
+    "gram": ("jagged_outer_kernel", "outer", dict(y_ptr=None)),
+    "array": ("array_jagged_bmm_kernel", "array", dict(TRANSPOSED=False)),
+    "array-transposed": ("array_jagged_bmm_kernel", "array", dict(TRANSPOSED=True)),
+}
+
+
+def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
+    """The compiled kernel with the launch configuration for x of `depth` and y of `columns` columns."""
+    kernel, kind, constants = JAGGED_MATMULS[name]
+    itemsize = 4 if dtype == "fp32" else 2
+    rows = depth if kind == "jagged" else 0
+    config = jagged_matmul_config(kind, itemsize, divmod(capability, 10), rows, 0 if kind == "outer" else columns, precision)
+    sizes = dict(D=depth, T=columns) if kind in ("dense", "jagged") else dict(D=columns)
+    constants = constants | sizes | dict(BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_K=config.depth)
+    if name == "dense-slope":
+        constants |= dict(ACTIVATION=activation_function("gelu_tanh", dtype == "bf16"))
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
+    kernel = getattr(jagged_matmul_kernels, kernel)
+    return compile_jagged(kernel, capability, dtype, options, **constants, ALIGN=16 // itemsize, PRECISION=precision)
+
+
+@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+@pytest.mark.parametrize("name", JAGGED_MATMULS)
+def test_jagged_matmul_kernels_compile(name, capability, shared_memory):
+    cases = [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 64, "tf32"), ("fp32", 128, "tf32"), ("fp32", 64, "bf16x6")]
+    for dtype, size, precision in cases:
+        compiled = compile_jagged_matmul(name, capability, dtype, size, size, precision)
+        assert compiled.metadata.shared <= shared_memory * 1024
+        if capability == 90 and dtype == "bf16" and size == 128:
+            assert "wgmma.mma_async" in compiled.asm["ptx"]
+        assert re.search("wgmma.mma_async|mma.sync|tcgen05.mma", compiled.asm["ptx"])
+
+
+@pytest.mark.parametrize("name", ["dense", "dense-transposed", "jagged", "outer", "gram"])
+def test_jagged_matmul_kernels_read_sixteen_bytes_at_a_time(name):
+    """Rows of a multiple of 16 bytes, whatever the number of the row: nothing is read by elements."""
+    ptx = compile_jagged_matmul(name, 90, "bf16", 128, 128, "ieee").asm["ptx"]
+    widths = re.findall(r"cp\.async\.c\w\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)
+    assert widths and set(widths) == {"0x10"}
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+def test_sums_of_segments_compile(capability):
+    for dtype in ("fp32", "bf16"):
+        sizes = dict(D=1, T=64, BLOCK_M=1, BLOCK_N=64, BLOCK_K=32, ALIGN=4, PRECISION="ieee", x_ptr=None)
+        options = dict(num_warps=4, num_stages=3)
+        compile_jagged(jagged_matmul_kernels.jagged_jagged_bmm_kernel, capability, dtype, options, **sizes)
+        sizes = dict(SIZE=4096, PARTS=16, BLOCK=256)
+        compile_jagged(jagged_matmul_kernels.sum_chunks_kernel, capability, dtype, options, **sizes)
+
+
+@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+def test_sums_of_matrices_with_their_transposes_compile(capability):
+    for dtype in ("fp32", "fp16", "bf16"):
+        compile_jagged(jagged_matmul_kernels.jagged_symmetric_kernel, capability, dtype, {}, BLOCK=SYMMETRIC_BLOCK)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+def test_jagged_softmax_kernels_compile(capability, shared_memory, backward):
+    for dtype, itemsize in (("fp32", 4), ("bf16", 2)):
+        constants = {} if backward else dict(grad_ptr=None)
+        config = jagged_softmax_config(itemsize, 64)
+        tile = dict(LINES=config.lines, LENGTH=config.length)
+        for finish in (False, True):
+            options = dict(num_warps=config.num_warps)
+            kernel = jagged_softmax.jagged_softmax_kernel
+            compiled = compile_jagged(kernel, capability, dtype, options, **constants, **tile, H=64, FINISH=finish, ALIGN=16 // itemsize)
+            assert compiled.metadata.shared <= shared_memory * 1024
+        for over_columns in (False, True):
+            config = jagged2_softmax_config(over_columns)
+            tile = dict(LINES=config.lines, LENGTH=config.length)
+            options = dict(num_warps=config.num_warps)
+            kernel = jagged_softmax.jagged2_softmax_kernel
+            compiled = compile_jagged(kernel, capability, dtype, options, **constants, **tile, OVER_COLUMNS=over_columns)
+            assert compiled.metadata.shared <= shared_memory * 1024
