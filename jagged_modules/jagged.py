@@ -11,7 +11,7 @@ from jagged_kernels.launch import mean_rows
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_device, check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
+from .checks import check_dense, check_device, check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
 from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule
 from .segmentation import Segmentation, remember, segmentation_of
@@ -44,7 +44,7 @@ class Jagged:
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
         _check_parts("", values, offsets, max_seqlen)
         if host_lengths is not None:
-            host_lengths = torch.as_tensor(host_lengths)
+            host_lengths = _as_tensor("host_lengths", host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._segmentation = segmentation_of(offsets, host_lengths)
@@ -301,6 +301,7 @@ def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
     """TypeError or ValueError unless they make a Jagged. whose: "x's " of a container that errors call x, or nothing."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
+    check_dense(f"{whose}values", values)
     if values.dim() < 1:
         raise ValueError(f"{whose}values must have shape [L, ...], got {list(values.shape)}")
     check_offsets(f"{whose}offsets", offsets, values.shape[0], max_seqlen)
@@ -314,6 +315,13 @@ def _refuse_weights(name: str, x) -> None:
             f"{name} must have no floating-point weights, which would not be applied, got weights {list(weights.shape)}; multiply the "
             "values by them, or make the container without them"
         )
+
+
+def _as_tensor(name: str, x) -> Tensor:
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(x).__name__}") from None
 
 
 def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:

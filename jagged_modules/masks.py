@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_integers, check_size, values_are_checkable
+from .checks import check_device, check_flag, check_integers, check_size, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,8 +54,7 @@ class AttentionMask:
     min_full_attn_seqlen: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal must be a bool, got {type(self.causal).__name__}")
+        check_flag("causal", self.causal)
         if self.window is not None:
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise TypeError(f"window must be a pair (left, right) or None, got {self.window!r}")

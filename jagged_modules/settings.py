@@ -70,6 +70,13 @@ class _Setting:
         return cls._state().value
 
 
+def _flag(enabled) -> bool:
+    from .checks import check_flag  # which asks for debug_checks
+
+    check_flag("enabled", enabled)
+    return enabled
+
+
 class debug_checks(_Setting, default=False):
     """Check the values of device tensors too (offsets, indices); each check waits for the device.
 
@@ -85,10 +92,13 @@ class debug_checks(_Setting, default=False):
 
         jm.debug_checks(True)             # from here on
         with jm.debug_checks(True): ...   # or for a block
+
+    Raises:
+        TypeError: enabled that is no bool.
     """
 
     def __init__(self, enabled: bool) -> None:
-        super().__init__(bool(enabled))
+        super().__init__(_flag(enabled))
 
 
 class backward_workspace(_Setting, default=None):
@@ -148,10 +158,13 @@ class batch_invariant(_Setting, default=False):
 
         with jm.batch_invariant(True):
             scores = model(batch)        # each user's bitwise those of model(user)
+
+    Raises:
+        TypeError: enabled that is no bool.
     """
 
     def __init__(self, enabled: bool) -> None:
-        super().__init__(bool(enabled))
+        super().__init__(_flag(enabled))
 
 
 def is_batch_invariant(implementation: str = "auto") -> bool:

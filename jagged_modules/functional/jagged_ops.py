@@ -298,7 +298,7 @@ def jagged_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also offsets that are missing.
     """
-    if activation is not None and activation not in POINTWISE:
+    if activation is not None and activation not in tuple(POINTWISE):
         raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
     shared = isinstance(weight, Tensor) and weight.dim() == 2
     named = dict(x=(x, "[L, D]"), weight=(weight, "[T, D]" if shared else "[B, D, T]"))

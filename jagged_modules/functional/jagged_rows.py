@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..blocks import rows_and_segments
 from ..checks import (
+    check_dense,
     check_device,
     check_dtype,
     check_integers,
@@ -243,6 +244,7 @@ def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", di
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_dtype(name, x, function)
+    check_dense(name, x)
     if x.dim() < dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
 

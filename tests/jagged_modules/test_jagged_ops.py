@@ -642,6 +642,7 @@ BAD_CALLS = [
     (F.jagged_linear, (X, Y, BIAS[0], OFFSETS), ValueError, r"bias must have shape \[B, T\], got \[3\]"),
     (F.jagged_linear, (X, Y, BIAS.half(), OFFSETS), ValueError, "bias must have x's dtype, torch.float32, got torch.float16"),
     (F.jagged_linear, (X, Y, BIAS, OFFSETS, "softmax"), ValueError, "activation must be None or one of .*, got 'softmax'"),
+    (F.jagged_linear, (X, Y, BIAS, OFFSETS, ["relu"]), ValueError, r"activation must be None or one of .*, got \['relu'\]"),
     (F.jagged_layer_norm, (X, X[0, 1:]), ValueError, r"weight must have shape \[D\] = \[4\], got \[3\]"),
     (F.jagged_layer_norm, (P,), ValueError, r"x must have shape \[L, D\], got \[20\]"),
     (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than y.s N = 3"),
