@@ -202,7 +202,8 @@ class Jagged:
         """
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
-        sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype or torch.get_default_dtype(), num_kv_heads=num_kv_heads)
+        sizes = dict(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads)
+        sizes["dtype"] = torch.get_default_dtype() if dtype is None else dtype
         self._schedule(queries, rows_per_candidate, mask, **sizes, prepares=True)
         return self
 
@@ -238,6 +239,10 @@ class Jagged:
             raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
         sizes["itemsize"] = dtype.itemsize
         queries = self if queries is None else queries
+        if not isinstance(queries, (Jagged, CandidateIndex, int)):
+            raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
+        if mask is not None and not isinstance(mask, AttentionMask):
+            raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         mask = None if mask is None or mask.hides_nothing() else mask
         sizes["batch_invariant"] = is_batch_invariant()
@@ -276,8 +281,6 @@ class Jagged:
         if isinstance(queries, CandidateIndex):
             candidates = None if queries.order is None else queries.order.shape[0] * rows_per_candidate
             return queries.query_offsets(rows_per_candidate), queries.query_lengths(rows_per_candidate), candidates
-        if not isinstance(queries, int):
-            raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
         check_size("queries", queries, at_least=0)
         offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * queries
         return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries

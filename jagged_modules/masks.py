@@ -129,8 +129,13 @@ class AttentionMask:
         segment: whose number of targets counts. num_queries: rows of the segment, `length` if None.
         """
         check_size("length", length, at_least=0)
+        check_size("segment", segment, at_least=0)
+        num_queries = length if num_queries is None else num_queries
+        check_size("num_queries", num_queries, at_least=0)
+        if self.num_targets is not None and segment >= self.num_targets.shape[0]:
+            raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
-        seen = self.keep(length if num_queries is None else num_queries, length, num_targets)
+        seen = self.keep(num_queries, length, num_targets)
         return "\n".join(" ".join("#" if x else "." for x in row) for row in seen.tolist())
 
 
