@@ -44,6 +44,18 @@ def check_number(name: str, value, low: float = -math.inf, high: float = math.in
         raise ValueError(f"{name} must be {low} to {high}, got {value}")
 
 
+def check_flag(name: str, value) -> None:
+    """TypeError unless value is a bool: any other, such as "off", would count as True or False without notice."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """ValueError for a sparse or nested tensor."""
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}")
+
+
 def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
     """Check type, dtype and number of dimensions of a floating-point argument.
 
@@ -52,7 +64,7 @@ def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None
         function: the function whose dtypes are allowed, see `check_dtype`; None: fp64, fp32, fp16 and bf16.
 
     Raises:
-        TypeError: not a tensor. WrongDtype: another dtype. ValueError: another number of dimensions.
+        TypeError: not a tensor. WrongDtype: another dtype. ValueError: a sparse or nested tensor, or another number of dimensions.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -60,6 +72,7 @@ def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None
         check_dtype(name, x, function, implementation)
     elif x.dtype not in FLOATS:
         raise WrongDtype(f"{name} must be {names(FLOATS)}, got {x.dtype}")
+    check_dense(name, x)
     if x.dim() != dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
 
@@ -112,11 +125,12 @@ def _triton_interprets() -> bool:
 
 
 def check_integers(name: str, x) -> None:
-    """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D."""
+    """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D and dense."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     if x.dtype not in (torch.int32, torch.int64):
         raise WrongDtype(f"{name} must be int32 or int64, got {x.dtype}")
+    check_dense(name, x)
     if x.dim() != 1:
         raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
 
@@ -149,13 +163,18 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         TypeError: not an int32 or int64 tensor, or max_seqlen not an int.
         ValueError: not `[B + 1]`, or the values are wrong, or a segment is longer than `max_seqlen`.
     """
-    check_integers(name, offsets)
-    if offsets.shape[0] < 1:
-        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+    check_offsets_shape(name, offsets)
     if max_seqlen is not None:
         check_size(longest, max_seqlen, at_least=0)
     if values_are_checkable(offsets):
         _check_offset_values(name, offsets, total, max_seqlen, longest)
+
+
+def check_offsets_shape(name: str, offsets) -> None:
+    """TypeError unless offsets are an int32 or int64 tensor, ValueError unless it is `[B + 1]`."""
+    check_integers(name, offsets)
+    if offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
 
 
 @one_thread()

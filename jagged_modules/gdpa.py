@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .activations import ACTIVATIONS
-from .checks import check_number, check_size, resolve_head_dim
+from .checks import check_flag, check_number, check_size, resolve_head_dim
 from .functional import jagged_attention
 from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
@@ -48,6 +48,7 @@ class GDPAConfig:
         for name in ("head_dim", "num_kv_heads"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
+        check_flag("qk_norm", self.qk_norm)
         if self.scale is not None:
             check_number("scale", self.scale)
         check_number("output_scale", self.output_scale)

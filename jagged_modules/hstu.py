@@ -138,6 +138,8 @@ class HSTULayer(nn.Module):
             check_layer_input("cache's values", cache.values, self.uvqk_proj)
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
+        elif cache_rows is not None and not isinstance(cache_rows, slice):
+            raise TypeError(f"cache_rows must be a torch.Tensor or a slice, got {type(cache_rows).__name__}")
         u, q, k, v = self._project(jagged)
         out = None
         if update:
@@ -209,6 +211,11 @@ class HSTUCache:
     """
 
     layers: tuple[Jagged, ...]
+
+
+def _check_cache_kind(cache) -> None:
+    if not isinstance(cache, HSTUCache):
+        raise TypeError(f"cache must be an HSTUCache, got {type(cache).__name__}")
 
 
 class HSTUStack(nn.Module):
@@ -292,8 +299,7 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; a cache of another stack.
         """
-        if not isinstance(cache, HSTUCache):
-            raise TypeError(f"cache must be an HSTUCache, got {type(cache).__name__}")
+        _check_cache_kind(cache)  # forward takes None
         return self(targets, cache=cache)
 
     def _cache(self, history) -> HSTUCache:
@@ -307,6 +313,7 @@ class HSTUStack(nn.Module):
         return HSTUCache(tuple(segments.with_values(x) for x in kept))
 
     def _score(self, targets, cache: HSTUCache):
+        _check_cache_kind(cache)
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         wrapped = self.layers[0]._wrap("targets", targets)

@@ -11,7 +11,7 @@ from jagged_kernels.launch import mean_rows
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_device, check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
+from .checks import check_dense, check_device, check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
 from .masks import AttentionMask
 from .schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule
 from .segmentation import Segmentation, remember, segmentation_of
@@ -44,7 +44,7 @@ class Jagged:
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
         _check_parts("", values, offsets, max_seqlen)
         if host_lengths is not None:
-            host_lengths = torch.as_tensor(host_lengths)
+            host_lengths = _as_tensor("host_lengths", host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._segmentation = segmentation_of(offsets, host_lengths)
@@ -203,7 +203,8 @@ class Jagged:
         """
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
-        sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype or torch.get_default_dtype(), num_kv_heads=num_kv_heads)
+        sizes = dict(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads)
+        sizes["dtype"] = torch.get_default_dtype() if dtype is None else dtype
         self._schedule(queries, rows_per_candidate, mask, **sizes, prepares=True)
         return self
 
@@ -239,6 +240,10 @@ class Jagged:
             raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
         sizes["itemsize"] = dtype.itemsize
         queries = self if queries is None else queries
+        if not isinstance(queries, (Jagged, CandidateIndex, int)):
+            raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
+        if mask is not None and not isinstance(mask, AttentionMask):
+            raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
         token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         mask = None if mask is None or mask.hides_nothing() else mask
         sizes["batch_invariant"] = is_batch_invariant()
@@ -277,8 +282,6 @@ class Jagged:
         if isinstance(queries, CandidateIndex):
             candidates = None if queries.order is None else queries.order.shape[0] * rows_per_candidate
             return queries.query_offsets(rows_per_candidate), queries.query_lengths(rows_per_candidate), candidates
-        if not isinstance(queries, int):
-            raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
         check_size("queries", queries, at_least=0)
         offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * queries
         return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries
@@ -302,6 +305,7 @@ def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
     """TypeError or ValueError unless the parts make a Jagged. whose: prefix of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
+    check_dense(f"{whose}values", values)
     if values.dim() < 1:
         raise ValueError(f"{whose}values must have shape [L, ...], got {list(values.shape)}")
     check_offsets(f"{whose}offsets", offsets, values.shape[0], max_seqlen)
@@ -315,6 +319,13 @@ def _refuse_weights(name: str, x) -> None:
             f"{name} must have no floating-point weights, which would not be applied, got weights {list(weights.shape)}; multiply the "
             "values by them, or make the container without them"
         )
+
+
+def _as_tensor(name: str, x) -> Tensor:
+    try:
+        return torch.as_tensor(x)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(f"{name} must be a tensor or a sequence of ints, got {type(x).__name__}") from None
 
 
 def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> None:

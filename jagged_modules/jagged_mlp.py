@@ -40,7 +40,7 @@ class JaggedMLP(nn.Module):
             raise ValueError(f"dims must be two sizes or more, got {list(dims)}")
         for i, size in enumerate(dims):
             check_size(f"dims[{i}]", size)
-        if activation not in POINTWISE:
+        if activation not in tuple(POINTWISE):
             raise ValueError(f"activation must be one of {tuple(POINTWISE)}, got {activation!r}")
         self.dims, self.activation = list(dims), activation
         self.layers = nn.ModuleList(nn.Linear(*widths, device=device) for widths in zip(dims, dims[1:]))

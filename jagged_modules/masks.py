@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_integers, check_size, values_are_checkable
+from .checks import check_device, check_flag, check_integers, check_size, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,8 +54,7 @@ class AttentionMask:
     min_full_attn_seqlen: int = 0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.causal, bool):
-            raise TypeError(f"causal must be a bool, got {type(self.causal).__name__}")
+        check_flag("causal", self.causal)
         if self.window is not None:
             if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
                 raise TypeError(f"window must be a pair (left, right) or None, got {self.window!r}")
@@ -130,8 +129,13 @@ class AttentionMask:
         segment: whose number of targets counts. num_queries: rows of the segment, `length` if None.
         """
         check_size("length", length, at_least=0)
+        check_size("segment", segment, at_least=0)
+        num_queries = length if num_queries is None else num_queries
+        check_size("num_queries", num_queries, at_least=0)
+        if self.num_targets is not None and segment >= self.num_targets.shape[0]:
+            raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
-        seen = self.keep(length if num_queries is None else num_queries, length, num_targets)
+        seen = self.keep(num_queries, length, num_targets)
         return "\n".join(" ".join("#" if x else "." for x in row) for row in seen.tolist())
 
 

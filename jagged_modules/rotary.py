@@ -7,7 +7,16 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_integers, check_offsets, check_size, check_tensor, values_are_checkable
+from .checks import (
+    check_device,
+    check_flag,
+    check_integers,
+    check_number,
+    check_offsets,
+    check_size,
+    check_tensor,
+    values_are_checkable,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,13 +56,16 @@ class Rotary:
             raise ValueError(f'rotate must be "qk" or "qkv", got {self.rotate!r}')
         if self.positions is not None:
             check_integers("positions", self.positions)
+        check_flag("linear", self.linear)
+        check_flag("precise", self.precise)
 
     @classmethod
     def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device=None) -> Rotary:
         """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables `[max_seqlen, head_dim / 2]` in fp32.
 
         Raises:
-            TypeError, ValueError: sizes that are no positive integers, an odd head_dim, or an unknown `rotate`.
+            TypeError, ValueError: sizes that are no positive integers, an odd head_dim, a theta that is no positive number, or an unknown
+            `rotate`.
         """
         return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate, linear=True)
 
@@ -96,6 +108,9 @@ def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device
     """cos and sin `[max_seqlen, head_dim / 2]`, fp32."""
     check_size("head_dim", head_dim)
     check_size("max_seqlen", max_seqlen)
+    check_number("theta", theta)
+    if theta <= 0:
+        raise ValueError(f"theta must be positive, got {theta}")
     if head_dim % 2:
         raise ValueError(f"head_dim must be even for rotary pairs, got {head_dim}")
     frequencies = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)

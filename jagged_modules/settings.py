@@ -79,6 +79,13 @@ class _Setting:
         return cls._state().value
 
 
+def _flag(enabled) -> bool:
+    from .checks import check_flag  # which asks for debug_checks
+
+    check_flag("enabled", enabled)
+    return enabled
+
+
 class debug_checks(_Setting, default=False):
     """Check the values of device tensors too (offsets, indices). Each check synchronises with the device.
 
@@ -94,10 +101,13 @@ class debug_checks(_Setting, default=False):
 
         jm.debug_checks(True)             # from here on
         with jm.debug_checks(True): ...   # or for a block
+
+    Raises:
+        TypeError: enabled is not a bool.
     """
 
     def __init__(self, enabled: bool) -> None:
-        super().__init__(bool(enabled))
+        super().__init__(_flag(enabled))
 
 
 class backward_workspace(_Setting, default=None):
@@ -159,10 +169,13 @@ class batch_invariant(_Setting, default=False):
 
         with jm.batch_invariant(True):
             scores = model(batch)        # bitwise equal to model(user) for each user
+
+    Raises:
+        TypeError: enabled is not a bool.
     """
 
     def __init__(self, enabled: bool) -> None:
-        super().__init__(bool(enabled))
+        super().__init__(_flag(enabled))
 
 
 def is_batch_invariant(implementation: str = "auto") -> bool:

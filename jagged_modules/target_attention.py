@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .broadcast import CandidateIndex
-from .checks import check_device, check_layer_input, check_size, resolve_head_dim
+from .checks import check_dense, check_device, check_layer_input, check_size, resolve_head_dim
 from .functional import jagged_attention, target_attention
 from .functional.attention import MAX_HEAD_DIM
 from .invariant import fixed_rows
@@ -103,6 +103,7 @@ class JaggedTargetAttention(nn.Module):
         """Queries `[..., H, D]` of the targets."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
+        check_dense("targets", targets)
         if targets.dim() != dim or targets.shape[-1] != self.target_dim:
             raise ValueError(f"targets must have shape {shape} with E_t = {self.target_dim}, got {list(targets.shape)}")
         check_layer_input("targets", targets, self.q_proj)

@@ -16,6 +16,7 @@ from ..checks import (
     check_device,
     check_implementation,
     check_offsets,
+    check_offsets_shape,
     check_tensor,
     refuse_transforms,
     values_are_checkable,
@@ -236,9 +237,12 @@ def target_attention(
     """
     for name, x, shape in (("q", q, "[num_candidates, n_q, H, D]"), ("k", k, "[L, Hkv, D]"), ("v", v, "[L, Hkv, Dv]")):
         check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
-    if kv_offsets is None:  # jagged_attention would take it for self-attention
-        raise TypeError('kv_offsets must be a torch.Tensor or "shared", got NoneType')
-    num_users = kv_offsets.shape[0] - 1 if isinstance(kv_offsets, Tensor) else None
+    num_users = None
+    if isinstance(kv_offsets, str):
+        _check_shared("kv_offsets", kv_offsets)
+    else:
+        check_offsets_shape("kv_offsets", kv_offsets)
+        num_users = kv_offsets.shape[0] - 1
     if num_users is None and isinstance(candidates, Tensor):
         raise TypeError('candidates must be a CandidateIndex where kv_offsets is "shared", got Tensor')
     candidates = CandidateIndex.wrap(candidates, num_users)
@@ -334,8 +338,7 @@ def check_attention(
             raise ValueError(f"{name}'s head dim must be 1 to {MAX_HEAD_DIM}, got {x.shape[2]}")
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if isinstance(offsets, str):
-            if offsets != "shared":
-                raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
+            _check_shared(name, offsets)
         elif isinstance(offsets, Tensor):
             check_device(name, offsets, q.device, f"{q_name}'s")
     if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
@@ -365,6 +368,11 @@ def check_attention(
     for half in (schedule, schedule.backward or schedule):
         if half.block_m not in TILES:
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
+
+
+def _check_shared(name: str, offsets: str) -> None:
+    if offsets != "shared":
+        raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
 
 
 def _check_output_scale(output_scale, num_segments: int, device: torch.device) -> None:

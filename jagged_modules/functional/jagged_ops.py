@@ -16,6 +16,7 @@ from ..blocks import rows_and_segments
 from ..checks import (
     IMPLEMENTATIONS,
     check_device,
+    check_flag,
     check_implementation,
     check_offsets,
     check_tensor,
@@ -226,6 +227,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
     Returns:
         `[Lx, D]`; `[Ly, D]` if transposed.
     """
+    check_flag("transposed", transposed)
     p, y = _operands("array_jagged_bmm_jagged_out", implementation, p=(p, "[total]"), y=(y, "[Lx, D]" if transposed else "[Ly, D]"))
     offsets = _plan_offsets(plan, "p", p)
     _check_rows("p", p, "scores", plan.total)
@@ -298,7 +300,7 @@ def jagged_linear(
     Raises:
         TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also offsets that are missing.
     """
-    if activation is not None and activation not in POINTWISE:
+    if activation is not None and activation not in tuple(POINTWISE):
         raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
     shared = isinstance(weight, Tensor) and weight.dim() == 2
     named = dict(x=(x, "[L, D]"), weight=(weight, "[T, D]" if shared else "[B, D, T]"))

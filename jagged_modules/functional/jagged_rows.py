@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..blocks import rows_and_segments
 from ..checks import (
+    check_dense,
     check_device,
     check_dtype,
     check_integers,
@@ -52,6 +53,8 @@ def jagged_to_padded(
     """
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
+    if not isinstance(padding_value, (int, float, complex, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"padding_value must be a number, got {type(padding_value).__name__}")
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
@@ -140,6 +143,9 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
 
         values, offsets = F.jagged_concat([history, targets], [history_offsets, target_offsets])
     """
+    for name, x in (("values", values), ("offsets", offsets)):
+        if not isinstance(x, (list, tuple)):
+            raise TypeError(f"{name} must be a sequence of tensors, got {type(x).__name__}")
     values, offsets = list(values), list(offsets)
     if not values or len(values) != len(offsets):
         raise ValueError(f"values and offsets must be as many and at least one, got {len(values)} and {len(offsets)}")
@@ -243,6 +249,7 @@ def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", di
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
     check_dtype(name, x, function)
+    check_dense(name, x)
     if x.dim() < dim:
         raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
 

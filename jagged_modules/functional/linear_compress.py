@@ -62,10 +62,10 @@ def linear_compress(
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
         RuntimeError: a second derivative of the fused and hopper implementations; the others have it.
     """
-    weights, embeddings = _levels("weights", weights), _levels("embeddings", embeddings)
-    indices = [] if indices is None else _levels("indices", indices)
-    default_names = {argument: [f"{argument}[{level}]" for level in range(len(weights))] for argument in LevelNames._fields}
-    _check_linear_compress(weights, embeddings, indices, implementation, LevelNames(**default_names | (names or {})))
+    arguments = dict(weights=weights, embeddings=embeddings, indices=[] if indices is None else indices)
+    as_given = {name: _level_names(name, x) for name, x in arguments.items()}
+    weights, embeddings, indices = (_levels(name, x) for name, x in arguments.items())
+    _check_linear_compress(weights, embeddings, indices, implementation, as_given["weights"], LevelNames(**as_given | (names or {})))
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
@@ -84,22 +84,28 @@ def linear_compress(
 
 
 def _levels(name: str, x) -> list:
+    return [x] if isinstance(x, (Tensor, CandidateIndex)) else list(x)
+
+
+def _level_names(name: str, x) -> list[str]:
+    """What the caller writes for each level; TypeError unless x is one level or a sequence of them."""
     if isinstance(x, (Tensor, CandidateIndex)):
-        return [x]
-    if not hasattr(x, "__iter__"):
+        return [name]
+    if isinstance(x, str) or not hasattr(x, "__len__") or hasattr(x, "dtype"):  # the last: an array, which is no sequence of tensors
         raise TypeError(f"{name} must be a tensor or a sequence of them, got {type(x).__name__}")
-    return list(x)
+    return [f"{name}[{level}]" for level in range(len(x))]
 
 
-def _check_linear_compress(weights, embeddings, indices, implementation, names: LevelNames) -> None:
+def _check_linear_compress(weights, embeddings, indices, implementation, weight_names: list[str], names: LevelNames) -> None:
+    """weight_names: what errors of a weight itself call it, also where others call it by names.weights."""
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
         raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
-    for level, weight in enumerate(weights):
-        check_tensor(f"weights[{level}]", weight, 2, "[M, K]", "linear_compress", implementation)
-        _check_alike(f"weights[{level}]", weight, "weights[0]", weights[0])
+    for name, weight in zip(weight_names, weights):
+        check_tensor(name, weight, 2, "[M, K]", "linear_compress", implementation)
+        _check_alike(name, weight, weight_names[0], weights[0])
         if weight.shape[0] != weights[0].shape[0]:
-            raise ValueError(f"weights[{level}] must have weights[0]'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
+            raise ValueError(f"{name} must have {weight_names[0]}'s M, {weights[0].shape[0]}, got {weight.shape[0]}")
     for level, (weight, embedding) in enumerate(zip(weights, embeddings)):
         name, weight_name = names.embeddings[level], names.weights[level]
         check_tensor(name, embedding, 3, "[B, K, N]", "linear_compress", implementation)
@@ -116,10 +122,11 @@ def _check_linear_compress(weights, embeddings, indices, implementation, names: 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """ValueError unless both have the same device and, possibly after autocast, the same dtype."""
+    whose = f"{other_name}'" if other_name.endswith("s") else f"{other_name}'s"
     if x.device != other.device:
-        raise ValueError(f"{name} must be on {other_name}'s device, {other.device}, got {x.device}")
+        raise ValueError(f"{name} must be on {whose} device, {other.device}, got {x.device}")
     if x.dtype != other.dtype and autocast_dtype(x) != autocast_dtype(other):
-        raise WrongDtype(f"{name} must have {other_name}'s dtype, {other.dtype}, got {x.dtype}")
+        raise WrongDtype(f"{name} must have {whose} dtype, {other.dtype}, got {x.dtype}")
 
 
 def _check_index(name: str, index, candidates: tuple[str, Tensor], shared: tuple[str, Tensor]) -> None:

@@ -103,6 +103,27 @@ def test_the_reference(function, device):
         check(function, dtype, device, implementation="reference")
 
 
+@pytest.mark.parametrize("function", CALLS)
+def test_tensors_are_dense(function):
+    """Every one of a function's tensors: the first alone is sparse, then the second alone, and so on."""
+    tensors = []
+    CALLS[function](_Sparse(tensors, None))
+    for sparse in range(len(tensors)):
+        with pytest.raises(ValueError, match="must be a dense tensor, got torch.sparse_coo"):
+            CALLS[function](_Sparse([], sparse))
+
+
+class _Sparse(Inputs):
+    def __init__(self, tensors: list, sparse: int | None) -> None:
+        super().__init__(torch.float32, "cpu", 1)
+        self.tensors, self.sparse = tensors, sparse
+
+    def __call__(self, *shape: int) -> torch.Tensor:
+        x = super().__call__(*shape)
+        self.tensors.append(x)
+        return x.to_sparse() if self.sparse == len(self.tensors) - 1 else x
+
+
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
 @pytest.mark.parametrize("function", WITH_KERNELS)
 def test_kernels_take_no_host_tensors(function, implementation):

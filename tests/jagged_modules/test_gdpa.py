@@ -347,6 +347,7 @@ def test_bad_constructor(change, error, message):
 
 BAD_CONFIGS = [
     (dict(head_dim=0), ValueError, "head_dim must be at least 1, got 0"),
+    (dict(qk_norm="rms"), TypeError, "qk_norm must be a bool, got str"),
     (dict(scale=torch.ones(())), TypeError, "scale must be a number, got Tensor"),
     (dict(output_scale=None), TypeError, "output_scale must be a number, got NoneType"),
     (dict(dropout=2.0), ValueError, "dropout must be 0 to 1, got 2.0"),

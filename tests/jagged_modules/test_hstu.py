@@ -590,6 +590,10 @@ def test_bad_cache():
         with pytest.raises(ValueError, match="num_targets must be None with cache or return_cache, got Tensor"):
             stack(X, torch.tensor([1, 1]), **options)
     assert isinstance(stack.cache(X), jm.HSTUCache)
+    with pytest.raises(TypeError, match="cache must be an HSTUCache, got list"):
+        stack(X, cache=[])
+    with pytest.raises(TypeError, match="cache_rows must be a torch.Tensor or a slice, got list"):
+        stack.layers[0](X, cache_rows=[0])
     with pytest.raises(TypeError, match="cache must be an HSTUCache, got tuple"):
         stack.score(X, X)
     with pytest.raises(ValueError, match="cache must have 2 layers, got 1"):

@@ -84,6 +84,7 @@ BAD = [
     (dict(dims=[6, 0]), ValueError, r"dims\[1\] must be at least 1, got 0"),
     (dict(dims=[6, 2.0]), TypeError, r"dims\[1\] must be an int, got float"),
     (dict(dims=DIMS, activation="softmax"), ValueError, "activation must be one of .*, got 'softmax'"),
+    (dict(dims=DIMS, activation=["relu"]), ValueError, r"activation must be one of .*, got \['relu'\]"),
 ]
 
 

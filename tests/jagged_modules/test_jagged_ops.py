@@ -642,6 +642,7 @@ BAD_CALLS = [
     (F.jagged_linear, (X, Y, BIAS[0], OFFSETS), ValueError, r"bias must have shape \[B, T\], got \[3\]"),
     (F.jagged_linear, (X, Y, BIAS.half(), OFFSETS), ValueError, "bias must have x's dtype, torch.float32, got torch.float16"),
     (F.jagged_linear, (X, Y, BIAS, OFFSETS, "softmax"), ValueError, "activation must be None or one of .*, got 'softmax'"),
+    (F.jagged_linear, (X, Y, BIAS, OFFSETS, ["relu"]), ValueError, r"activation must be None or one of .*, got \['relu'\]"),
     (F.jagged_layer_norm, (X, X[0, 1:]), ValueError, r"weight must have shape \[D\] = \[4\], got \[3\]"),
     (F.jagged_layer_norm, (P,), ValueError, r"x must have shape \[L, D\], got \[20\]"),
     (F.jagged_dense_add, (X, DENSE[:, :3], OFFSETS), ValueError, "offsets has a segment of 4 rows, longer than y.s N = 3"),
@@ -666,6 +667,9 @@ BAD_CALLS = [
     (F.jagged_split, (X, OFFSETS, torch.tensor([1, 1]), 3), ValueError, "total_first must be the sum of first_lengths, 2, got 3"),
     (F.jagged_split, (META, OFFSETS, OFFSETS[1:].to("meta")), ValueError, "total_first must be the sum of first_lengths where .* got None"),
     (F.jagged_to_padded, (X, OFFSETS, 3), ValueError, "offsets has a segment of 4 rows, longer than max_seqlen = 3"),
+    (F.jagged_concat, (3, [OFFSETS]), TypeError, "values must be a sequence of tensors, got int"),
+    (F.jagged_concat, ([X], OFFSETS), TypeError, "offsets must be a sequence of tensors, got Tensor"),
+    (F.jagged_to_padded, (X, OFFSETS, 4, "0"), TypeError, "padding_value must be a number, got str"),
     (F.jagged_to_padded, (X, OFFSETS, 3.0), TypeError, "max_seqlen must be an int, got float"),
     (F.jagged_to_padded, (X[0, 0], OFFSETS, 4), ValueError, r"values must have shape \[L, ...\], got \[\]"),
     (F.jagged_to_padded, (OFFSETS.tolist(), OFFSETS, 4), TypeError, "values must be a torch.Tensor, got list"),
@@ -679,6 +683,12 @@ BAD_CALLS = [
     (F.ScorePlan.from_offsets, (OFFSETS, OFFSETS[:2]), ValueError, "must describe the same number of segments, got 2 and 1"),
     (F.ScorePlan.from_offsets, (OFFSETS, OFFSETS.to("meta")), ValueError, r"y_offsets must be on the host, .*plan.to\(device\), got meta"),
 ]
+
+
+def test_transposed_is_a_bool():
+    plan = F.ScorePlan.from_offsets(OFFSETS)
+    with pytest.raises(TypeError, match="transposed must be a bool, got str"):
+        F.array_jagged_bmm_jagged_out(torch.ones(plan.total), torch.ones(plan.y_rows, 3), plan, transposed="no")
 
 
 @pytest.mark.parametrize("function, arguments, error, message", BAD_CALLS, ids=[f"{f.__name__}-{m[:30]}" for f, _, _, m in BAD_CALLS])

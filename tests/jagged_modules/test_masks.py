@@ -165,5 +165,11 @@ def test_bad_fields(fields, error, message):
 
 
 def test_bad_picture():
+    mask = AttentionMask(num_targets=torch.tensor([1, 0]))
+    for segment, error in ((2, ValueError), (-1, ValueError), (0.5, TypeError)):
+        with pytest.raises(error, match="segment must be "):
+            mask.picture(3, segment)
+    with pytest.raises(ValueError, match="num_queries must be at least 0, got -1"):
+        mask.picture(3, num_queries=-1)
     with pytest.raises(ValueError, match="length must be at least 0, got -1"):
         AttentionMask().picture(-1)

@@ -108,7 +108,7 @@ ERRORS = {
     "qkv's head dim must be 1 to 256, got 257": lambda: F.block_diagonal_attention_packed(rand("cpu", 5, 3, 2, 257), OFFSETS),
     f"rotary's cos must be on the queries' device, {HOST_OR}": lambda: block_attend(jm.Rotary.from_frequencies(8, 10, device="meta")),
     "cos must be on x's device, cpu, got meta": lambda: F.apply_rotary(rand("cpu", 5, 2, 8), rand("meta", 5, 4), rand("cpu", 5, 4)),
-    f"indices[0] must be on the embeddings' device, {HOST_OR}": lambda: F.linear_compress(
+    f"indices must be on the embeddings' device, {HOST_OR}": lambda: F.linear_compress(
         (rand("cpu", 3, 4), rand("cpu", 3, 5)), (rand("cpu", 2, 4, 8), rand("cpu", 3, 5, 8)), from_counts("meta")
     ),
     f"offsets must be on x's device, {HOST_OR}": lambda: F.jagged_linear(X, rand("cpu", 3, 4), None, META),

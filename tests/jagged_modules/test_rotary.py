@@ -115,6 +115,8 @@ BAD_ROTARIES = [
     (dict(cos=TABLE[0]), ValueError, r"cos must have shape \[P, D / 2\], got \[4\]"),
     (dict(sin=TABLE[None]), ValueError, r"sin must have shape \[P, D / 2\], got \[1, 5, 4\]"),
     (dict(sin=TABLE[:3]), ValueError, r"sin must have cos's shape, \[5, 4\], got \[3, 4\]"),
+    (dict(linear="yes"), TypeError, "linear must be a bool, got str"),
+    (dict(precise=1), TypeError, "precise must be a bool, got int"),
     (dict(rotate="q"), ValueError, 'rotate must be "qk" or "qkv", got \'q\''),
     (dict(rotate=None), ValueError, 'rotate must be "qk" or "qkv", got None'),
     (dict(positions=[0, 1]), TypeError, "positions must be a torch.Tensor, got list"),
@@ -135,6 +137,9 @@ BAD_FREQUENCIES = [
     ((8.0, 10), TypeError, "head_dim must be an int, got float"),
     ((8, 0), ValueError, "max_seqlen must be at least 1, got 0"),
     ((8, "10"), TypeError, "max_seqlen must be an int, got str"),
+    ((8, 10, "qk", "10000"), TypeError, "theta must be a number, got str"),
+    ((8, 10, "qk", 0), ValueError, "theta must be positive, got 0"),
+    ((8, 10, "qk", float("nan")), ValueError, "theta must be .*, got nan"),
     ((8, 10, "k"), ValueError, 'rotate must be "qk" or "qkv", got \'k\''),
 ]
 

@@ -98,6 +98,10 @@ def test_bad_values_change_nothing(setting, first, second, default):
             setting(1e9)
         with pytest.raises(ValueError, match="num_bytes must be at least 0, got -1"):
             setting(-1)
+    else:
+        for wrong in ("off", 1, None):
+            with pytest.raises(TypeError, match=f"enabled must be a bool, got {type(wrong).__name__}"):
+                setting(wrong)
     assert setting.current() == default
 
 
