@@ -378,12 +378,12 @@ def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | No
 
 
 def layer_norm_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`jagged_layer_norm` without checks."""
+    """`jagged_layer_norm` without checks, of x `[..., D]`."""
     if x.device.type != "cpu":
-        return nnf.layer_norm(x, x.shape[1:], weight, bias, eps)
+        return nnf.layer_norm(x, x.shape[-1:], weight, bias, eps)
     # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones stops at 256
     wide = [None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (x, weight, bias)]
-    return nnf.layer_norm(wide[0], x.shape[1:], *wide[1:], eps).to(x.dtype)
+    return nnf.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
 
 
 def _jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, batch_invariant: bool) -> Tensor:

@@ -336,6 +336,12 @@ def test_a_copys_projection_resets_its_own_parameters(clone):
     assert torch.equal(layer.uvqk_proj.weight, before) and not torch.equal(copied.uvqk_proj.weight, before)
 
 
+def test_the_input_norm_is_a_layer_norm_of_any_shape():
+    norm, x = jm.HSTULayer(8, 2).input_norm, torch.randn(3, 5, 8)
+    assert torch.equal(norm(x), nnf.layer_norm(x, [8], norm.weight, norm.bias, norm.eps))
+
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_gradients_of_the_input_norm_in_16_bits_are_summed_in_fp32(dtype):
     rows, norm = 1000, jm.HSTULayer(8, 2).to(dtype).input_norm
