@@ -308,6 +308,25 @@ def test_subnormal_results_have_the_spacing_of_fp16():
         accuracy.assert_accurate({"x": (exact + 2.0**-23).half()}, {"x": exact_bound(exact)})
 
 
+def test_gradients_of_negative_scales_have_positive_bounds():
+    _, k, v, _ = attention_inputs(0, torch.float16)
+    offsets, scales = torch.tensor([0, 40, KEYS]), torch.tensor([-2.0, 3.0]).half().requires_grad_()
+    bound = accuracy.attention(k, k, v, torch.randn(KEYS, HEADS, DIM).half(), offsets, activation="silu", output_scale=scales)
+    assert ((bound["doutput_scale"].error > 0) & bound["doutput_scale"].error.isfinite()).all()
+    v = v.clone()
+    v[60:] *= 60000 / v.abs().max()  # results of the second segment overflow fp16
+    bound = accuracy.attention(k, k, v, torch.randn(KEYS, HEADS, DIM).half(), offsets, activation="silu", output_scale=scales)
+    assert bound["doutput_scale"].error.isfinite().tolist() == [True, False]
+
+
+def test_a_deviation_of_an_exponent_is_multiplied_by_the_exponential():
+    score, rms = torch.zeros(1, dtype=torch.float64), torch.full((1,), 0.5, dtype=torch.float64)
+    weight = accuracy.Bound(score, 100 * rms, rms, torch.float32).exp(4)
+    for deviations, accepted in ((7.9, True), (8.1, False)):
+        actual = (deviations * rms).exp()
+        assert (accuracy.compare(actual, weight).largest <= 1) == accepted
+
+
 def test_results_and_bounds_have_the_same_names_and_shapes():
     bound = exact_bound(torch.zeros(2))
     with pytest.raises(AssertionError, match="shape"):

@@ -37,10 +37,11 @@ def _fwd_block(
         if PARTIAL:
             scores = tl.where(visible, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
-        if MASK is not None:  # a row that has seen nothing yet: any finite maximum gives it weights 0
-            new_max = tl.where(new_max == float("-inf"), 0.0, new_max)
-        p = tl.exp2(scores * scale - new_max[:, None])
-        rescale = tl.exp2(row_max - new_max)
+        subtracted = new_max
+        if MASK is not None:  # A row may have seen no key yet: its maximum stays -inf, and any finite number gives weights of 0.
+            subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
+        p = tl.exp2(scores * scale - subtracted[:, None])
+        rescale = tl.exp2(row_max - subtracted)
         row_sum = row_sum * rescale + tl.sum(p, 1)
         row_max = new_max
         acc = acc * rescale[:, None]

@@ -31,7 +31,8 @@ MOST_SCORES = 2**21  # float64 scores of several segments at a time; a larger se
 class _Options(NamedTuple):
     """Options that are the same for all segments.
 
-    factors: the dtype that P and dS are rounded to before an MMA. in_units: dS is rounded as in `_in_units`.
+    factors: the dtype that P and dS are rounded to before an MMA. ds_factor: dS is rounded after multiplication by it. precise: as in
+    `_rounded`, of dS.
     """
 
     scale: float
@@ -39,7 +40,8 @@ class _Options(NamedTuple):
     dtype: torch.dtype
     factors: torch.dtype
     arithmetic: Arithmetic
-    in_units: bool = False
+    ds_factor: float = 1.0
+    precise: bool | None = False
 
 
 def attention(
@@ -100,7 +102,7 @@ def attention(
     dq = dq.scaled(scale).rounded(q.dtype) if scales_q else dq
     bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
-        bounds["doutput_scale"] = _scale_gradient(output_scale, do, inner, factor, segments)
+        bounds["doutput_scale"] = _scale_gradient(output_scale, do, inner, inner_dtype, factor, segments)
     return {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
 
 
@@ -114,19 +116,21 @@ def block_attention(
     block_size: int = 64,
     scale: float | None = None,
     rotary: Rotary | None = None,
-    precise: bool = False,
+    precise: bool | None = False,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Bound]:
     """Bounds of `functional.block_diagonal_attention` and its gradients: "out", "dq", "dk", "dv".
 
     A program may round rotated operands to their dtype, as it may P and dS. Gradients of rotated operands are rotated back before their one
-    rounding. precise: bfloat16 q, k and dS are rounded to float16 in units of their largest element, as the Hopper kernels do on request.
+    rounding. precise: bfloat16 q, k and dS are rounded to float16 in units of their largest element, as the Hopper kernels do on request;
+    None: it is not known whether they are.
     """
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
     factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
-    in_units = precise and rotary is not None and q.dtype == torch.bfloat16
-    options = _Options(scale, "softmax", q.dtype, factors, arithmetic, in_units)
+    if rotary is None or q.dtype != torch.bfloat16:
+        precise = False
+    options = _Options(scale, "softmax", q.dtype, factors, arithmetic, scale or 1.0, precise)
     operands = [Bound.exact(x) for x in (q, k, v)]
     turned = [rotary is not None, rotary is not None, rotary is not None and rotary.rotate == "qkv"]
     cos = sin = None
@@ -134,7 +138,7 @@ def block_attention(
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
         cos, sin = (x.to(q.device)[positions].double()[:, None] for x in (rotary.cos, rotary.sin))
         operands = [_rotated(x, cos, sin) if t else x for x, t in zip(operands, turned)]
-        q_turned, k_turned = (_in_units(x) if in_units else x.rounded(factors) for x in operands[:2])
+        q_turned, k_turned = (_rounded(x, factors, precise) for x in operands[:2])
         operands = [q_turned, k_turned, operands[2].rounded(factors) if turned[2] else operands[2]]
 
     heads = k.shape[1]
@@ -171,7 +175,7 @@ def _segment(
     p = p.rounded(options.factors).where(keep)
     alike = _are_alike(p.value)
     out = out.widened(torch.zeros_like(out.value), torch.where(alike, (p.rms @ v.value).abs(), 0.0))
-    ds = (_in_units(ds) if options.in_units else ds.rounded(options.factors)).where(keep)
+    ds = _rounded(ds, options.factors, options.precise, 1 / abs(options.ds_factor)).where(keep)
     dq = ds @ k
     if of_row is not None:
         common, delta = of_row  # errors shared by all scores of a row, which do not average out over the keys
@@ -234,9 +238,18 @@ def _are_alike(weights: Tensor) -> Tensor:
     return largest - smallest <= 1e-9 * largest.abs()
 
 
-def _in_units(x: Bound) -> Bound:
-    """The bound rounded to float16 in units of the largest element. A program uses the largest element of a tile, which is no larger."""
-    return x.rounded(torch.float16, x.value.abs().amax()) if x.value.numel() else x
+def _rounded(x: Bound, dtype: torch.dtype, precise: bool | None, unit: float = 1.0) -> Bound:
+    """The bound rounded to dtype or, if precise, to float16 in units of the largest element; None: to either.
+
+    A program uses the largest element of a tile, which is no larger. unit: as in `Bound.rounded`, for dtype.
+    """
+    plain = x.rounded(dtype, unit)
+    if precise is False or not x.value.numel():
+        return plain
+    in_units = x.rounded(torch.float16, x.value.abs().amax())
+    if precise:
+        return in_units
+    return plain._replace(error=torch.maximum(plain.error, in_units.error), rms=torch.maximum(plain.rms, in_units.rms))
 
 
 def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
@@ -331,9 +344,13 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
     return first, (factor / first)[:, None, None]
 
 
-def _scale_gradient(output_scale: Tensor, do: Tensor, inner: Bound, factor: Tensor, segments: _Segments) -> Bound:
-    """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor."""
-    products = (Bound.exact(do) * inner).map(lambda x: x / factor[:, None, None])
+def _scale_gradient(
+    output_scale: Tensor, do: Tensor, inner: Bound, dtype: torch.dtype, factor: Tensor, segments: _Segments
+) -> Bound:
+    """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor; of any value where inner overflows its dtype."""
+    overflows = inner.value.abs() + inner.error > torch.finfo(dtype).max
+    inner = inner._replace(error=torch.where(overflows, torch.inf, inner.error))
+    products = (Bound.exact(do) * inner).scaled(1 / factor[:, None, None])
     sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
     parts = ("value", "error", "rms")
     stacked = [torch.stack([getattr(x, part) for x in sums]) if sums else output_scale.detach().double() for part in parts]

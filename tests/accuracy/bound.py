@@ -139,10 +139,15 @@ class Bound(NamedTuple):
         return self.widened(largest * self.eps * size, deviation * self.eps)
 
     def exp(self, ulps: float) -> Bound:
-        """e^x by a function with an error of up to `ulps` units in the last place, a third of it on average. Subnormal results may be 0."""
+        """e^x by a function with an error of up to `ulps` units in the last place, a third of it on average. Subnormal results may be 0.
+
+        An exponent off by LARGEST_DEVIATION standard deviations s changes the result by a factor of e^(LARGEST_DEVIATION · s), which is
+        more than LARGEST_DEVIATION times what s does.
+        """
         value, smallest = self.value.exp(), torch.finfo(self.dtype).smallest_normal
         error = value * (torch.expm1(self.error) + ulps * self.eps) + smallest
-        return Bound(value, error, value * torch.hypot(self.rms, torch.full_like(value, ulps * self.eps / 3)) + smallest, self.dtype)
+        deviation = torch.expm1(LARGEST_DEVIATION * self.rms) / LARGEST_DEVIATION
+        return Bound(value, error, value * torch.hypot(deviation, torch.full_like(value, ulps * self.eps / 3)) + smallest, self.dtype)
 
     def where(self, keep: Tensor) -> Bound:
         """The bound where `keep`, an exact 0 elsewhere."""

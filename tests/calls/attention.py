@@ -174,9 +174,9 @@ def _rotary(make: Maker, o: dict, lengths: list[int]) -> jm.Rotary | None:
     return jm.Rotary(angles.cos(), angles.sin(), o["rotary"], positions, precise=o["precise"])
 
 
-def _keeps_units(o: dict) -> bool:
-    """Whether the kernels are certain to keep rotated operands in higher precision; "auto" may select others."""
-    return o["precise"] and o["implementation"] == "hopper"
+def _keeps_units(o: dict) -> bool | None:
+    """Whether the kernels keep rotated operands in higher precision; None: "auto" may select those that do."""
+    return o["precise"] and {"hopper": True, "auto": None}.get(o["implementation"], False)
 
 
 def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:

@@ -12,6 +12,7 @@ from .fixtures.attention import (  # noqa: F401
     check_places,
     check_scales_with_a_gradient,
     check_self_target_attention,
+    check_very_negative_scores,
 )
 from .fixtures.block_attention import check_block_attention, check_block_layer_memory, check_packed_block_attention  # noqa: F401
 from .fixtures.jagged_ops import (  # noqa: F401

@@ -229,6 +229,12 @@ def test_masks(check_attention, lengths, mask, case):
     check_attention((SELF, SELF) if lengths == "self" else lengths, dtype, "cuda", activation=activation, mask=mask, dims=dims)
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_very_negative_scores_under_a_mask(check_very_negative_scores, case):
+    dims, dtype = case
+    check_very_negative_scores(dtype, "cuda", dims)
+
+
 @pytest.mark.parametrize("mask", ["hstu"])
 @pytest.mark.parametrize("activation", ACTIVATIONS[1::2])
 def test_activations_under_a_mask(check_attention, activation, mask):

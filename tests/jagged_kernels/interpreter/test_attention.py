@@ -66,6 +66,11 @@ def test_masks(check_attention, mask, activation):
     check_attention(lengths, torch.float32, "cpu", heads=(2, 1), activation=activation, mask=mask)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_very_negative_scores_under_a_mask(check_very_negative_scores, dtype):
+    check_very_negative_scores(dtype, "cpu")
+
+
 @pytest.mark.parametrize("shared", ["q", "kv"])
 def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
     lengths = [3, 70, 0, 20], [65, 20, 4, 0]
