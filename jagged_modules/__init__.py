@@ -1,19 +1,19 @@
 """PyTorch layers for recommendation models whose inputs have variable length: nothing is padded, nothing is copied per candidate."""
 
-from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
+from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 
 from . import pytrees as _pytrees  # noqa: F401 - registers the containers
-from .block_attention import BlockDiagonalSelfAttention
-from .broadcast import CandidateIndex
-from .gdpa import GDPABlock, GDPAConfig, JaggedGDPA
-from .hstu import HSTUCache, HSTUConfig, HSTULayer, HSTUStack
-from .jagged import Jagged
-from .jagged_mlp import JaggedMLP
-from .linear_compress import LinearCompressEmbedding
+from .containers.candidates import CandidateIndex
+from .containers.jagged import Jagged
+from .layers.block_attention import BlockDiagonalSelfAttention
+from .layers.gdpa import GDPABlock, GDPAConfig, JaggedGDPA
+from .layers.hstu import HSTUCache, HSTUConfig, HSTULayer, HSTUStack
+from .layers.linear_compress import LinearCompressEmbedding
+from .layers.mlp import JaggedMLP
+from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
 from .rotary import Rotary
 from .settings import backward_workspace, batch_invariant, debug_checks
-from .target_attention import JaggedTargetAttention
 
 __all__ = [
     "AttentionMask",

@@ -1,6 +1,6 @@
 """What turns attention scores into weights, by public name: softmax, or a function of each score by itself.
 
-The functions here are plain torch, any device, differentiable: the definitions. `jagged_kernels.activations` holds the kernels' own.
+The functions here are plain torch, any device, differentiable: the definitions. `jagged_kernels.common.activations` holds the kernels' own.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from jagged_kernels.gelu_taylor import COEFFICIENTS, RANGE
+from jagged_kernels.common.gelu_taylor import COEFFICIENTS, RANGE
 from torch import Tensor
 from torch.nn import functional as nnf
 

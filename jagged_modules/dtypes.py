@@ -57,7 +57,7 @@ def names(dtypes: tuple[torch.dtype, ...]) -> str:
 
 def dtype_table() -> str:
     """`DTYPES` as a markdown table."""
-    lines = ["| function | CPU, meta, or `implementation=\"reference\"` | CUDA kernels |", "|---|---|---|"]
+    lines = ['| function | CPU, meta, or `implementation="reference"` | CUDA kernels |', "|---|---|---|"]
     for dtypes in dict.fromkeys(DTYPES.values()):
         functions = ", ".join(f"`{function}`" for function, taken in DTYPES.items() if taken == dtypes)
         lines.append(f"| {functions} | {names(dtypes[0])} | {names(dtypes[1])} |")

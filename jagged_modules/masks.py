@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import check_device, check_flag, check_integers, check_size, values_are_checkable
+from .validation import check_device, check_flag, check_integers, check_size, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from torch.serialization import add_safe_globals
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
-from .broadcast import CandidateIndex
+from .containers.candidates import CandidateIndex
+from .containers.jagged import Jagged
+from .containers.segmentation import Segmentation
 from .functional import ScorePlan
-from .hstu import HSTUCache
-from .jagged import Jagged
+from .layers.hstu import HSTUCache
 from .masks import AttentionMask
 from .rotary import Rotary
 from .schedule import TileSchedule
-from .segmentation import Segmentation
 
 
 def _register(

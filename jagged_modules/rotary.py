@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .checks import (
+from .validation import (
     check_device,
     check_flag,
     check_integers,

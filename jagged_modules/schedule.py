@@ -8,8 +8,8 @@ import functools
 import os
 
 import torch
-from jagged_kernels.configs import attention_tile, hopper_attention_pays
-from jagged_kernels.tile_schedule import TileSchedule, zigzag_schedule
+from jagged_kernels.attention.configs import attention_tile, hopper_attention_pays
+from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
 
 from .masks import AttentionMask
@@ -110,7 +110,7 @@ def device_schedule(
     mask: `AttentionMask.spec`, with num_targets on the offsets' device. hopper: for the kernels of compute capability 9.0. batch_invariant:
     the tile does not depend on the lengths.
     """
-    from jagged_kernels.tile_list import tile_list
+    from jagged_kernels.schedule.device import tile_list
 
     # Under torch.compile the sizes are symbols, and choosing by them would compile anew.
     mean_queries = None if batch_invariant or torch.compiler.is_compiling() else total_q / max(1, q_offsets.shape[0] - 1)

@@ -80,7 +80,7 @@ class _Setting:
 
 
 def _flag(enabled) -> bool:
-    from .checks import check_flag  # which asks for debug_checks
+    from .validation import check_flag  # which asks for debug_checks
 
     check_flag("enabled", enabled)
     return enabled
@@ -134,7 +134,7 @@ class backward_workspace(_Setting, default=None):
 
     def __init__(self, num_bytes: int | None) -> None:
         if num_bytes is not None:
-            from .checks import check_size  # which asks for debug_checks
+            from .validation import check_size  # which asks for debug_checks
 
             check_size("num_bytes", num_bytes, at_least=0)
         super().__init__(num_bytes)

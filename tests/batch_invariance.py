@@ -177,9 +177,7 @@ def operators(
         ),
         "attention-shared-keys": Operator(
             lambda length: {"q": attended(length)["q"]},
-            lambda x, offsets: F.jagged_attention(
-                x["q"], shared["k"], shared["v"], offsets["q"], "shared", activation="gelu_tanh", **how
-            ),
+            lambda x, offsets: F.jagged_attention(x["q"], shared["k"], shared["v"], offsets["q"], "shared", activation="gelu_tanh", **how),
             "q",
             ("q",),
         ),

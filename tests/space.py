@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Callable
 
-from jagged_kernels.configs import padded_dim
+from jagged_kernels.common.configs import padded_dim
 
 from jagged_modules.activations import POINTWISE
 

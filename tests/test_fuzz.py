@@ -16,7 +16,7 @@ ENVIRONMENT = os.environ | dict(PYTHONPATH=os.pathsep.join(map(str, (TESTS, TEST
 
 MUTANTS = {  # what stands in a program before it fuzzes
     "a wrong gradient": """
-import jagged_modules.cpu as cpu
+import jagged_modules.cpu.attention as cpu
 right = cpu.softmax_backward
 def softmax_backward(do, q, k, *others):
     dq, dk, dv = right(do, q, k, *others)

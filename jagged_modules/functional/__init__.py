@@ -17,8 +17,8 @@ from .jagged_ops import (
     jagged_linear,
     jagged_softmax,
 )
-from .jagged_rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
 from .linear_compress import linear_compress
+from .rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
 
 __all__ = [
     "ScorePlan",

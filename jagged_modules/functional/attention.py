@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import torch
-from jagged_kernels.launch import rows_in_place
-from jagged_kernels.tile_schedule import num_lists
+from jagged_kernels.common.device import rows_in_place
+from jagged_kernels.schedule.host import num_lists
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
 from ..autocast import autocast, autocast_dtype
-from ..broadcast import CandidateIndex
-from ..checks import (
+from ..containers.candidates import CandidateIndex
+from ..cpu.attention import attention_cpu
+from ..masks import AttentionMask, check_num_targets
+from ..reference import attention_reference
+from ..schedule import TileSchedule, attention_tile, device_schedule
+from ..settings import backward_workspace, is_batch_invariant
+from ..validation import (
     IMPLEMENTATIONS,
     check_device,
     check_implementation,
@@ -21,13 +26,8 @@ from ..checks import (
     refuse_transforms,
     values_are_checkable,
 )
-from ..cpu import attention_cpu
-from ..joined import joined_rows
-from ..masks import AttentionMask, check_num_targets
-from ..reference import attention_reference
-from ..row_scale import expand_to_rows
-from ..schedule import TileSchedule, attention_tile, device_schedule
-from ..settings import backward_workspace, is_batch_invariant
+from .joined_rows import joined_rows
+from .segment_scale import expand_to_rows
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
@@ -167,7 +167,7 @@ def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared
 def _triton_attention(
     q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, batch_invariant=False, **flags
 ) -> Tensor:
-    from jagged_kernels.attention import attention_on_hopper, hopper_pays, triton_attention
+    from jagged_kernels.attention.op import attention_on_hopper, hopper_pays, triton_attention
 
     hopper = attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device)
     q, k, v = (rows_in_place(x) for x in (q, k, v))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
-from jagged_kernels.launch import rows_in_place
+from jagged_kernels.common.device import rows_in_place
 from torch import Tensor
 
 from ..autocast import autocast
-from ..blocks import block_offsets, positions_in_segments
-from ..checks import check_device, check_offsets, check_size, check_tensor
+from ..containers.offsets import block_offsets, positions_in_segments
 from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..settings import is_batch_invariant
+from ..validation import check_device, check_offsets, check_size, check_tensor
 from .attention import BLOCKS, check_attention, jagged_attention
 
 
@@ -63,7 +63,7 @@ def block_diagonal_attention(
 def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Rotary | None, implementation: str) -> Tensor:
     """`block_diagonal_attention` of checked arguments."""
     if _block_attention_by_kernels(q, k, block_size, implementation):
-        from jagged_kernels.block_attention import triton_block_attention
+        from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (rows_in_place(x) for x in (q, k, v))
         kernels = _fixed_kernels(implementation, q, k, v)
@@ -98,7 +98,7 @@ def block_diagonal_attention_packed(
     if not _block_attention_by_kernels(q, k, block_size, implementation):
         return _block_attention(q, k, v, offsets, block_size, scale, rotary, implementation)
 
-    from jagged_kernels.block_attention import triton_block_attention_packed
+    from jagged_kernels.block_attention.op import triton_block_attention_packed
 
     qkv, implementation = rows_in_place(qkv), _fixed_kernels(implementation, qkv)
     return triton_block_attention_packed(qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, scale, implementation)
@@ -109,7 +109,7 @@ def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implement
     if not uses_kernels(q.device, implementation):
         return False
 
-    from jagged_kernels.block_attention import block_attention_fits
+    from jagged_kernels.block_attention.op import block_attention_fits
 
     group = q.shape[1] // k.shape[1]
     return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size, group)

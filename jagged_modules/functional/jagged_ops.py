@@ -6,27 +6,16 @@ import dataclasses
 from collections.abc import Callable
 
 import torch
-from jagged_kernels.launch import rows_in_place
+from jagged_kernels.common.device import rows_in_place
 from torch import Tensor
 from torch.nn import functional as nnf
 
 from ..activations import POINTWISE
 from ..autocast import autocast, autocast_dtype
-from ..blocks import rows_and_segments
-from ..checks import (
-    IMPLEMENTATIONS,
-    check_device,
-    check_flag,
-    check_implementation,
-    check_offsets,
-    check_tensor,
-    checked_offsets,
-    refuse_transforms,
-    values_are_checkable,
-)
-from ..cpu_groups import compute_dtype
-from ..cpu_invariant import pointwise_rows_cpu, products_cpu
-from ..cpu_products import outer_cpu, product_cpu, softmax_cpu
+from ..containers.offsets import rows_and_segments
+from ..cpu.buckets import compute_dtype
+from ..cpu.invariant import pointwise_rows_cpu, products_cpu
+from ..cpu.matmul import outer_cpu, product_cpu, softmax_cpu
 from ..dtypes import uses_kernels
 from ..reference import (
     array_jagged_bmm_reference,
@@ -37,6 +26,17 @@ from ..reference import (
     jagged_softmax_reference,
 )
 from ..settings import is_batch_invariant
+from ..validation import (
+    IMPLEMENTATIONS,
+    check_device,
+    check_flag,
+    check_implementation,
+    check_offsets,
+    check_tensor,
+    checked_offsets,
+    refuse_transforms,
+    values_are_checkable,
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
     if implementation == "reference":
         return jagged_dense_bmm_reference(x, y, offsets)
     if _on_kernels(implementation, x):
-        from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
+        from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
         return triton_jagged_dense_bmm(rows_in_place(x), offsets, y, None, None, max_seqlen, batch_invariant)
     return _jagged_dense_bmm_cpu(x, y, offsets, batch_invariant)
@@ -153,7 +153,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
     if implementation == "reference":
         return jagged_jagged_bmm_reference(x, y, offsets)
     if _on_kernels(implementation, x):
-        from jagged_kernels.jagged_matmul import triton_jagged_jagged_bmm
+        from jagged_kernels.matmul.op import triton_jagged_jagged_bmm
 
         return triton_jagged_jagged_bmm(rows_in_place(x), rows_in_place(y), offsets, max_seqlen, batch_invariant)
     segments, width = offsets.shape[0] - 1, x.shape[1]
@@ -178,7 +178,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
     if implementation == "reference":
         return jagged_softmax_reference(x, offsets)
     if _on_kernels(implementation, x):
-        from jagged_kernels.jagged_softmax import triton_jagged_softmax
+        from jagged_kernels.softmax.op import triton_jagged_softmax
 
         return triton_jagged_softmax(rows_in_place(x), offsets, max_seqlen, batch_invariant)
     return softmax_cpu(x.flatten(), offsets, *_matrix_offsets(offsets, x.shape[1]), True, batch_invariant).view(x.shape)
@@ -207,7 +207,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
     if implementation == "reference":
         return jagged_outer_reference(x, y, *offsets[:2])
     if _on_kernels(implementation, x):
-        from jagged_kernels.jagged_matmul import triton_jagged_gram, triton_jagged_outer
+        from jagged_kernels.matmul.op import triton_jagged_gram, triton_jagged_outer
 
         if itself and plan.y_offsets is plan.x_offsets:
             return triton_jagged_gram(rows_in_place(x), offsets[0], offsets[2], plan.total)
@@ -237,7 +237,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
         return array_jagged_bmm_reference(p, y, *offsets, transposed)
     out_rows = plan.y_rows if transposed else plan.x_rows
     if _on_kernels(implementation, p):
-        from jagged_kernels.jagged_matmul import triton_array_jagged_bmm
+        from jagged_kernels.matmul.op import triton_array_jagged_bmm
 
         return triton_array_jagged_bmm(p.contiguous(), rows_in_place(y), *offsets, out_rows, transposed)
     return product_cpu(p, y, *offsets, out_rows, transposed, batch_invariant)
@@ -264,7 +264,7 @@ def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation
     if implementation == "reference":
         return jagged2_softmax_reference(p, *offsets, dim)
     if _on_kernels(implementation, p):
-        from jagged_kernels.jagged_softmax import triton_jagged2_softmax
+        from jagged_kernels.softmax.op import triton_jagged2_softmax
 
         return triton_jagged2_softmax(p.contiguous(), *offsets, plan.y_rows if dim == -2 else plan.x_rows, dim == -2)
     return softmax_cpu(p, *offsets, dim == -2, batch_invariant)
@@ -325,7 +325,7 @@ def jagged_linear(
     if bias is not None and bias.shape != weight.shape[::2]:
         raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
     if implementation != "reference" and _on_kernels(implementation, x):
-        from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
+        from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
         return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
     dtype = x.dtype
@@ -344,7 +344,7 @@ def jagged_linear(
 def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:
     """activation(x Wᵀ + b), weight `[T, D]`; no row of the result depends on the other rows of x."""
     if _on_kernels(implementation, x):
-        from jagged_kernels.jagged_matmul import triton_jagged_dense_bmm
+        from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
         offsets, bias = torch.arange(2, device=x.device) * x.shape[0], None if bias is None else bias[None]
         return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight.mT[None], bias, activation, None, True)

@@ -8,11 +8,11 @@ from typing import NamedTuple
 from torch import Tensor
 
 from ..autocast import autocast, autocast_dtype
-from ..broadcast import CandidateIndex
-from ..checks import WrongDtype, check_device, check_implementation, check_integers, check_tensor, values_are_checkable
-from ..decomposed import linear_compress_decomposed
+from ..containers.candidates import CandidateIndex
+from ..cpu.linear_compress import linear_compress_decomposed
 from ..reference import linear_compress_reference
 from ..settings import is_batch_invariant
+from ..validation import WrongDtype, check_device, check_implementation, check_integers, check_tensor, values_are_checkable
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused", "hopper")
 
@@ -75,7 +75,7 @@ def linear_compress(
     if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
         return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
 
-    from jagged_kernels.linear_compress import triton_linear_compress
+    from jagged_kernels.linear_compress.op import triton_linear_compress
 
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]

@@ -34,7 +34,7 @@ from torch import Tensor
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.blocks import block_offsets, positions_in_segments
+from jagged_modules.containers.offsets import block_offsets, positions_in_segments
 from jagged_modules.rotary import apply_rotary
 
 REFERENCE = f"{OURS}, reference"

@@ -79,9 +79,7 @@ def training_steps(device, dtype: torch.dtype) -> dict[str, Callable[[], Step]]:
         "JaggedTargetAttention(64, 2)": lambda: steps.target_attention(64, 2),
         "JaggedTargetAttention(256, 4)": lambda: steps.target_attention(256, 4),
         "JaggedGDPA(128, 1)": lambda: steps.self_attention(jm.JaggedGDPA(128, 1), 128),
-        "JaggedGDPA(128, 2, num_seeds=16)": lambda: steps.self_attention(
-            jm.JaggedGDPA(128, 2, config=jm.GDPAConfig(num_seeds=16)), 128
-        ),
+        "JaggedGDPA(128, 2, num_seeds=16)": lambda: steps.self_attention(jm.JaggedGDPA(128, 2, config=jm.GDPAConfig(num_seeds=16)), 128),
         "JaggedGDPA(128, 2, num_weights=64)": lambda: steps.self_attention(
             jm.JaggedGDPA(128, 2, config=jm.GDPAConfig(num_weights=64)), 128
         ),

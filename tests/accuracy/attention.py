@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jagged_modules.blocks import block_offsets, positions_in_segments
+from jagged_modules.containers.offsets import block_offsets, positions_in_segments
 from jagged_modules.masks import AttentionMask
 from jagged_modules.rotary import Rotary
 
@@ -344,9 +344,7 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
     return first, (factor / first)[:, None, None]
 
 
-def _scale_gradient(
-    output_scale: Tensor, do: Tensor, inner: Bound, dtype: torch.dtype, factor: Tensor, segments: _Segments
-) -> Bound:
+def _scale_gradient(output_scale: Tensor, do: Tensor, inner: Bound, dtype: torch.dtype, factor: Tensor, segments: _Segments) -> Bound:
     """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor; of any value where inner overflows its dtype."""
     overflows = inner.value.abs() + inner.error > torch.finfo(dtype).max
     inner = inner._replace(error=torch.where(overflows, torch.inf, inner.error))

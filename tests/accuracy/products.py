@@ -227,4 +227,3 @@ def _rounded(totals: dict[str, _Places], dtype: torch.dtype) -> Bounds:
 def _slices(offsets: Tensor) -> list[slice]:
     bounds = offsets.tolist()
     return [slice(start, end) for start, end in zip(bounds, bounds[1:])]
-

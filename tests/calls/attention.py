@@ -223,8 +223,6 @@ def apply_rotary(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     return Call(
         dict(x=make.tensor(rows, o["heads"][0], dim)),
         lambda x: dict(out=F.apply_rotary(x, cos, sin)),
-        lambda inputs, gradients: dict(
-            out=_rotated(inputs["x"], cos, sin), dx=_rotated(gradients["out"], cos, -sin)
-        ),  # fmt: skip
+        lambda inputs, gradients: dict(out=_rotated(inputs["x"], cos, sin), dx=_rotated(gradients["out"], cos, -sin)),  # fmt: skip
         dict.fromkeys(("x", "out"), make.segments(lengths[0])),
     )

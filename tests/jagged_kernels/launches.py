@@ -67,7 +67,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
 
 
 def _operators():
-    from jagged_kernels import operators
+    from jagged_kernels.common import ops as operators
 
     return operators
 

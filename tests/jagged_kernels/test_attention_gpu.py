@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from jagged_kernels.configs import hopper_attention_fits
+from jagged_kernels.attention.configs import hopper_attention_fits
 from torch import library
 
 import jagged_modules as jm
@@ -52,7 +52,7 @@ def plan_for(blocks, parts):
     """In place of plan_workspace: room for so many blocks of score gradients, and at most as many parts, which begin where its do."""
 
     def plan(q, k, q_offsets, *rest):
-        from jagged_kernels.hopper.attention_score_gradients import PART
+        from jagged_kernels.attention.hopper_ds import PART
 
         segments = len(q_offsets) - 1
         bounds = sorted({min(PART * math.ceil(part * segments / parts / PART), segments) for part in range(parts + 1)})
@@ -66,9 +66,9 @@ def kernels(request, monkeypatch):
     """Implementations, Hopper's also with the blocks that it takes for long segments, and keeping the scores' gradients for dq."""
     implementation, *variant = request.param.split("-")
     if variant == ["long"]:
-        monkeypatch.setattr("jagged_kernels.hopper.attention.hopper_keys_are_long", lambda *_: True)
+        monkeypatch.setattr("jagged_kernels.attention.hopper_forward.hopper_keys_are_long", lambda *_: True)
     if variant == ["kept"]:
-        monkeypatch.setattr("jagged_kernels.hopper.attention_backward.plan_workspace", plan_for(10_000, 1))
+        monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1))
     return implementation
 
 
@@ -191,7 +191,7 @@ def test_empty_shared_operands(check_empty_shared_operands, kernels):
 @pytest.mark.parametrize("kernels", ["hopper-kept"], indirect=True)
 def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypatch, blocks, parts, activation):
     """Of parts of the batch one after the other; where a segment's do not fit, its scores are computed again."""
-    monkeypatch.setattr("jagged_kernels.hopper.attention_backward.plan_workspace", plan_for(blocks, parts))
+    monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(blocks, parts))
     output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
     for heads in ((4, 4), (4, 2)):
         options = dict(dims=(128, 128), heads=heads, activation=activation, output_scale=output_scale)
@@ -500,8 +500,8 @@ def test_autocast(offsets):
 
 @pytest.mark.parametrize("activation, mask", [("softmax", None), ("silu", [1, -1, -1, 1, 1, 2, 50, 0])], ids=["softmax", "silu-hstu"])
 def test_operators_pass_opcheck(offsets, kernels, activation, mask):
-    from jagged_kernels.attention import triton_attention
-    from jagged_kernels.tile_list import tile_list
+    from jagged_kernels.attention.op import triton_attention
+    from jagged_kernels.schedule.device import tile_list
 
     segments = offsets([70, 100, 130], "cuda")
     q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from jagged_kernels import launch
-from jagged_kernels.configs import hopper_attention_pays, hopper_keys_are_long
+from jagged_kernels.attention.configs import hopper_attention_pays, hopper_keys_are_long
+from jagged_kernels.common import device as launch
 
 from jagged_modules.schedule import host_schedule
 

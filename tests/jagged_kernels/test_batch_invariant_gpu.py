@@ -78,7 +78,7 @@ def test_schedules_of_another_mode_or_tile_are_not_used():
 
 
 def test_a_backward_in_a_thread_of_autograd_takes_the_mode_of_its_forward(monkeypatch):
-    from jagged_kernels import attention
+    from jagged_kernels.attention import op as attention
 
     seen, backward = [], attention.triton_attention_backward
     monkeypatch.setattr(attention, "triton_attention_backward", lambda *args: seen.append(args[-2:]) or backward(*args))

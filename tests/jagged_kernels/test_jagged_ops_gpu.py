@@ -126,7 +126,8 @@ def test_no_synchronisation(assert_no_synchronisation, make, many, name):
 @pytest.mark.parametrize("name", [*FAMILY, *SOFTMAXES])
 def test_no_compilation_per_batch(make, name):
     """Batches of other numbers of rows and segments, one segment and one row among them, run the kernels that there are."""
-    from jagged_kernels import jagged_matmul_kernels, jagged_softmax
+    from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels
+    from jagged_kernels.softmax import op as jagged_softmax
 
     kernels = [x for module in (jagged_matmul_kernels, jagged_softmax) for x in vars(module).values() if hasattr(x, "device_caches")]
 
@@ -148,8 +149,8 @@ def test_no_compilation_per_batch(make, name):
 
 @pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements_of_a_matrix(offsets):
-    from jagged_kernels import jagged_matmul as jagged
-    from jagged_kernels import jagged_softmax as softmax
+    from jagged_kernels.matmul import op as jagged
+    from jagged_kernels.softmax import op as softmax
 
     rows, columns = 3, 46400
     x, y = (torch.randn(n, 8, device="cuda", dtype=torch.float16) for n in (rows + columns, 2 + columns))
@@ -174,8 +175,8 @@ def test_more_than_two_to_the_31_elements_of_a_matrix(offsets):
 
 @pytest.mark.large_memory
 def test_more_than_two_to_the_31_elements_of_rows(offsets):
-    from jagged_kernels import jagged_matmul as jagged
-    from jagged_kernels import jagged_softmax as softmax
+    from jagged_kernels.matmul import op as jagged
+    from jagged_kernels.softmax import op as softmax
 
     length = 2**31 // 512 + 100
     bounds = offsets([length - 70, 0, 70], "cuda")
@@ -190,8 +191,8 @@ def test_more_than_two_to_the_31_elements_of_rows(offsets):
 
 
 def test_operators_pass_opcheck(jagged_pair):
-    from jagged_kernels import jagged_matmul as jagged
-    from jagged_kernels import jagged_softmax as softmax
+    from jagged_kernels.matmul import op as jagged
+    from jagged_kernels.softmax import op as softmax
 
     offsets, (x_rows, y_rows, total) = jagged_pair(([3, 0, 7], [2, 4, 5]), "cuda")
     sizes = (x_rows, 6), (x_rows, 4), (y_rows, 6), (total,)

@@ -94,7 +94,7 @@ def test_more_tiles_than_programs(check_linear_compress, kernels, users):
 @pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
 def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, processors):
     """Fewer than the GPU runs at once, and more: those wait for nothing that the others do not finish."""
-    from jagged_kernels.hopper import linear_compress as hopper
+    from jagged_kernels.linear_compress import hopper_launch as hopper
 
     monkeypatch.setattr(hopper, "device_properties", lambda device: ((9, 0), processors))
     check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
@@ -260,7 +260,7 @@ def test_autocast(compress_inputs, kernels):
 
 
 def test_operator_passes_opcheck(compress_inputs, kernels):
-    from jagged_kernels.linear_compress import triton_linear_compress
+    from jagged_kernels.linear_compress.op import triton_linear_compress
 
     weights, embeddings, indices = compress_inputs([7, 30], [33, 17], 43, 64, torch.float16, "cuda")
     weights, embeddings = ([x.requires_grad_() for x in tensors] for tensors in (weights, embeddings))

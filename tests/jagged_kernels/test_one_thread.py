@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from jagged_kernels.one_thread import one_thread
+from jagged_kernels.common.one_thread import one_thread
 
 BOOKKEEPING = {
     "schedule": "zigzag_schedule(lengths, lengths, num_heads=4, block_m=64, block_n=64, num_workers=132)",
@@ -21,8 +21,8 @@ PROGRAM = """
 import os
 import torch
 import jagged_modules as jm
-from jagged_modules.checks import check_offsets
-from jagged_kernels.tile_schedule import zigzag_schedule
+from jagged_modules.validation import check_offsets
+from jagged_kernels.schedule.host import zigzag_schedule
 
 def threads():
     return len(os.listdir("/proc/self/task"))

@@ -10,7 +10,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import jagged_kernels  # noqa: E402
-from jagged_kernels import ptxas  # noqa: E402
+from jagged_kernels.common import ptxas  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.runtime.jit import JITFunction  # noqa: E402

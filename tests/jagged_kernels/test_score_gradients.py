@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from jagged_kernels.hopper.attention_score_gradients import plan_workspace  # noqa: E402
+from jagged_kernels.attention.hopper_ds import plan_workspace  # noqa: E402
 
 
 def test_room_for_score_gradients():

@@ -9,8 +9,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_kernels.configs import hopper_attention_config, hopper_attention_pays, hopper_keys_are_long
-from jagged_kernels.tile_schedule import tile_capacity, zigzag_schedule
+from jagged_kernels.attention.configs import hopper_attention_config, hopper_attention_pays, hopper_keys_are_long
+from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
 
 import jagged_modules as jm
 from jagged_modules.activations import ACTIVATIONS

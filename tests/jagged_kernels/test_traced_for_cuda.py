@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from jagged_kernels import launch
+from jagged_kernels.common import device as launch
 from torch._subclasses import FakeTensorMode
 
 from .compiled_calls import FUNCTIONS, LAYERS, SIZES, compiled, on_device

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from jagged_modules.blocks import block_offsets, positions_in_segments
+from jagged_modules.containers.offsets import block_offsets, positions_in_segments
 
 
 def length_lists(block_size):

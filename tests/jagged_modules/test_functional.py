@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jagged_modules as jm
-from jagged_modules import cpu, cpu_blocks
 from jagged_modules import functional as F
 from jagged_modules.activations import ACTIVATIONS
+from jagged_modules.cpu import attention as cpu
+from jagged_modules.cpu import attention_math as cpu_blocks
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -13,7 +13,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as nnf
 
 import jagged_modules as jm
-from jagged_modules import hstu
+from jagged_modules.layers import hstu
 
 WIDTH, HEADS, LAYERS = 8, 2, 3
 
@@ -339,7 +339,6 @@ def test_a_copys_projection_resets_its_own_parameters(clone):
 def test_the_input_norm_is_a_layer_norm_of_any_shape():
     norm, x = jm.HSTULayer(8, 2).input_norm, torch.randn(3, 5, 8)
     assert torch.equal(norm(x), nnf.layer_norm(x, [8], norm.weight, norm.bias, norm.eps))
-
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)

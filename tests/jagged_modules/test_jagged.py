@@ -9,9 +9,9 @@ import torch
 from torch.utils.data import DataLoader
 
 import jagged_modules as jm
-from jagged_modules import jagged as jagged_module
 from jagged_modules import schedule as schedule_module
-from jagged_modules import segmentation
+from jagged_modules.containers import jagged as jagged_module
+from jagged_modules.containers import segmentation
 
 LENGTHS = [2, 0, 3, 1]
 SIZES = dict(num_heads=2, head_dim=16)

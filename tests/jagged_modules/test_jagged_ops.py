@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.activations import POINTWISE
-from jagged_modules.cpu_groups import GATHERED, Rows, groups
+from jagged_modules.cpu.buckets import GATHERED, Rows, groups
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 WIDTHS = 5, 3  # D, T
@@ -371,7 +371,6 @@ def test_gradients_of_a_layer_norm_in_16_bits_are_summed_in_fp32(dtype):
     torch.testing.assert_close(d_weight.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
-
 def test_autocast(offsets_of):
     x, y, offsets = torch.randn(5, 4, requires_grad=True), torch.randn(2, 4, 3), offsets_of([2, 3])
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -456,8 +455,8 @@ def test_gradients_of_conversions(lengths, conversions, offsets_of):
 
 def test_rows_past_the_block(offsets_of, monkeypatch, conversions):
     """Offsets on a device are not read: N rows of a long segment are padded, and what a dense block does not have is 0."""
-    from jagged_modules import checks
-    from jagged_modules.functional import jagged_rows
+    from jagged_modules import validation as checks
+    from jagged_modules.functional import rows as jagged_rows
 
     for module in (checks, jagged_rows):
         monkeypatch.setattr(module, "values_are_checkable", lambda x: False)

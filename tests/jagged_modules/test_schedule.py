@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jagged_kernels.configs import attention_tile
+from jagged_kernels.attention.configs import attention_tile
 
 from jagged_modules import schedule
 from jagged_modules.functional import attention as functional
@@ -59,7 +59,7 @@ class Made(Exception):
 def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
     monkeypatch, rows, activation, head_dim, implementation, q_shared, hopper
 ):
-    kernels = pytest.importorskip("jagged_kernels.attention")
+    kernels = pytest.importorskip("jagged_kernels.attention.op")
 
     def made(*args, hopper, **sizes):
         raise Made(hopper)

@@ -222,7 +222,7 @@ def recorded(monkeypatch, module, name, position):
 @pytest.mark.parametrize("forward_mode", [True, False])
 def test_a_backward_takes_the_mode_of_its_forward(monkeypatch, forward_mode):
     """On a GPU it runs in a thread of autograd's, which has the defaults; here in one of ours, and inside of the other mode."""
-    from jagged_modules import cpu
+    from jagged_modules.cpu import attention as cpu
 
     seen = recorded(monkeypatch, cpu, "attention_cpu_backward", -1)
     q, offsets = torch.randn(7, 2, 8, requires_grad=True), torch.tensor([0, 3, 7])

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import jagged_modules as jm
-from jagged_modules.segmentation import MAX_SCHEDULES
+from jagged_modules.containers.segmentation import MAX_SCHEDULES
 
 from .processes import WORKERS, in_threads
 from .training_steps import make_steps, run_steps

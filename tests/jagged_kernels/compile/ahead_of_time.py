@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from jagged_kernels.ptxas import compile_kernel
+from jagged_kernels.common.ptxas import compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels import attention_kernels  # noqa: E402
-from jagged_kernels.activations import activation_function  # noqa: E402
-from jagged_kernels.configs import attention_config, attention_tile, padded_dim  # noqa: E402
+from jagged_kernels.attention import triton_kernels as attention_kernels  # noqa: E402
+from jagged_kernels.attention.configs import attention_config, attention_tile  # noqa: E402
+from jagged_kernels.common.activations import activation_function  # noqa: E402
+from jagged_kernels.common.configs import padded_dim  # noqa: E402
 
 from .ahead_of_time import MASKS, compile_for  # noqa: E402
 

@@ -6,10 +6,14 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels.activations import activation_function  # noqa: E402
-from jagged_kernels.configs import hopper_attention_config, padded_dim  # noqa: E402
-from jagged_kernels.hopper import attention, attention_backward, attention_dkdv, attention_score_gradients  # noqa: E402
-from jagged_kernels.hopper.attention_tiles import launch_options  # noqa: E402
+from jagged_kernels.attention import hopper_backward as attention_backward  # noqa: E402
+from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
+from jagged_kernels.attention import hopper_ds as attention_score_gradients  # noqa: E402
+from jagged_kernels.attention import hopper_forward as attention  # noqa: E402
+from jagged_kernels.attention.configs import hopper_attention_config  # noqa: E402
+from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
+from jagged_kernels.common.activations import activation_function  # noqa: E402
+from jagged_kernels.common.configs import padded_dim  # noqa: E402
 
 from .ahead_of_time import MASKS, compile_for, gluon_descriptor  # noqa: E402
 
@@ -78,8 +82,11 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group
 @pytest.mark.parametrize(
     "dim, dtype, activation, group",
     [
-        (64, "bf16", "softmax", 1), (64, "bf16", "gelu_tanh", 4), (96, "fp16", "silu", 1),
-        (128, "bf16", "softmax", 4), (128, "bf16", "gelu_tanh", 1),
+        (64, "bf16", "softmax", 1),
+        (64, "bf16", "gelu_tanh", 4),
+        (96, "fp16", "silu", 1),
+        (128, "bf16", "softmax", 4),
+        (128, "bf16", "gelu_tanh", 1),
     ],  # fmt: skip
 )
 def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, dtype, activation, group):

@@ -6,9 +6,10 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels import block_attention  # noqa: E402
-from jagged_kernels.configs import block_attention_config, block_attention_fits, padded_dim  # noqa: E402
-from jagged_kernels.hopper import block_attention as hopper  # noqa: E402
+from jagged_kernels.block_attention import hopper  # noqa: E402
+from jagged_kernels.block_attention import op as block_attention  # noqa: E402
+from jagged_kernels.block_attention.configs import block_attention_config, block_attention_fits  # noqa: E402
+from jagged_kernels.common.configs import padded_dim  # noqa: E402
 
 from .ahead_of_time import compile_for, gluon_descriptor  # noqa: E402
 

@@ -9,10 +9,10 @@ import pytest
 
 triton = pytest.importorskip("triton")
 
-from jagged_kernels import linear_compress_kernels  # noqa: E402
-from jagged_kernels.configs import hopper_product_config, linear_compress_config, weight_gradient_config  # noqa: E402
-from jagged_kernels.hopper.linear_compress_kernels import linear_compress_fwd_hopper_kernel  # noqa: E402
-from jagged_kernels.ptxas import hopper_ptxas  # noqa: E402
+from jagged_kernels.common.ptxas import hopper_ptxas  # noqa: E402
+from jagged_kernels.linear_compress import triton_kernels as linear_compress_kernels  # noqa: E402
+from jagged_kernels.linear_compress.configs import hopper_product_config, linear_compress_config, weight_gradient_config  # noqa: E402
+from jagged_kernels.linear_compress.hopper import linear_compress_fwd_hopper_kernel  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
@@ -76,7 +76,7 @@ def test_an_older_ptxas_loses_a_register(monkeypatch):
     """The fault that `hopper_ptxas` avoids, and that `compile_for` finds."""
     if hopper_ptxas() == get_ptxas(90):
         pytest.skip("Triton's own ptxas is sound")
-    monkeypatch.setattr("jagged_kernels.ptxas.FIRST_SOUND_RELEASE", (0,))
+    monkeypatch.setattr("jagged_kernels.common.ptxas.FIRST_SOUND_RELEASE", (0,))
     with pytest.raises(AssertionError, match="UR"):
         compile_linear_compress("fwd", 90, "bf16", (129, 8, 68), aligned_embeddings=False)
 

@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels import tile_list  # noqa: E402
+from jagged_kernels.schedule import device as tile_list  # noqa: E402
 
 from .ahead_of_time import compile_for  # noqa: E402
 

@@ -27,7 +27,7 @@ def test_operators(name):
 @pytest.mark.parametrize("name", ["jagged-bmm", "softmax", "linear-segments"])
 def test_long_segments(name, monkeypatch):
     """Segments that are cut into parts: by default into other parts where the batch has other rows."""
-    monkeypatch.setattr("jagged_kernels.launch.INVARIANT_SHIFT", 5)
+    monkeypatch.setattr("jagged_kernels.common.device.INVARIANT_SHIFT", 5)
     check(operators("cpu", torch.float32, implementation="triton")[name], [0, 1, 70, 300], [90], 4, most=3)
 
 

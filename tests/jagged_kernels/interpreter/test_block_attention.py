@@ -119,7 +119,7 @@ def test_compiled_without_recompiling_per_batch(form, offsets):
 @pytest.mark.parametrize("rotary", [None, "qk"])
 @pytest.mark.parametrize("form", FORMS)
 def test_operators_pass_opcheck(form, rotary, offsets):
-    from jagged_kernels import block_attention as kernels
+    from jagged_kernels.block_attention import op as kernels
 
     qkv, grad, segments = torch.randn(43, 3, 2, 16), torch.randn(43, 2, 16), offsets([3, 0, 40])
     rotary = rotary and jm.Rotary.from_frequencies(16, 40, rotary)
@@ -166,7 +166,7 @@ def test_packed_of_any_stride(check_packed_block_attention):
 @pytest.mark.parametrize("rotary", ROTARIES)
 def test_layer_keeps_the_projection_and_copies_nothing(rotary, check_block_layer_memory, monkeypatch):
     by_kernels = partial(F.block_diagonal_attention_packed, implementation="triton")
-    monkeypatch.setattr("jagged_modules.block_attention.block_diagonal_attention_packed", by_kernels)
+    monkeypatch.setattr("jagged_modules.layers.block_attention.block_diagonal_attention_packed", by_kernels)
     layer = jm.BlockDiagonalSelfAttention(32, 2, block_size=32, rotary=rotary, max_seqlen=130)
     check_block_layer_memory(layer, torch.randn(sum(LENGTHS), 32, requires_grad=True), LENGTHS)
 

@@ -12,7 +12,7 @@ from jagged_modules import functional as F
 triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
-from jagged_kernels.tiles import find_tile  # noqa: E402
+from jagged_kernels.common.loads import find_tile  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16]
 PRODUCTS = ["dense", "dense-bias", "dense-gelu_tanh", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
@@ -75,7 +75,7 @@ def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
 @pytest.mark.parametrize("shift", [0, 3, 6])
 @pytest.mark.parametrize("name", ["jagged", "sum"])
 def test_sums_of_chunks(jagged_products, monkeypatch, name, shift):
-    from jagged_kernels import jagged_matmul
+    from jagged_kernels.matmul import op as jagged_matmul
 
     monkeypatch.setattr(jagged_matmul, "chunk_shift", lambda *_: shift)
     lengths = [3, 0, 16, 1, 9, 0, 0, 8, 33] if shift < 6 else [64, 65, 0, 300, 1, 63]
@@ -83,7 +83,7 @@ def test_sums_of_chunks(jagged_products, monkeypatch, name, shift):
 
 
 def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
-    from jagged_kernels import jagged_matmul
+    from jagged_kernels.matmul import op as jagged_matmul
 
     monkeypatch.setattr(jagged_matmul, "sum_chunks_kernel", None)
     x = torch.randn(513, 3)
@@ -129,7 +129,7 @@ def test_the_tile_of_a_place(offsets, num_segments):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_offsets_of_both_kinds(offsets, dtype):
-    from jagged_kernels import jagged_matmul as jagged
+    from jagged_kernels.matmul import op as jagged
 
     x, y, both = torch.randn(9, 4), torch.randn(3, 4, 5), offsets([2, 0, 7]).to(dtype)
     expected = torch.cat([x[:2] @ y[0], x[2:] @ y[2]])
@@ -182,7 +182,7 @@ def test_only_the_gradients_asked_for(jagged_products, name):
 @pytest.mark.parametrize("kind", ["itself", "detached", "another-plan"])
 def test_scores_of_rows_with_themselves(monkeypatch, kind):
     """The same tensor twice has an operator of its own, but where one of them has no gradient, or the plan is of two offsets."""
-    from jagged_kernels import jagged_matmul as jagged
+    from jagged_kernels.matmul import op as jagged
 
     lengths, calls, gram = torch.tensor([3, 0, 70, 130]), [], jagged.triton_jagged_gram
     monkeypatch.setattr(jagged, "triton_jagged_gram", lambda *args: calls.append(args) or gram(*args))
@@ -205,7 +205,7 @@ def test_scores_of_rows_with_themselves(monkeypatch, kind):
 
 
 def test_operators_pass_opcheck(jagged_pair):
-    from jagged_kernels import jagged_matmul as jagged
+    from jagged_kernels.matmul import op as jagged
 
     offsets, (x_rows, y_rows, total) = jagged_pair(([3, 0, 7], [2, 4, 5]), "cpu")
     x, z, y, p = (torch.randn(size, requires_grad=True) for size in ((x_rows, 6), (x_rows, 4), (y_rows, 6), (total,)))

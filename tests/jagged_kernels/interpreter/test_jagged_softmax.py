@@ -31,7 +31,7 @@ def test_sizes_of_matrices(jagged_softmaxes, name, sizes):
 
 @pytest.mark.parametrize("shift", [2, 7])
 def test_chunks_of_long_segments(jagged_softmaxes, monkeypatch, shift):
-    from jagged_kernels import jagged_softmax
+    from jagged_kernels.softmax import op as jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
     lengths = [3, 0, 14, 1, 6, 0, 0, 4, 21] if shift == 2 else [64, 129, 0, 700, 1, 128]
@@ -41,7 +41,7 @@ def test_chunks_of_long_segments(jagged_softmaxes, monkeypatch, shift):
 
 @pytest.mark.parametrize("lengths, longest", [([500, 13], 500), ([600, 1], 20)], ids=["known", "understated"])
 def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, lengths, longest):
-    from jagged_kernels import jagged_softmax
+    from jagged_kernels.softmax import op as jagged_softmax
 
     launches = []
     kernel = jagged_softmax.jagged_softmax_kernel
@@ -64,7 +64,7 @@ def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, le
 @pytest.mark.parametrize("shift", [6, 9])
 def test_infinite_elements(jagged_softmaxes, monkeypatch, shift):
     """-inf before and after finite elements, and alone; +inf; as torch has them."""
-    from jagged_kernels import jagged_softmax
+    from jagged_kernels.softmax import op as jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
     operator, reference, (x,), *_ = jagged_softmaxes("softmax", ([300, 5, 20], [0] * 3), torch.float32, "cpu", 6)
@@ -117,7 +117,7 @@ def test_no_second_derivative(jagged_softmaxes, name):
 
 
 def test_operators_pass_opcheck(jagged_pair):
-    from jagged_kernels import jagged_softmax as jagged
+    from jagged_kernels.softmax import op as jagged
 
     offsets, (x_rows, y_rows, total) = jagged_pair(([3, 0, 7], [2, 4, 5]), "cpu")
     x, p = torch.randn(x_rows, 6, requires_grad=True), torch.randn(total, requires_grad=True)

@@ -28,7 +28,7 @@ def test_nothing_to_multiply(check_linear_compress, batches, depths):
 @pytest.mark.parametrize("rows", [5, 64, 150])
 def test_a_shared_levels_own_product(rows):
     """What the kernel makes of a shared level of many rows: fp32, with nothing added."""
-    from jagged_kernels.linear_compress import _compress
+    from jagged_kernels.linear_compress.op import _compress
 
     weight, embedding = torch.randn(rows, 33).half(), torch.randn(7, 33, 40).half()
     out = _compress(weight, embedding, (), (), torch.float32)
@@ -39,7 +39,7 @@ def test_a_shared_levels_own_product(rows):
 @pytest.mark.parametrize("groups", [2, 600])
 def test_sums_of_few_and_of_many_groups(groups):
     """Blocks are small where groups are few."""
-    from jagged_kernels.linear_compress import _group, _sum_groups
+    from jagged_kernels.linear_compress.op import _group, _sum_groups
 
     x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))
     expected = torch.zeros(groups, 7, 40).index_add(0, index, x)

@@ -6,8 +6,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from jagged_kernels.masks import column_blocks, first_target_column, num_partial_blocks, partial_block, row_blocks
-from jagged_kernels.tile_work import key_tile_work, query_tile_work
+from jagged_kernels.attention.mask import column_blocks, first_target_column, num_partial_blocks, partial_block, row_blocks
+from jagged_kernels.schedule.cost import key_tile_work, query_tile_work
 
 import jagged_modules as jm
 

@@ -1,0 +1,213 @@
+"""CandidateIndex: which user each candidate belongs to, in the forms callers have it."""
+
+from __future__ import annotations
+
+import contextlib
+
+import torch
+from jagged_kernels.common.one_thread import one_thread
+from torch import Tensor
+
+from ..validation import check_integers, check_offsets, check_size, values_are_checkable
+from .offsets import rows_and_segments
+from .segmentation import Segmentation, remember, segmentation_of
+
+
+class CandidateIndex:
+    """The candidate → user map of a batch.
+
+    Build it with one of `from_map`, `from_counts`, `from_offsets`, `from_jagged`; its attributes:
+
+        offsets: `[num_users + 1]`, candidates of user u, once grouped by user, are rows offsets[u] : offsets[u + 1].
+        order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
+        inverse: the permutation that undoes `order`, or None.
+
+    Example::
+
+        index = CandidateIndex.from_counts(torch.tensor([3, 0, 2]))   # users 0 and 2 have candidates 0..2 and 3..4
+        index = CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
+    """
+
+    def __init__(self, offsets: Tensor, order: Tensor | None = None, inverse: Tensor | None = None, host_counts: Tensor | None = None):
+        segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()  # else a pytree leaf
+        self.offsets, self.order, self.inverse, self._segmentation = offsets, order, inverse, segmentation
+        self._query_offsets: dict[int, Tensor] = {}
+        self._users: Tensor | None = None
+
+    @classmethod
+    def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
+        """The CandidateIndex itself, or `from_map` of a tensor `[num_candidates]` of user indices in any order.
+
+        Raises:
+            TypeError: neither a CandidateIndex nor an integer tensor.
+            ValueError: wrong shape, or host indices outside [0, num_users). Messages call the argument candidates.
+        """
+        if isinstance(candidates, CandidateIndex):
+            return candidates
+        if not isinstance(candidates, Tensor):
+            raise TypeError(f"candidates must be a CandidateIndex or a torch.Tensor, got {type(candidates).__name__}")
+        return cls.from_map(candidates, num_users, name="candidates")
+
+    @classmethod
+    def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
+        """From `[num_candidates]` user indices in any order; errors call them `name`.
+
+        Raises:
+            TypeError: not an integer tensor, or num_users not an int. ValueError: not 1-D, or (host tensors, or under `debug_checks`)
+            an index out of range.
+        """
+        check_integers(name, candidate_to_user)
+        check_size("num_users", num_users, at_least=0)
+        on_host = candidate_to_user.device.type == "cpu" and not torch.compiler.is_compiling()
+        with one_thread() if on_host else contextlib.nullcontext():
+            return cls._grouped(candidate_to_user, num_users, on_host, name)
+
+    @classmethod
+    def _grouped(cls, candidate_to_user: Tensor, num_users: int, on_host: bool, name: str) -> CandidateIndex:
+        if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
+            low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
+            if low < 0 or high >= num_users:
+                raise ValueError(f"{name} must be 0 to num_users - 1 = {num_users - 1}, got values {low} to {high}")
+        users, order = torch.sort(candidate_to_user, stable=True)
+        offsets = torch.searchsorted(users, torch.arange(num_users + 1, dtype=users.dtype, device=users.device))
+        if on_host and torch.equal(users, candidate_to_user):
+            return cls(offsets)
+        inverse = torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
+        return cls(offsets, order, inverse)
+
+    @classmethod
+    def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
+        """From `[num_users]` counts, int32 or int64; the candidates are grouped by user, in user order.
+
+        Raises:
+            TypeError: not an integer tensor. ValueError: not 1-D, or (host tensors, or under `debug_checks`) a negative count.
+        """
+        check_integers("candidates_per_user", candidates_per_user)
+        if values_are_checkable(candidates_per_user) and candidates_per_user.numel() and int(candidates_per_user.min()) < 0:
+            raise ValueError(f"candidates_per_user must not be negative, got {int(candidates_per_user.min())}")
+        counts = candidates_per_user.long()
+        return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
+
+    @classmethod
+    def from_offsets(cls, candidate_offsets: Tensor) -> CandidateIndex:
+        """From `[num_users + 1]` offsets, int32 or int64, of candidates grouped by user.
+
+        Raises:
+            TypeError: not an integer tensor. ValueError: not 1-D, empty, or (host tensors, or under `debug_checks`) offsets that do not
+            start at 0 or decrease.
+        """
+        check_offsets("candidate_offsets", candidate_offsets)
+        return cls(candidate_offsets)
+
+    @classmethod
+    def from_jagged(cls, x) -> CandidateIndex:
+        """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
+
+        Raises:
+            TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor with several keys, whose segments are not users.
+        """
+        from .jagged import Jagged
+
+        jagged = Jagged.wrap(x)
+        if jagged._keys is not None and len(jagged._keys) != 1:
+            raise ValueError(f"x must have one key, the candidates, got {jagged._keys}; pass x[key]")
+        return cls(jagged.offsets, host_counts=jagged.host_lengths)
+
+    @property
+    def host_counts(self) -> Tensor | None:
+        """`[num_users]` candidates per user on the host, or None if only the device knows them."""
+        return self._segmentation.lengths_on_host(self.offsets)
+
+    @property
+    def num_users(self) -> int:
+        return self.offsets.shape[0] - 1
+
+    @property
+    def is_sorted(self) -> bool:
+        """Whether the candidates are known to be grouped by user (a map on a device is not looked at)."""
+        return self.order is None
+
+    @property
+    def candidate_to_user(self) -> Tensor:
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Synchronises if the counts are on a device.
+
+        Raises:
+            ValueError: an index on meta, grouped by user: its number of candidates is unknown. `users` takes it as an argument.
+        """
+        if self.order is not None:
+            return self.users(self.order.shape[0])
+        if self.offsets.device.type == "meta":
+            raise ValueError("candidate_to_user is not known of candidates on meta: call users(num_candidates)")
+        return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
+
+    def users(self, num_candidates: int) -> Tensor:
+        """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""
+        if self._users is not None:
+            return self._users
+        if torch.compiler.is_compiling():
+            return self._find_users(num_candidates)
+        with torch.inference_mode(False):  # a later call may save them for its backward
+            self._users = users = self._find_users(num_candidates)
+        return users
+
+    def _find_users(self, num_candidates: int) -> Tensor:
+        _, users = rows_and_segments(self.offsets, num_candidates)
+        return users if self.inverse is None else users[self.inverse]
+
+    @property
+    def token(self) -> bytes:
+        """Identifies the candidates' segmentation: equal for all copies of the index, in every process and thread."""
+        return self._segmentation.token
+
+    def query_offsets(self, rows_per_candidate: int) -> Tensor:
+        """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
+        if rows_per_candidate == 1:
+            return self.offsets
+        if torch.compiler.is_compiling():
+            return self.offsets * rows_per_candidate
+        offsets = self._query_offsets.get(rows_per_candidate)
+        if offsets is None:
+            with torch.inference_mode(False):
+                offsets = self._query_offsets[rows_per_candidate] = self.offsets * rows_per_candidate
+        return offsets
+
+    def query_lengths(self, rows_per_candidate: int) -> Tensor | None:
+        """`[num_users]` query rows per user on the host, or None."""
+        return None if self.host_counts is None else self.host_counts * rows_per_candidate
+
+    def to(self, device, non_blocking: bool = False) -> CandidateIndex:
+        """The index with its tensors on `device`; self where they are there already. host_counts stay on the host."""
+        if self.offsets.device == torch.device(device):
+            return self
+        return self._map(lambda x: x.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> CandidateIndex:
+        """The index in page-locked memory. DataLoader calls it."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move) -> CandidateIndex:
+        offsets, order, inverse = (None if x is None else move(x) for x in (self.offsets, self.order, self.inverse))
+        self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
+        remember(offsets, self._segmentation)
+        moved = CandidateIndex(offsets, order, inverse)
+        moved._segmentation = self._segmentation
+        return moved
+
+    def check(
+        self,
+        num_candidates: int,
+        num_users: int | None,
+        names: tuple[str, str] = ("the queries have", "the history has"),
+        name: str = "candidates",
+    ) -> None:
+        """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
+        if num_users is not None and self.num_users != num_users:
+            raise ValueError(f"{name} describe {self.num_users} users, {names[1]} {num_users}")
+        described = None if self.order is None else self.order.shape[0]
+        if described is None and not torch.compiler.is_compiling() and self.host_counts is not None:
+            described = int(self.host_counts.sum())
+        if described is not None and described != num_candidates:
+            raise ValueError(f"{name} describe {described} candidates, {names[0]} {num_candidates}")
+
+    def __repr__(self) -> str:
+        return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"

@@ -1,0 +1,193 @@
+"""The CPU path: the operator and its gradient, group by group of segments of equal lengths, which `cpu_blocks` computes.
+
+Nothing is padded, so the work is that of the real rows. A segment, or a run of equal ones, is read where it lies; equal segments
+scattered over the batch are gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..autocast import host_operator
+from ..masks import AttentionMask
+from .attention_math import scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
+from .buckets import Rows, compute_dtype
+
+
+@host_operator("jagged_modules::attention_cpu")
+def attention_cpu(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
+    activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
+
+    mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is.
+    batch_invariant: segments are computed one by one, and without a mask query rows too. Other arguments are those of
+    `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
+    """
+    out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
+    queries, keys, values, results = _computable(activation, q, k, v, out)
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets, batch_invariant):
+        operands = group.operands(queries, keys, values)
+        if activation == "softmax":
+            block, block_lse = softmax_forward(*operands, *group.mask, scale)
+            _put(lse, group.rows, block_lse[..., None])
+        else:
+            block, _ = unfused_forward(*operands, *group.mask, scale, activation)
+        _put(results, group.rows, block)
+    return _as(out, _scaled(results, q_offsets, segment_scale, output_scale)), lse
+
+
+@attention_cpu.register_fake
+def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
+    return _empty_outputs(q, v, q_offsets, q_shared, activation)
+
+
+@host_operator("jagged_modules::attention_cpu_backward")
+def attention_cpu_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
+    q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
+    activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
+    batch_invariant: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
+    queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
+    grad = _scaled(grad, q_offsets, segment_scale, output_scale)
+    dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets, batch_invariant):
+        operands = _take(grad, group.rows), *group.operands(queries, keys, values)
+        if activation == "softmax":
+            block, block_lse = (_take(x, group.rows) for x in (*results, lse))
+            grads = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
+        else:
+            grads = unfused_backward(*operands, *group.mask, scale, activation)
+        if q_shared:
+            dq += grads[0].sum(0).transpose(0, 1)
+        else:
+            _put(dq, group.q_rows, grads[0])
+        for dx, grad_of_keys in ((dk, grads[1]), (dv, grads[2])):
+            _put(dx, group.kv_rows, grad_of_keys if group.first else _take(dx, group.kv_rows) + grad_of_keys)
+    return _as(q, dq), _as(k, dk), _as(v, dv)
+
+
+@attention_cpu_backward.register_fake
+def _(do, q, k, v, *args):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+
+
+class _Group(NamedTuple):
+    """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets; whether
+    they are of the first list of queries that reads these keys."""
+
+    rows: Rows
+    q_rows: Rows
+    kv_rows: Rows
+    mask: tuple[AttentionMask | None, int]
+    first: bool
+
+    def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
+        keys, values = (_take(x, self.kv_rows) for x in (k, v))
+        return _take(q, self.q_rows).expand(len(keys), -1, -1, -1), keys, values
+
+
+def _groups(
+    num_heads: int,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    q_shared: bool,
+    spec: list[int] | None,
+    num_targets: Tensor | None,
+    batch_invariant: bool,
+) -> Iterator[_Group]:
+    """Groups of segments that have queries and keys, one query group after the other.
+
+    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on its user's others.
+    """
+    mask = None if spec is None else AttentionMask.from_spec(spec, num_targets)
+    q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
+    num_segments, by_rows = len(kv_bounds) - 1, batch_invariant and mask is None and not q_shared
+    targets = [0] * num_segments if num_targets is None else num_targets.tolist()
+    starts = defaultdict(list)
+    for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
+        bounds = q_bounds[first : first + num_segments + 1]
+        for q_start, q_end, kv_start, kv_end, t in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets):
+            if q_end > q_start and kv_end > kv_start:
+                num_queries = 1 if by_rows else q_end - q_start
+                starts[first, num_queries, kv_end - kv_start, t] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
+    for (list_start, num_queries, num_keys, t), pairs in starts.items():
+        at_a_time = 1 if batch_invariant else max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
+        for first in range(0, len(pairs), at_a_time):
+            q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
+            rows, kv_rows = Rows.of(q_starts, num_queries, batch_invariant), Rows.of(kv_starts, num_keys, batch_invariant)
+            q_rows = Rows.of((0,), num_queries) if q_shared else rows
+            yield _Group(rows, q_rows, kv_rows, (mask, t), list_start == 0 and not by_rows)
+
+
+def _take(x: Tensor, rows: Rows) -> Tensor:
+    """`[segments, heads, length, dim]` of `[rows, heads, dim]`."""
+    return rows.take(x).transpose(1, 2)
+
+
+def _put(x: Tensor, rows: Rows, block: Tensor) -> None:
+    """Undo `_take`: write a block to its rows of x."""
+    rows.put(x, block.transpose(1, 2))
+
+
+def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
+    """fp32 or fp64; for the fused kernels one head dim (zeros change neither scores nor results) and last stride 1."""
+    width = max(x.shape[-1] for x in tensors)
+    for x in tensors:
+        x = x.to(compute_dtype(x))
+        if activation == "softmax":
+            x = pad(x, (0, width - x.shape[-1])) if x.shape[-1] < width else x
+            x = x if x.stride(-1) == 1 else x.contiguous()
+        yield x
+
+
+def _as(like: Tensor, x: Tensor) -> Tensor:
+    """Undo `_computable`: the dtype and head dim of `like`."""
+    x = x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]  # a view of all would be a view to autograd too
+    return x.to(like.dtype).contiguous()
+
+
+def _scaled(x: Tensor, q_offsets: Tensor, segment_scale: Tensor | None, output_scale: float) -> Tensor:
+    """Rows of the output, or its gradient, times their segment's factor and that of all."""
+    if segment_scale is not None:
+        x = x * torch.repeat_interleave(segment_scale.to(x.dtype), q_offsets.diff())[:, None, None]
+    return x if output_scale == 1 else x * output_scale
+
+
+def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str) -> tuple[Tensor, Tensor]:
+    rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
+    lse_rows = rows if activation == "softmax" else 0
+    return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((lse_rows, q.shape[1], 1), dtype=compute_dtype(q))
+
+
+def _setup_context(ctx, inputs, output):
+    q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, mask, num_targets, segment_scale, *options = inputs
+    saved = output if activation == "softmax" else (None, None)
+    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, num_targets, segment_scale)
+    ctx.flags = scale, q_shared, activation, mask
+    ctx.options = options
+
+
+def _backward(ctx, do, _dlse):
+    *tensors, num_targets, segment_scale = ctx.saved_tensors
+    grads = attention_cpu_backward(do, *tensors, *ctx.flags, num_targets, segment_scale, *ctx.options)
+    return *grads, *[None] * 10
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("jagged_attention is not differentiable twice")
+
+
+attention_cpu.register_autograd(_backward, setup_context=_setup_context)
+attention_cpu_backward.register_autograd(_no_second_derivative)

@@ -1,0 +1,92 @@
+"""CPU operators of `batch_invariant`, which compute one matrix or one row at a time.
+
+torch splits a matrix multiplication or pointwise function of a whole batch into blocks by its size, and computes elements at a block's edge
+by other instructions than those inside. Computed alone, from its own memory, a matrix or row has results that do not depend on the batch.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..activations import POINTWISE
+from ..autocast import host_operator
+from .buckets import compute_dtype
+
+
+@host_operator("jagged_modules::products_cpu")
+def products_cpu(weight: Tensor, x: Tensor) -> Tensor:
+    """weight `[M, K]` @ x[b] `[K, N]` for every b, `[B, M, N]`. Derivatives of any order."""
+    out = x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
+    weight = weight.to(compute_dtype(weight)).contiguous()
+    for matrix, result in zip(x, out):
+        result.copy_(torch.mm(weight, _copy(matrix)))
+    return out
+
+
+@host_operator("jagged_modules::pointwise_rows_cpu")
+def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
+    """A pointwise activation, by its name, of each row of x `[L, D]`; `[L, D]`."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for row, result in zip(x, out):
+        result.copy_(POINTWISE[activation].function(_copy(row)))
+    return out
+
+
+@host_operator("jagged_modules::pointwise_rows_backward_cpu")
+def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Tensor:
+    """Gradient `[L, D]` of x `[L, D]`, for the gradient `[L, D]` of the result."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    for row_grad, row, result in zip(grad, x, out):
+        result.copy_(POINTWISE[activation].backward(_copy(row_grad), _copy(row)))
+    return out
+
+
+def _copy(x: Tensor) -> Tensor:
+    """A contiguous, aligned copy, in fp32 or fp64."""
+    return x.to(compute_dtype(x), copy=True, memory_format=torch.contiguous_format)
+
+
+@products_cpu.register_fake
+def _(weight, x):
+    return x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
+
+
+@pointwise_rows_cpu.register_fake
+def _(x, activation):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@pointwise_rows_backward_cpu.register_fake
+def _(grad, x, activation):
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _setup_products(ctx, inputs, output):
+    ctx.save_for_backward(*inputs)
+
+
+def _products_backward(ctx, do):
+    """dW is a sum over the batch, so it cannot be batch-invariant."""
+    weight, x = ctx.saved_tensors
+    wants_weight, wants_x = ctx.needs_input_grad
+    dweight = torch.tensordot(do, x, dims=([0, 2], [0, 2])) if wants_weight else None
+    return dweight, products_cpu(weight.mT, do) if wants_x else None
+
+
+def _setup_pointwise(ctx, inputs, output):
+    x, ctx.activation = inputs
+    ctx.save_for_backward(x)
+
+
+def _pointwise_backward(ctx, grad):
+    return pointwise_rows_backward_cpu(grad, *ctx.saved_tensors, ctx.activation), None
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("activations are not differentiable twice under batch_invariant")
+
+
+products_cpu.register_autograd(_products_backward, setup_context=_setup_products)
+pointwise_rows_cpu.register_autograd(_pointwise_backward, setup_context=_setup_pointwise)
+pointwise_rows_backward_cpu.register_autograd(_no_second_derivative)

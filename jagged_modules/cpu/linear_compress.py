@@ -1,0 +1,48 @@
+"""Linear compression by linearity, in plain torch: a product per level, gathered and added. The CPU path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from .invariant import products_cpu
+
+
+def linear_compress_decomposed(
+    weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], align: int = 1, batch_invariant: bool = False
+) -> Tensor:
+    """Σ_l (W_l @ E_l)[index_l]; see `functional.linear_compress` for shapes. K is padded with zeros to a multiple of `align`.
+
+    batch_invariant: products are computed one by one, on the host.
+    """
+    product = products_cpu if batch_invariant else _SharedProduct.apply
+    *shared, out = (product(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
+    for product, index in zip(shared, indices):
+        out = out + product.index_select(0, index)
+    return out
+
+
+def _pad(weight: Tensor, embedding: Tensor, align: int) -> tuple[Tensor, Tensor]:
+    missing = -weight.shape[1] % align
+    return (functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing))) if missing else (weight, embedding)
+
+
+class _SharedProduct(torch.autograd.Function):
+    """W @ E[b] for every b. Autograd would take dW as `[B, M, K]` products and sum them; here it is one product over b and n."""
+
+    @staticmethod
+    def forward(ctx, weight: Tensor, embedding: Tensor) -> Tensor:
+        ctx.save_for_backward(weight, embedding)
+        return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
+
+    @staticmethod
+    def backward(ctx, do: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        weight, embedding = ctx.saved_tensors
+        wants_weight, wants_embedding = ctx.needs_input_grad
+        return (
+            torch.tensordot(do, embedding, dims=([0, 2], [0, 2])) if wants_weight else None,
+            torch.bmm(weight.T.expand(do.shape[0], -1, -1), do) if wants_embedding else None,
+        )

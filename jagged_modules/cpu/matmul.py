@@ -1,0 +1,143 @@
+"""The CPU path of the jagged products and softmaxes: blocks of segments of equal lengths, each other's gradients.
+
+Everything is said of a flat buffer p in which segment b is a matrix `[N_b, M_b]`, row by row: the scores of N_b rows of x with M_b
+rows of y. A jagged tensor `[L, D]`, flattened, is such a buffer too, of N_b rows and D columns.
+batch_invariant: segments are computed one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..autocast import host_operator
+from .buckets import Rows, compute_dtype, groups
+
+
+@host_operator("jagged_modules::outer_cpu")
+def outer_cpu(
+    x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int, batch_invariant: bool = False
+) -> Tensor:
+    """p[b] = x[b] @ y[b]ᵀ, `[total]`."""
+    p = x.new_zeros(total)
+    for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
+        scores.put(p, torch.bmm(_take(x, rows), _take(y, columns).mT))
+    return p
+
+
+@host_operator("jagged_modules::product_cpu")
+def product_cpu(
+    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """out[b] = p[b] @ y[b], over x's rows; if transposed p[b]ᵀ @ y[b], over y's rows, of a y over x's rows: `[out_rows, D]`."""
+    out = y.new_zeros(out_rows, y.shape[1])
+    for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
+        block = _take(p, scores).view(-1, rows.length, columns.length)
+        if transposed:
+            columns.put(out, torch.bmm(block.mT, _take(y, rows)))
+        else:
+            rows.put(out, torch.bmm(block, _take(y, columns)))
+    return out
+
+
+@host_operator("jagged_modules::softmax_cpu")
+def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False) -> Tensor:
+    """Softmax of each row of p[b], or of each column."""
+    out = p.new_zeros(p.shape)
+    for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
+        scores.put(out, _take(p, scores).view(-1, *shape).softmax(1 if columns else 2))
+    return out
+
+
+@host_operator("jagged_modules::softmax_backward_cpu")
+def softmax_backward_cpu(
+    grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False
+) -> Tensor:
+    """dp = out ∘ (grad − Σ out ∘ grad), sums over a row, or a column."""
+    dp = out.new_zeros(out.shape)
+    for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
+        block, block_grad = (_take(x, scores).view(-1, *shape) for x in (out, grad))
+        scores.put(dp, torch._softmax_backward_data(block_grad, block, 1 if columns else 2, block.dtype))
+    return dp
+
+
+def _matrices(
+    x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, batch_invariant: bool
+) -> Iterator[tuple[Rows, tuple[int, int]]]:  # fmt: skip
+    for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
+        yield scores, (rows.length, columns.length)
+
+
+def _take(x: Tensor, rows: Rows) -> Tensor:
+    return rows.take(x).to(compute_dtype(x))
+
+
+@outer_cpu.register_fake
+def _(x, y, x_offsets, y_offsets, p_offsets, total, *options):
+    return x.new_empty(total)
+
+
+@product_cpu.register_fake
+def _(p, y, x_offsets, y_offsets, p_offsets, out_rows, *options):
+    return y.new_empty(out_rows, y.shape[1])
+
+
+@softmax_cpu.register_fake
+def _(p, *args):
+    return p.new_empty(p.shape)
+
+
+@softmax_backward_cpu.register_fake
+def _(grad, out, *args):
+    return out.new_empty(out.shape)
+
+
+def _setup_outer(ctx, inputs, output):
+    x, y, *offsets, total, ctx.batch_invariant = inputs
+    ctx.save_for_backward(x, y, *offsets)
+
+
+def _outer_backward(ctx, dp):
+    """dx[b] = dp[b] @ y[b],  dy[b] = dp[b]ᵀ @ x[b]."""
+    x, y, *offsets = ctx.saved_tensors
+    wants_x, wants_y, *_ = ctx.needs_input_grad
+    dx = product_cpu(dp, y, *offsets, x.shape[0], False, ctx.batch_invariant) if wants_x else None
+    dy = product_cpu(dp, x, *offsets, y.shape[0], True, ctx.batch_invariant) if wants_y else None
+    return dx, dy, *[None] * 5
+
+
+def _setup_product(ctx, inputs, output):
+    p, y, *offsets, out_rows, ctx.transposed, ctx.batch_invariant = inputs
+    ctx.save_for_backward(p, y, *offsets)
+
+
+def _product_backward(ctx, do):
+    """dp[b] = do[b] @ y[b]ᵀ, or y[b] @ do[b]ᵀ of the transposed;  dy[b] is the product with p[b] the other way round."""
+    p, y, *offsets = ctx.saved_tensors
+    wants_p, wants_y, *_ = ctx.needs_input_grad
+    pair = (y, do) if ctx.transposed else (do, y)
+    dp = outer_cpu(*pair, *offsets, p.shape[0], ctx.batch_invariant) if wants_p else None
+    dy = product_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant) if wants_y else None
+    return dp, dy, *[None] * 6
+
+
+def _setup_softmax(ctx, inputs, output):
+    _, *offsets, ctx.columns, ctx.batch_invariant = inputs
+    ctx.save_for_backward(output, *offsets)
+
+
+def _softmax_backward(ctx, grad):
+    return softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant), *[None] * 5
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("the jagged softmaxes are not differentiable twice")
+
+
+outer_cpu.register_autograd(_outer_backward, setup_context=_setup_outer)
+product_cpu.register_autograd(_product_backward, setup_context=_setup_product)
+softmax_cpu.register_autograd(_softmax_backward, setup_context=_setup_softmax)
+softmax_backward_cpu.register_autograd(_no_second_derivative)

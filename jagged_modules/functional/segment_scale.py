@@ -1,0 +1,30 @@
+"""One number per segment, expanded to the segment's rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
+    """x `[B]` repeated for the rows of each segment, `[num_rows]`; offsets `[B + 1]` on x's device.
+
+    The gradient is summed in a fixed order: torch.repeat_interleave's is not deterministic on a GPU.
+    """
+    if x.is_cuda and x.requires_grad and x.dtype == torch.float32:
+        return _ExpandToRows.apply(x, offsets, num_rows)
+    return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
+
+
+class _ExpandToRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        from jagged_kernels.matmul.op import triton_jagged_sum
+
+        (offsets,) = ctx.saved_tensors
+        return triton_jagged_sum(grad.unsqueeze(1), offsets).squeeze(1), None, None

@@ -1,0 +1,123 @@
+"""BlockDiagonalSelfAttention: rows attend to the rows of their own block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ..containers.jagged import wrap_rows
+from ..functional import block_diagonal_attention_packed
+from ..functional.attention import BLOCKS, MAX_HEAD_DIM
+from ..rotary import Rotary, rotary_tables
+from ..validation import check_size, resolve_head_dim
+from .invariant import fixed_rows
+from .parameters import reset_all
+
+
+class BlockDiagonalSelfAttention(nn.Module):
+    """Multi-head softmax attention within blocks of rows, counted from the start of each segment, with rotary positions.
+
+        [q | k | v] = x W + b        out = block_diagonal_attention(q, k, v) W_o + b_o
+
+    Time and memory are linear in the rows. The kernels read q, k and v in place from the packed projection, which is all that is kept for
+    their backward, rotate them on the way, and write their gradients as one tensor.
+
+    Args:
+        embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with rotary.
+        num_heads: attention heads.
+        block_size: rows of a block: 16, 32, 64 or 128. The last block of a segment may be shorter.
+        rotary: what is turned by its position in the segment: "qk", "qkv" (values too), or None.
+        device: device of the parameters and tables.
+        max_seqlen: the longest segment with rotary, 8192 unless given: rows of the tables of cos and sin, which are fp32 whatever the
+            layer's dtype.
+
+    Raises:
+        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256 or, with rotary, of odd
+        width; another block_size or rotary.
+
+    Example::
+
+        attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # blocks of 16 and 4, of 16 and 14 rows
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        block_size: int = 64,
+        rotary: str | None = "qk",
+        device=None,
+        *,
+        max_seqlen: int = 8192,
+    ) -> None:
+        super().__init__()
+        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        check_size("block_size", block_size)
+        if block_size not in BLOCKS:
+            raise ValueError(f"block_size must be one of {BLOCKS}, got {block_size}")
+        if rotary not in ("qk", "qkv", None):
+            raise ValueError(f'rotary must be "qk", "qkv" or None, got {rotary!r}')
+        check_size("max_seqlen", max_seqlen)
+        if rotary is not None and self.head_dim % 2:
+            raise ValueError(f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and {num_heads}")
+        self.embedding_dim, self.num_heads, self.block_size = embedding_dim, num_heads, block_size
+        self.rotary, self.max_seqlen = rotary, max_seqlen
+        self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device)
+        self.tables = None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        reset_all(self.children())
+
+    @fixed_rows
+    def forward(self, x):
+        """Attend.
+
+        Args:
+            x: any container of `[L, E]` values, with rotary no segment longer than max_seqlen.
+
+        Returns:
+            x's kind of container, with `[L, E]` values in the dtype of the projections.
+
+        Raises:
+            TypeError, ValueError: an input of another kind or shape, or with a segment that is too long.
+        """
+        jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
+        qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
+        rotary = None if self.rotary is None else Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
+        out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
+        return jagged.unwrap(self.out_proj(out.flatten(1)))
+
+    def extra_repr(self) -> str:
+        sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, block_size={self.block_size}"
+        return f"{sizes}, rotary={self.rotary!r}, max_seqlen={self.max_seqlen}"
+
+
+class _RotaryTables(nn.Module):
+    """cos and sin `[max_seqlen, head_dim / 2]`, fp32. Only their device ever changes.
+
+    A layer built on the meta device keeps them on the host: DistributedModelParallel zeroes buffers on meta, and resets only modules that
+    own parameters. It moves host buffers to the device with the rest of the model.
+    """
+
+    def __init__(self, head_dim: int, max_seqlen: int, device=None) -> None:
+        super().__init__()
+        self.sizes = head_dim, max_seqlen
+        self._make(torch.empty(0, device=device).device)
+
+    def _make(self, device: torch.device) -> None:
+        tables = rotary_tables(*self.sizes, device="cpu" if device.type == "meta" else device)
+        for name, table in zip(("cos", "sin"), tables):
+            self.register_buffer(name, table, persistent=False)
+
+    def reset_parameters(self) -> None:
+        """Compute the tables again, for callers that replace buffers by uninitialised memory."""
+        self._make(self.cos.device)
+
+    def _apply(self, fn, recurse=True):
+        device = fn(self.cos[:0]).device  # fn is used for its device only: it may also round (half) or drop the values (to_empty)
+        if device.type != "meta":
+            self.cos, self.sin = self.cos.to(device), self.sin.to(device)
+        return self

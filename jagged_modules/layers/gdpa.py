@@ -1,0 +1,250 @@
+"""JaggedGDPA: attention with any activation, as self-attention, cross-attention, pooling by seeds, or a feed-forward of learned rows."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor, nn
+
+from ..activations import ACTIVATIONS
+from ..containers.jagged import check_same_segments, wrap_rows
+from ..functional import jagged_attention
+from ..functional.attention import MAX_HEAD_DIM
+from ..masks import AttentionMask, check_num_targets
+from ..validation import check_flag, check_number, check_size, resolve_head_dim
+from .invariant import fixed_rows
+from .parameters import reset_all
+
+
+@dataclasses.dataclass(frozen=True)
+class GDPAConfig:
+    """The rarer options of `JaggedGDPA`.
+
+    Args:
+        head_dim: width D of each head; embedding_dim / num_heads if None.
+        num_kv_heads: heads of keys and values, a divisor of num_heads; num_heads if None.
+        qk_norm: RMSNorm, in fp32 and with learned weights, over the head dim of queries and keys.
+        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
+        output_scale: factor after the activation; 1 with softmax.
+        dropout: probability, on the attention's result before the output projection (weights are never materialised).
+        num_seeds: so many learned rows are the queries of every segment (pooling by multi-head attention, PMA).
+        num_weights: so many learned rows are the keys and values of every segment (a feed-forward: activation(q Kᵀ) V).
+
+    Raises:
+        TypeError, ValueError: fields of another kind or out of range; num_seeds together with num_weights.
+    """
+
+    head_dim: int | None = None
+    num_kv_heads: int | None = None
+    qk_norm: bool = False
+    scale: float | None = None
+    output_scale: float = 1.0
+    dropout: float = 0.0
+    num_seeds: int = 0
+    num_weights: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "num_kv_heads"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        check_flag("qk_norm", self.qk_norm)
+        if self.scale is not None:
+            check_number("scale", self.scale)
+        check_number("output_scale", self.output_scale)
+        check_number("dropout", self.dropout, 0, 1)
+        check_size("num_seeds", self.num_seeds, at_least=0)
+        check_size("num_weights", self.num_weights, at_least=0)
+        if self.num_seeds and self.num_weights:
+            raise ValueError(f"num_seeds and num_weights exclude one another, got {self.num_seeds} and {self.num_weights}")
+
+
+class JaggedGDPA(nn.Module):
+    """Generalised dot-product attention within each segment: any activation in place of softmax. Norms and residual are the caller's.
+
+        out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x or W_kv context, per head
+
+    As in "Generalized Dot-Product Attention" (Meta's PyTorch blog) with `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)`.
+
+    | config | queries | keys and values |
+    |---|---|---|
+    | | the rows of x | the rows of x, or of context |
+    | num_seeds | learned | the rows of x |
+    | num_weights | the rows of x | learned |
+
+    Learned rows are shared by all segments and never replicated.
+
+    Args:
+        embedding_dim: width E of the rows, in and out.
+        num_heads: query heads.
+        activation: "softmax" or any other of `functional.jagged_attention`.
+        mask: which keys each row sees; everything if None. Not with learned rows, which have no position.
+        config: the other options; `GDPAConfig()` if None.
+        device: device of the parameters.
+
+    Raises:
+        TypeError, ValueError: arguments of another kind; sizes that do not divide or give heads wider than 256; an unknown activation;
+        softmax with an output_scale; a mask with learned rows.
+
+    Example::
+
+        x = torch.randn(5, 32), torch.tensor([0, 2, 5])                        # two users with 2 and 3 events
+        values, offsets = jm.JaggedGDPA(32, num_heads=4, mask=jm.AttentionMask(causal=True))(x)
+        pooled = jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2))(x)      # [2, 2, 32]
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        activation: str = "gelu_tanh",
+        mask: AttentionMask | None = None,
+        config: GDPAConfig | None = None,
+        device=None,
+    ) -> None:
+        super().__init__()
+        config = GDPAConfig() if config is None else config
+        if not isinstance(config, GDPAConfig):
+            raise TypeError(f"config must be a GDPAConfig, got {type(config).__name__}")
+        self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
+        self.num_kv_heads = num_heads if config.num_kv_heads is None else config.num_kv_heads
+        if num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {self.num_kv_heads}")
+        if activation not in ACTIVATIONS:
+            raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
+        if activation == "softmax" and config.output_scale != 1:
+            raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
+        if mask is not None and not isinstance(mask, AttentionMask):
+            raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+        if mask is not None and (config.num_seeds or config.num_weights):
+            raise ValueError("mask must be None with num_seeds or num_weights: learned rows have no position")
+        self.embedding_dim, self.num_heads, self.activation, self.mask, self.config = embedding_dim, num_heads, activation, mask, config
+        width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+
+        def learned_rows(count: int, heads: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(count, heads, self.head_dim, device=device))
+
+        if config.num_seeds:
+            self.seeds = learned_rows(config.num_seeds, num_heads)
+        else:
+            self.q_proj = nn.Linear(embedding_dim, width, device=device)
+        if config.num_weights:
+            self.key_weights = learned_rows(config.num_weights, self.num_kv_heads)
+            self.value_weights = learned_rows(config.num_weights, self.num_kv_heads)
+        else:
+            self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device)
+        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, device=device) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.dropout = nn.Dropout(config.dropout)
+        self.out_proj = nn.Linear(width, embedding_dim, device=device)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device.
+
+        Projections as nn.Linear does, norms with 1, seeds and learned keys with variance 1, the values of W learned rows with 1/W.
+        """
+        reset_all(self.children())
+        if self.config.num_seeds:
+            nn.init.normal_(self.seeds)
+        if self.config.num_weights:
+            nn.init.normal_(self.key_weights)
+            nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
+
+    @fixed_rows
+    def forward(self, x, context=None, num_targets: Tensor | None = None):
+        """Attend.
+
+        Args:
+            x: any container of `[L, E]` values.
+            context: any container of `[M, E]` values with as many segments, whose rows are the keys and values in place of x's own.
+            num_targets: `[B]` int32 or int64, how many last rows of each segment are targets; in place of the mask's.
+
+        Returns:
+            x's kind of container, with `[L, E]` values; with seeds a dense `[B, num_seeds, E]`. The dtype is the projections'.
+            A row that sees no key gets out_proj's bias.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together; context or num_targets with learned rows.
+        """
+        config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
+        if config.num_seeds or config.num_weights:
+            for name, argument in (("context", context), ("num_targets", num_targets)):
+                if argument is not None:
+                    raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
+        keys = jagged if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
+        check_same_segments("x", jagged, "context", keys)
+        mask, name = self.mask, "mask.num_targets"
+        if num_targets is not None:
+            mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
+        if mask is not None:
+            check_num_targets(name, mask.num_targets, keys.offsets, keys.values.device, "the layer's")
+
+        q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
+        if config.num_weights:
+            k, v, schedule = self.key_weights, self.value_weights, None
+        else:
+            k, v = self.kv_proj(keys.values).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+            sizes = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=v.dtype)
+            schedule = keys.schedule(queries=config.num_seeds or jagged, mask=mask, **sizes)
+        out = jagged_attention(
+            self.q_norm(q),
+            self.k_norm(k),
+            v,
+            "shared" if config.num_seeds else jagged.offsets,
+            "shared" if config.num_weights else keys.offsets,
+            activation=self.activation,
+            scale=config.scale,
+            output_scale=config.output_scale,
+            mask=mask,
+            schedule=schedule,
+        )
+        out = self.out_proj(self.dropout(out.flatten(1)))
+        return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
+
+    def extra_repr(self) -> str:
+        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, activation={self.activation!r}, config={self.config}"
+
+
+class GDPABlock(nn.Module):
+    """x + JaggedGDPA(RMSNorm(x), context): the residual block that models stack.
+
+    Args:
+        As `JaggedGDPA`, except that config must have no num_seeds: pooled rows have no residual.
+
+    Raises:
+        TypeError, ValueError: as `JaggedGDPA`; num_seeds.
+
+    Example::
+
+        encoder = nn.Sequential(
+            jm.GDPABlock(32, num_heads=4),                                              # events look at one another,
+            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),        # each goes through a feed-forward,
+            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),          # and 2 seeds pool them
+        )
+        encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))                          # [2, 2, 32]
+    """
+
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        activation: str = "gelu_tanh",
+        mask: AttentionMask | None = None,
+        config: GDPAConfig | None = None,
+        device=None,
+    ) -> None:
+        super().__init__()
+        self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device)
+        if self.attention.config.num_seeds:
+            raise ValueError(f"num_seeds must be 0: pooled rows have no residual, got {self.attention.config.num_seeds}")
+        self.norm = nn.RMSNorm(embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
+        reset_all(self.children())
+
+    def forward(self, x, context=None, num_targets: Tensor | None = None):
+        """Update every row. Arguments, result and errors are those of `JaggedGDPA.forward`; context is not normalised."""
+        jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
+        update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)
+        return jagged.unwrap(jagged.values + update.values)

@@ -1,0 +1,382 @@
+"""HSTU: layers of pointwise attention over events and targets, and scoring of targets against cached histories."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as nnf
+
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..functional import jagged_attention
+from ..functional.attention import MAX_HEAD_DIM
+from ..functional.jagged_ops import layer_norm_rows
+from ..masks import AttentionMask, check_num_targets
+from ..validation import check_integers, check_layer_input, check_number, check_size, resolve_head_dim
+from .invariant import fixed_rows
+from .parameters import reset_all
+
+NORM_EPS = 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class HSTUConfig:
+    """What the layers of an HSTU share.
+
+    Args:
+        head_dim: width of q and k per head; embedding_dim / num_heads if None.
+        linear_dim: width of u and v per head; embedding_dim / num_heads if None.
+        dropout: probability, on the input of the output projection.
+        scaling_seqlen: attention weights are divided by this length. If None, by the container's max_seqlen, which must be known to
+            the host then; a number of its own keeps a row's result independent of the batch it came in.
+        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size: of the causal mask, see `AttentionMask`.
+
+    Raises:
+        TypeError, ValueError: fields of another kind, or out of range.
+    """
+
+    head_dim: int | None = None
+    linear_dim: int | None = None
+    dropout: float = 0.0
+    scaling_seqlen: int | None = None
+    contextual_seqlen: int = 0
+    max_attn_len: int = 0
+    min_full_attn_seqlen: int = 0
+    target_group_size: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "linear_dim", "scaling_seqlen"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        check_number("dropout", self.dropout, 0, 1)
+        self.mask()  # checks its fields
+
+    def mask(self, num_targets: Tensor | None = None) -> AttentionMask:
+        """The layers' mask, for `Jagged.prepare`."""
+        names = ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size")
+        return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
+
+
+class HSTULayer(nn.Module):
+    """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152, as Meta's generative-recommenders compute it).
+
+        [u | v | q | k] = LayerNorm(x) W + b        u = silu(u)
+        a = attention of q, k and v with silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen in place of softmax, under HSTU's mask
+        y = u · LayerNorm(a), in fp32
+        out = x + dropout([u | a | y]) W_o
+
+    q, k and v are read in place from the packed projection.
+
+    Args:
+        embedding_dim: width E of the rows.
+        num_heads: attention heads.
+        config: the other sizes, dropout and mask; `HSTUConfig()` if None.
+        device: device of the parameters.
+
+    Raises:
+        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256.
+
+    Example::
+
+        layer = jm.HSTULayer(32, num_heads=4, config=jm.HSTUConfig(scaling_seqlen=100))
+        x = torch.randn(5, 32), torch.tensor([0, 2, 5])                        # two users with 2 and 3 rows
+        values, offsets = layer(x, num_targets=torch.tensor([1, 1]))           # the last of each is a target
+    """
+
+    def __init__(self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device=None) -> None:
+        super().__init__()
+        config = HSTUConfig() if config is None else config
+        if not isinstance(config, HSTUConfig):
+            raise TypeError(f"config must be an HSTUConfig, got {type(config).__name__}")
+        self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
+        self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
+        self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
+        width = num_heads * self.linear_dim
+        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device)
+        self.uvqk_proj = _xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
+        self.output_norm = nn.LayerNorm(width, eps=NORM_EPS, device=device)
+        self.dropout = nn.Dropout(config.dropout)
+        self.out_proj = _xavier_linear(3 * width, embedding_dim, bias=False, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device."""
+        reset_all(self.children())
+
+    def forward(
+        self,
+        x,
+        num_targets: Tensor | None = None,
+        *,
+        cache: Jagged | None = None,
+        cache_rows: Tensor | slice | None = None,
+        update: bool = True,
+    ):
+        """Update every row.
+
+        Args:
+            x: any container of `[L, E]` values: each segment is context, then history, then targets.
+            num_targets: `[B]` int32 or int64, how many last rows of each segment are targets; none if None. Targets see the history
+                and no other target but the earlier ones of their group.
+            cache: this layer's keys and values of B histories, as cache_rows returned them. Every row of x is then a target of its
+                history; num_targets, if given, must be the segments' lengths.
+            cache_rows: a slice or `[n]` indices of rows of x whose keys and values are returned too.
+            update: False: the rows are not updated, and the result has None in place of the container. Enough for the last layer when
+                histories are cached.
+
+        Returns:
+            x's kind of container, with `[L, E]` values. With cache_rows a pair: the container, and `[n, H, head_dim + linear_dim]`.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together; no scaling_seqlen and a container without max_seqlen.
+        """
+        jagged, mask = self._wrap("x", x), self.config.mask(num_targets)
+        check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
+        if cache is not None:
+            self._check_cache("x", jagged, cache)
+            check_layer_input("cache's values", cache.values, self.uvqk_proj)
+        if isinstance(cache_rows, Tensor):
+            check_integers("cache_rows", cache_rows)
+        elif cache_rows is not None and not isinstance(cache_rows, slice):
+            raise TypeError(f"cache_rows must be a torch.Tensor or a slice, got {type(cache_rows).__name__}")
+        u, q, k, v = self._project(jagged)
+        out = None
+        if update:
+            if cache is None:
+                a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged))
+            else:
+                a = self._attend_with_cache(q, k, v, jagged, cache, num_targets)
+            out = jagged.unwrap(self._output(jagged.values, u, a))
+        return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
+
+    def _wrap(self, name: str, x) -> Jagged:
+        return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
+
+    def _check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
+        """TypeError or ValueError unless the cache holds this layer's keys and values for each segment of x, which errors call `name`."""
+        if not isinstance(cache, Jagged):
+            raise TypeError(f"cache must be a Jagged of keys and values, got {type(cache).__name__}")
+        check_same_segments(name, x, "cache", cache)
+        shape = [self.num_heads, self.head_dim + self.linear_dim]
+        if list(cache.values.shape[1:]) != shape:
+            raise ValueError(f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got {list(cache.values.shape)}")
+
+    def _scaling_seqlen(self, jagged: Jagged) -> int:
+        length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
+        if length is None:
+            raise ValueError("config.scaling_seqlen must be given where the container has no max_seqlen, got None")
+        return max(1, length)
+
+    @fixed_rows
+    def _project(self, jagged: Jagged) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """u `[L, H · Dv]` before its silu, q and k `[L, H, D]`, v `[L, H, Dv]`."""
+        x, heads = jagged.values, self.num_heads
+        widths = [heads * size for size in (self.linear_dim, self.linear_dim, self.head_dim, self.head_dim)]
+        u, v, q, k = self.uvqk_proj(self.input_norm(x)).split(widths, dim=1)
+        return u, q.unflatten(1, (heads, -1)), k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))
+
+    def _attend(self, q, k, v, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int) -> Tensor:
+        """`[rows of queries, H · Dv]`."""
+        sizes = dict(num_heads=self.num_heads, head_dim=max(self.head_dim, self.linear_dim), dtype=q.dtype)
+        schedule = keys.schedule(queries=queries, mask=mask, **sizes)
+        flags = dict(activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule)
+        return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
+
+    def _attend_with_cache(self, q, k, v, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
+        """Targets' attention to cached histories plus attention to their own group: without softmax the two are independent sums."""
+        num_targets = targets.offsets.diff() if num_targets is None else num_targets
+        mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
+        scaling_seqlen, cached = self._scaling_seqlen(cache), cache.values.split([self.head_dim, self.linear_dim], dim=2)
+        of_history = self._attend(q, *cached, targets, cache, None, scaling_seqlen)
+        return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen)
+
+    @fixed_rows
+    def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        norm, u, a = self.output_norm, nnf.silu(u.to(dtype)), a.to(dtype)
+        y = u * nnf.layer_norm(a, norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), norm.eps)
+        return x + self.out_proj(self.dropout(torch.cat([u, a, y], dim=1)).to(x.dtype))
+
+    def extra_repr(self) -> str:
+        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, config={self.config}"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class HSTUCache:
+    """What `HSTUStack.cache` keeps of the histories; `HSTUStack.score` takes it.
+
+    layers: for each layer a Jagged with values `[L, H, head_dim + linear_dim]`, the keys and the values of the rows that targets see.
+        Its max_seqlen is that of the histories.
+    """
+
+    layers: tuple[Jagged, ...]
+
+
+def _check_cache_kind(cache) -> None:
+    if not isinstance(cache, HSTUCache):
+        raise TypeError(f"cache must be an HSTUCache, got {type(cache).__name__}")
+
+
+class HSTUStack(nn.Module):
+    """HSTU layers, one after another.
+
+    Args:
+        embedding_dim, num_heads, config, device: of each `HSTULayer`.
+        num_layers: how many.
+
+    Raises:
+        TypeError, ValueError: as `HSTULayer`; num_layers that is no positive integer.
+
+    Example::
+
+        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
+        history = torch.randn(5, 32), torch.tensor([0, 2, 5])                  # two users with 2 and 3 events
+        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                  # 3 and 1 targets
+        with torch.no_grad():
+            cache = hstu.cache(history)
+            values, offsets = hstu.score(targets, cache)                       # [4, 32]
+    """
+
+    def __init__(self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device=None) -> None:
+        super().__init__()
+        check_size("num_layers", num_layers)
+        self.layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        self.config = self.layers[0].config
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, for instance after `to_empty` of a stack built on the meta device."""
+        reset_all(self.layers)
+
+    def forward(self, x, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False):
+        """Update every row in every layer.
+
+        Args:
+            x, num_targets: as `HSTULayer.forward` takes them.
+            cache: compute `score` for the targets x.
+            return_cache: compute `cache` for the histories x.
+
+        Returns:
+            x's kind of container, with `[L, E]` values; with return_cache an HSTUCache.
+
+        Raises:
+            TypeError, ValueError: as `HSTULayer.forward`; num_targets together with cache or return_cache; a cache of another stack.
+        """
+        if cache is None and not return_cache:
+            jagged = _without_container(x)
+            for layer in self.layers:
+                jagged = layer(jagged, num_targets)
+            return _in_container_of(x, jagged)
+        if num_targets is not None:
+            raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
+        return self._cache(x) if return_cache else self._score(x, cache)
+
+    def cache(self, history) -> HSTUCache:
+        """Run histories once and keep what targets need of them: each layer's keys and values.
+
+        Args:
+            history: any container of `[L, E]` values: each segment is context, then history.
+
+        Returns:
+            The cache, one copy of the rows that targets see. Where the config has a max_attn_len or contextual_seqlen and only the
+            device knows the lengths, to find these rows costs a wait for it.
+
+        Raises:
+            TypeError, ValueError: as `HSTULayer.forward`.
+        """
+        return self(history, return_cache=True)
+
+    def score(self, targets, cache: HSTUCache):
+        """Run targets against cached histories: their rows of `forward` over [history, targets] of each user, at the targets' cost.
+
+        Args:
+            targets: any container of `[N, E]` values, n_b targets of the b-th history.
+            cache: of the histories, from `cache`; of use until the parameters change.
+
+        Returns:
+            The targets' kind of container, with `[N, E]` values.
+
+        Raises:
+            TypeError, ValueError: as `HSTULayer.forward`; a cache of another stack.
+        """
+        _check_cache_kind(cache)  # forward takes None
+        return self(targets, cache=cache)
+
+    def _cache(self, history) -> HSTUCache:
+        wrapped = self.layers[0]._wrap("history", history)
+        jagged, kept = wrapped.with_values(wrapped.values), []
+        rows, offsets = _rows_seen_by_targets(jagged, self.config)
+        for layer in self.layers:
+            jagged, keys_and_values = layer(jagged, cache_rows=rows, update=layer is not self.layers[-1])
+            kept.append(keys_and_values)
+        segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
+        return HSTUCache(tuple(segments.with_values(x) for x in kept))
+
+    def _score(self, targets, cache: HSTUCache):
+        _check_cache_kind(cache)
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
+        wrapped = self.layers[0]._wrap("targets", targets)
+        for layer, history in zip(self.layers, cache.layers):
+            layer._check_cache("targets", wrapped, history)
+        jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
+        for layer, history in zip(self.layers, cache.layers):
+            jagged = layer(jagged, num_targets, cache=history)
+        return wrapped.unwrap(jagged.values)
+
+
+@torch.fx.wrap
+def _without_container(x) -> Jagged:
+    """x as a Jagged: torch's fully_shard finds the tensors in it that layers pass on, but not those in TorchRec's containers."""
+    jagged = Jagged.wrap(x)
+    return jagged.with_values(jagged.values)
+
+
+@torch.fx.wrap
+def _in_container_of(x, jagged: Jagged):
+    return Jagged.wrap(x).unwrap(jagged.values)
+
+
+def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
+    """The rows of the histories that targets after them see, and the offsets of these rows; all, and None, where nothing is hidden.
+
+    A history that ends within max_attn_len of its context, which has id 0 however long it is, is seen whole, of a longer one the last
+    max_attn_len rows. Nothing is seen of one that is shorter than the context: its ids are those of the targets.
+    """
+    context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
+    if not context and not limit:
+        return slice(None), None
+    lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
+    if lengths.is_meta:
+        raise ValueError(
+            "history's offsets must be on the host where the config has a max_attn_len or contextual_seqlen, got meta offsets: how many "
+            "rows are kept depends on their values"
+        )
+    seen = torch.where(lengths < context, 0, lengths)
+    if limit:
+        seen = seen.where(seen <= limit + max(context - 1, 0), limit)
+    total = history.values.shape[0]
+    first = torch.repeat_interleave(lengths.cumsum(0) - seen, lengths, output_size=total)
+    rows = (torch.arange(total, device=first.device) >= first).nonzero().squeeze(1)
+    return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
+
+
+class _RowNorm(nn.LayerNorm):
+    """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return layer_norm_rows(x, self.weight, self.bias, self.eps)
+
+
+def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device=None) -> nn.Linear:
+    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
+    linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=torch.empty(0, device=device).device)
+    linear.reset_parameters = functools.partial(_reset_xavier, linear)
+    linear.reset_parameters()
+    return linear
+
+
+def _reset_xavier(linear: nn.Linear) -> None:
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)

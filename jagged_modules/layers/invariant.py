@@ -1,0 +1,63 @@
+"""Layers under `batch_invariant`: replaces torch functions whose results for a row depend on the number of rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+from torch.overrides import TorchFunctionMode
+
+from ..cpu.invariant import pointwise_rows_cpu
+from ..functional import jagged_linear
+from ..settings import is_batch_invariant
+
+
+def fixed_rows(forward: Callable) -> Callable:
+    """Decorator for a layer's method: under `batch_invariant`, its modules' results for a row do not depend on the other rows.
+
+    The modules are still called, so that their hooks run and they may be replaced by other modules.
+    """
+
+    @functools.wraps(forward)
+    def method(*args, **kwargs):
+        if not is_batch_invariant():
+            return forward(*args, **kwargs)
+        with _FixedRows():
+            return forward(*args, **kwargs)
+
+    return method
+
+
+class _FixedRows(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
+            function = torch.unflatten
+        return _FIXED.get(function, function)(*args, **(kwargs or {}))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return jagged_linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1]) if x.dim() > 2 else jagged_linear(x, weight, bias)
+
+
+def _pointwise(function: Callable, activation: str) -> Callable:
+    """The function by rows on the CPU, where elements that do not fill a vector are computed by other instructions. GPUs need no change."""
+
+    def fixed(x: Tensor, **options) -> Tensor:
+        if x.device.type != "cpu":
+            return function(x, **options)
+        name = "gelu_tanh" if options.get("approximate") == "tanh" else activation
+        return pointwise_rows_cpu(torch.atleast_2d(x).flatten(0, -2), name).view(x.shape)
+
+    return fixed
+
+
+_FIXED = {
+    nnf.linear: _linear,
+    nnf.silu: _pointwise(nnf.silu, "silu"),
+    nnf.gelu: _pointwise(nnf.gelu, "gelu"),
+    nnf.hardswish: _pointwise(nnf.hardswish, "hardswish"),
+    torch.sigmoid: _pointwise(torch.sigmoid, "sigmoid"),
+}

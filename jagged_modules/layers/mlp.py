@@ -1,0 +1,72 @@
+"""JaggedMLP: a multi-layer perceptron on the rows of any container."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from ..activations import POINTWISE
+from ..containers.jagged import wrap_rows
+from ..validation import check_size
+from .invariant import fixed_rows
+from .parameters import reset_all
+
+
+class JaggedMLP(nn.Module):
+    """Linear layers with an activation after each of them, the last included, as TorchRec's MLP has it.
+
+    Every row goes through the same weights, so the segments only pass through; a plain nn.Linear may follow for results of any sign.
+
+    Args:
+        dims: width of the rows, then that of each layer's output: two sizes or more.
+        activation: one of those of `functional.jagged_attention` other than softmax.
+        device: device of the parameters.
+
+    Raises:
+        TypeError, ValueError: dims that are no positive integers, fewer than two, or another activation.
+
+    Example::
+
+        mlp = jm.JaggedMLP([32, 64, 16])
+        values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # values [5, 16]
+    """
+
+    def __init__(self, dims: Sequence[int], activation: str = "relu", device=None) -> None:
+        super().__init__()
+        if isinstance(dims, str) or not isinstance(dims, Sequence):
+            raise TypeError(f"dims must be a sequence of ints, got {type(dims).__name__}")
+        if len(dims) < 2:
+            raise ValueError(f"dims must be two sizes or more, got {list(dims)}")
+        for i, size in enumerate(dims):
+            check_size(f"dims[{i}]", size)
+        if activation not in tuple(POINTWISE):
+            raise ValueError(f"activation must be one of {tuple(POINTWISE)}, got {activation!r}")
+        self.dims, self.activation = list(dims), activation
+        self.layers = nn.ModuleList(nn.Linear(*widths, device=device) for widths in zip(dims, dims[1:]))
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        reset_all(self.layers)
+
+    @fixed_rows
+    def forward(self, x):
+        """Apply the layers.
+
+        Args:
+            x: any container of `[L, dims[0]]` values.
+
+        Returns:
+            x's kind of container, with `[L, dims[-1]]` values in the dtype of the parameters.
+
+        Raises:
+            TypeError, ValueError: an input of another kind, shape or dtype.
+        """
+        jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
+        values, activation = jagged.values, POINTWISE[self.activation].function
+        for layer in self.layers:  # called as modules: a Linear may have been replaced
+            values = activation(layer(values))
+        return jagged.unwrap(values)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"

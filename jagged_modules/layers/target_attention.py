@@ -1,0 +1,113 @@
+"""JaggedTargetAttention: targets attend to a variable-length history."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from ..containers.candidates import CandidateIndex
+from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from ..functional import jagged_attention, target_attention
+from ..functional.attention import MAX_HEAD_DIM
+from ..validation import check_dense, check_device, check_layer_input, check_size, resolve_head_dim
+from .invariant import fixed_rows
+from .parameters import reset_all
+
+
+class JaggedTargetAttention(nn.Module):
+    """Multi-head attention of targets (queries) over each row's history (keys and values).
+
+    The history is projected once per user and shared by all of the user's candidates inside the kernel: neither the forward nor the
+    backward holds a copy per candidate.
+
+    Args:
+        embedding_dim: width E of the history and of the output; a multiple of num_heads.
+        num_heads: attention heads.
+        target_dim: width E_t of the targets; embedding_dim if None.
+        device: device of the parameters.
+
+    Raises:
+        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256.
+
+    Example::
+
+        attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
+        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))                # two users with 2 and 3 items
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))       # 3 and 1 candidates
+        out = attention(torch.randn(4, 1, 32), history, candidates)            # [4, 1, 32]
+    """
+
+    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device=None) -> None:
+        super().__init__()
+        self.target_dim = embedding_dim if target_dim is None else target_dim
+        self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        check_size("target_dim", self.target_dim)
+        self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device)
+        self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        reset_all(self.children())
+
+    @fixed_rows
+    def forward(self, targets, history, candidates: CandidateIndex | Tensor | None = None):
+        """Attend.
+
+        Args:
+            targets: dense `[B, T, E_t]` (T targets for every row); any container of `[N, E_t]` values, n_b targets in row b; or, with
+                `candidates`, `[num_candidates, n_q, E_t]`.
+            history: any container of `[L, E]` values, B rows (users).
+            candidates: the user of each candidate: a `CandidateIndex`, which layers of one batch share, or `[num_candidates]` int32 or
+                int64 in any order.
+
+        Returns:
+            `[B, T, E]`; the targets' kind of container with `[N, E]` values; or `[num_candidates, n_q, E]`. The dtype is the projections'.
+            A target whose history is empty gets out_proj's bias.
+
+        Raises:
+            TypeError, ValueError: inputs that do not fit together; the message names them.
+        """
+        targets = wait_for(targets)
+        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        sizes = dict(num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
+
+        if candidates is not None:
+            candidates = CandidateIndex.wrap(candidates, history.num_segments)
+            q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
+            candidates.check(q.shape[0], history.num_segments, names=("targets have", "the history has"))
+            check_device("candidates", candidates.offsets, q.device, "targets'")
+            schedule = history.schedule(queries=candidates, rows_per_candidate=q.shape[1], **sizes)
+            return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))
+
+        if isinstance(targets, Tensor) and not targets.is_nested:
+            q = self._project(targets, 3, "[B, T, E_t]")
+            if q.shape[0] != history.num_segments:
+                raise ValueError(f"targets must have one row per history segment, {history.num_segments}, got {q.shape[0]}")
+            rows = q.shape[1]
+            offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
+            schedule = history.schedule(queries=rows, **sizes)
+            out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
+            return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
+
+        jagged_targets = Jagged.wrap(targets, name="targets")
+        check_same_segments("targets", jagged_targets, "history", history)
+        q = self._project(jagged_targets.values, 2, "[N, E_t]")
+        schedule = history.schedule(queries=jagged_targets, **sizes)
+        out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
+        return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
+
+    def _project(self, targets, dim: int, shape: str) -> Tensor:
+        """Queries `[..., H, D]` of the targets."""
+        if not isinstance(targets, Tensor):
+            raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
+        check_dense("targets", targets)
+        if targets.dim() != dim or targets.shape[-1] != self.target_dim:
+            raise ValueError(f"targets must have shape {shape} with E_t = {self.target_dim}, got {list(targets.shape)}")
+        check_layer_input("targets", targets, self.q_proj)
+        return self.q_proj(targets).unflatten(-1, (self.num_heads, self.head_dim))
+
+    def extra_repr(self) -> str:
+        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"

@@ -1,0 +1,220 @@
+"""Input checks shared by the operators. Values are checked on host tensors always, on device tensors only under `debug_checks`."""
+
+from __future__ import annotations
+
+import math
+import sys
+
+import torch
+from jagged_kernels.common.one_thread import one_thread
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+
+from .autocast import autocast_dtype
+from .dtypes import DTYPES, EVERYWHERE, FLOATS, dtypes_of, names, uses_kernels
+from .settings import debug_checks
+
+IMPLEMENTATIONS = ("auto", "reference", "triton")
+
+
+class WrongDtype(TypeError, ValueError):
+    """Unsupported dtype. Subclasses both TypeError and ValueError."""
+
+
+def values_are_checkable(x: Tensor) -> bool:
+    """Whether reading x costs nothing (host), or was asked for (`debug_checks`); never while a graph is being traced."""
+    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
+        return False
+    return x.device.type == "cpu" or debug_checks.current()
+
+
+def check_size(name: str, value, at_least: int = 1) -> None:
+    """TypeError unless value is an int (a symbolic one included), ValueError unless it is `at_least` that much."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
+def check_number(name: str, value, low: float = -math.inf, high: float = math.inf) -> None:
+    """TypeError unless value is a number (a symbolic one included), ValueError unless it is `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be {low} to {high}, got {value}")
+
+
+def check_flag(name: str, value) -> None:
+    """TypeError unless value is a bool: any other, such as "off", would count as True or False without notice."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+
+
+def check_dense(name: str, x: Tensor) -> None:
+    """ValueError for a sparse or nested tensor."""
+    if x.is_nested or x.layout != torch.strided:
+        raise ValueError(f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}")
+
+
+def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
+    """Check type, dtype and number of dimensions of a floating-point argument.
+
+    Args:
+        shape: the text of its `dim` dimensions for the message, for example "[L, H, D]".
+        function: the function whose dtypes are allowed, see `check_dtype`; None: fp64, fp32, fp16 and bf16.
+
+    Raises:
+        TypeError: not a tensor. WrongDtype: another dtype. ValueError: a sparse or nested tensor, or another number of dimensions.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if function is not None:
+        check_dtype(name, x, function, implementation)
+    elif x.dtype not in FLOATS:
+        raise WrongDtype(f"{name} must be {names(FLOATS)}, got {x.dtype}")
+    check_dense(name, x)
+    if x.dim() != dim:
+        raise ValueError(f"{name} must have shape {shape}, got {list(x.shape)}")
+
+
+def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
+    """Check x's dtype by the table in `dtypes`, for this function, x's device and the implementation.
+
+    Raises:
+        WrongDtype: a dtype that is not in the table.
+        ValueError: a device that neither the kernels nor the CPU path supports.
+    """
+    if x.dtype in EVERYWHERE and (x.is_cuda or x.is_cpu or x.is_meta):  # fast path
+        return
+    plain, kernels = DTYPES[function]
+    if plain != kernels and implementation == "auto" and x.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f'{name} must be on the CPU or a CUDA device, got {x.device}; implementation="reference" takes any device')
+    taken = dtypes_of(function, x.device, implementation)
+    if x.dtype not in taken:
+        where = x.device.type if implementation == "auto" else f"{x.device.type} with implementation={implementation!r}"
+        raise WrongDtype(f"{name} must be {names(taken)} for {function} on {where}, got {x.dtype}")
+
+
+def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True) -> None:
+    """Check that the implementation is known and supports the device; Triton's interpreter supports host tensors.
+
+    Args:
+        reads_offsets: "reference" reads the values of offsets, which meta tensors do not have.
+
+    Raises:
+        ValueError: an unknown implementation, or one that does not support the device.
+    """
+    if implementation == "auto":
+        return
+    if implementation not in known:
+        raise ValueError(f"implementation must be one of {known}, got {implementation!r}")
+    if uses_kernels(device, implementation) and device.type not in ("cuda", "meta") and not _triton_interprets():
+        raise ValueError(f"implementation={implementation!r} needs CUDA tensors, got {device.type} tensors; 'auto' takes both")
+    if implementation == "reference" and reads_offsets and device.type == "meta":
+        raise ValueError("implementation='reference' needs tensors with data, got meta tensors; 'auto' gives their shapes")
+
+
+def _triton_interprets() -> bool:
+    if torch.compiler.is_compiling():  # triton's knobs cannot be traced; the operators refuse host tensors when the graph runs
+        return True
+    try:
+        from triton import knobs
+    except ImportError:
+        return False
+    return knobs.runtime.interpret
+
+
+def check_integers(name: str, x) -> None:
+    """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D and dense."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype not in (torch.int32, torch.int64):
+        raise WrongDtype(f"{name} must be int32 or int64, got {x.dtype}")
+    check_dense(name, x)
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
+
+
+def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
+    """ValueError unless x has the device of the projection's weight, and its dtype or, under autocast, one that becomes the same."""
+    weight = getattr(projection, "weight", None)
+    if not isinstance(weight, Tensor):  # what quantisation puts in its place has a method of that name, or none
+        return
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(weight, distributed.DTensor):  # sharded: fully_shard may compute in another dtype
+        return
+    if x.device != weight.device:
+        raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
+    if not x.is_floating_point() or autocast_dtype(x) != autocast_dtype(weight):
+        raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
+
+
+def refuse_transforms(what: str) -> None:
+    """RuntimeError where the derivatives of a transform or of forward mode would be silently zero."""
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        raise RuntimeError(f'{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode; implementation="reference" does')
+
+
+def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
+    """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`. longest: what the
+    caller calls max_seqlen.
+
+    Raises:
+        TypeError: not an int32 or int64 tensor, or max_seqlen not an int.
+        ValueError: not `[B + 1]`, or the values are wrong, or a segment is longer than `max_seqlen`.
+    """
+    check_offsets_shape(name, offsets)
+    if max_seqlen is not None:
+        check_size(longest, max_seqlen, at_least=0)
+    if values_are_checkable(offsets):
+        _check_offset_values(name, offsets, total, max_seqlen, longest)
+
+
+def check_offsets_shape(name: str, offsets) -> None:
+    """TypeError unless offsets are an int32 or int64 tensor, ValueError unless it is `[B + 1]`."""
+    check_integers(name, offsets)
+    if offsets.shape[0] < 1:
+        raise ValueError(f"{name} must have shape [B + 1], got {list(offsets.shape)}")
+
+
+@one_thread()
+def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seqlen: int | None, longest: str) -> None:
+    if offsets[0] != 0:
+        raise ValueError(f"{name} must start at 0, got {int(offsets[0])}")
+    lengths = offsets.diff()
+    if lengths.numel() and int(lengths.min()) < 0:
+        segment = int(lengths.argmin())
+        raise ValueError(f"{name} must not decrease, got {offsets[segment].item()} then {offsets[segment + 1].item()} at segment {segment}")
+    if total is not None and offsets[-1] != total:
+        raise ValueError(f"{name} must end at the number of rows, {total}, got {int(offsets[-1])}")
+    if max_seqlen is not None and lengths.numel() and int(lengths.max()) > max_seqlen:
+        raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than {longest} = {max_seqlen}")
+
+
+def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None:
+    """ValueError unless x is on the device, that of `whose` tensor, or the host."""
+    if x.device not in (device, torch.device("cpu")):
+        raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
+
+
+def checked_offsets(
+    name: str, offsets, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
+) -> Tensor:
+    """The offsets on the device of `like`, `whose` tensor, after `check_offsets` and `check_device`."""
+    check_offsets(name, offsets, total, max_seqlen, longest)
+    check_device(name, offsets, like.device, whose)
+    return offsets.to(like.device, non_blocking=True)
+
+
+def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:
+    """head_dim, or embedding_dim / num_heads if None; TypeError or ValueError unless all of them are sizes and it is 1 to `at_most`."""
+    check_size("embedding_dim", embedding_dim)
+    check_size("num_heads", num_heads)
+    if head_dim is None:
+        if embedding_dim % num_heads:
+            raise ValueError(f"embedding_dim must be a multiple of num_heads, got {embedding_dim} and {num_heads}")
+        name, head_dim = "embedding_dim / num_heads", embedding_dim // num_heads
+    check_size(name, head_dim)
+    if head_dim > at_most:
+        raise ValueError(f"{name} must be at most {at_most}, got {head_dim}")
+    return head_dim

@@ -1,0 +1,34 @@
+"""What the configurations of several operators share. No triton import."""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class LaunchConfig:
+    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM, and rows of a tile
+    where they are not those of the schedule."""
+
+    block: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int = 1
+    tile: int | None = None
+
+
+def padded_dim(dim: int) -> int:
+    """The power of two a kernel's tile gives to `dim`: at least 16, the smallest side a matrix instruction takes."""
+    return max(16, 1 << (dim - 1).bit_length())
+
+
+@dataclasses.dataclass(frozen=True)
+class ProductConfig:
+    """A kernel of linear compression: rows and columns of its tiles, the length of the blocks of its sums, and its launch."""
+
+    rows: int
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: int = 1

@@ -1,0 +1,102 @@
+"""Registration of launchers as torch operators.
+
+torch's `custom_op` does the same with less code, but its autograd wrapper costs more host time than a short kernel runs;
+an autograd function at the Autograd dispatch key costs a third of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import library
+from triton import knobs
+
+from .device import device_properties
+
+
+@torch.compiler.assume_constant_result
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability, a constant for torch.compile. (Functions that take sizes cannot be constants: sizes may be symbolic.)
+
+    Not in launch.py, which jagged_modules imports: the decorator imports torch._dynamo.
+    """
+    return device_properties(device)[0]
+
+
+def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
+    """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on the host for Triton's interpreter.
+
+    Args:
+        name: the operator's name. Its schema comes from the function's annotations.
+        fake: same arguments, makes outputs of the right shape and dtype without looking at data.
+
+    Returns:
+        The operator, called with positional arguments.
+    """
+
+    def register(launcher: Callable) -> Callable:
+        full_name = f"jagged_kernels::{name}"
+        library.define(full_name, library.infer_schema(launcher, mutates_args=()))
+        library.impl(full_name, "CPU", _in_the_interpreter(name, launcher))
+        library.impl(full_name, "CUDA", _on_the_tensors_device(launcher))
+        library.register_fake(full_name, fake)
+        return getattr(torch.ops.jagged_kernels, name).default
+
+    return register
+
+
+def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
+    """Kernels that were not made for it would say that there is no driver."""
+
+    def launch(*args):
+        if not knobs.runtime.interpret:
+            raise ValueError(f"{name}: Triton's kernels take CUDA tensors, got host tensors; implementation 'auto' takes both")
+        return launcher(*args)
+
+    return launch
+
+
+def _on_the_tensors_device(launcher: Callable) -> Callable:
+    """Triton launches on the current device, which need not be the tensors'; changing it costs more than asking which it is."""
+
+    def launch(first, *args):
+        device = (first[0] if isinstance(first, (list, tuple)) else first).device
+        if device.index == torch.cuda.current_device():
+            return launcher(first, *args)
+        with torch.cuda.device(device):
+            return launcher(first, *args)
+
+    return launch
+
+
+def differentiate(op: Callable, apply: Callable) -> None:
+    """Route the operator's calls under autograd through `apply`, that of an autograd function whose forward calls `op` inside
+    `below_autograd()`."""
+
+    def call(*args):
+        if torch.is_grad_enabled():
+            return apply(*args)
+        with below_autograd():
+            return op(*args)
+
+    library.impl(op.name(), "Autograd", call)
+
+
+def refuse_derivative(op: Callable, message: str) -> None:
+    """Route the operator's calls under autograd through a function that runs it, and raises RuntimeError when it is differentiated."""
+
+    class Last(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *inputs):
+            with below_autograd():
+                return op(*inputs)
+
+        @staticmethod
+        def backward(ctx, *grads):
+            raise RuntimeError(message)
+
+    differentiate(op, Last.apply)
+
+
+below_autograd = torch._C._AutoDispatchBelowAutograd

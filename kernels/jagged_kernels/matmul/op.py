@@ -1,0 +1,364 @@
+"""Products of jagged tensors: the registered operators that launch the kernels of jagged_matmul_kernels.py, and autograd.
+
+    jagged_dense_bmm    out[b] = activation(x[b] @ y[b] + bias[b])    dx = dz yᵀ, dy = xᵀ dz, dbias = the sum of dz's rows
+    jagged_jagged_bmm   out[b] = x[b]ᵀ @ y[b]                         dx = y gᵀ, dy = x g
+    jagged_outer        p[b] = x[b] @ y[b]ᵀ                           dx = g y, dy = gᵀ x
+    jagged_gram         p[b] = x[b] @ x[b]ᵀ                           dx = (g + gᵀ) x
+    jagged_symmetric    out[b] = p[b] + p[b]ᵀ                         dp = g + gᵀ
+    array_jagged_bmm    out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b]         dp = g yᵀ, or y gᵀ; dy = pᵀ g, or p g
+
+Every gradient is another product of the family, so all of them can be differentiated again; with an activation, once. Sums are made in
+fp32, in an order that follows from the shapes, and rounded once: results are deterministic. Offsets stay on the device; the last of them
+is the number of rows.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ..common.activations import activation_factors, activation_function
+from ..common.configs import ProductConfig
+from ..common.device import aligned_strides, ceil_div, chunk_shift, device_properties, precision, rows_in_place
+from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from .configs import jagged_matmul_config
+from .triton_kernels import (
+    array_jagged_bmm_kernel,
+    jagged_dense_bmm_kernel,
+    jagged_jagged_bmm_kernel,
+    jagged_outer_kernel,
+    jagged_symmetric_kernel,
+    sum_chunks_kernel,
+)
+
+SYMMETRIC_BLOCK = 32
+
+# -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
+
+
+def _dense_fake(x, offsets, y, bias, activation, *chunking):
+    return x.new_empty((x.shape[0], y.shape[2]))
+
+
+@operator("jagged_dense_bmm", fake=_dense_fake)
+def triton_jagged_dense_bmm(
+    x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, longest: int | None = None,
+    batch_invariant: bool = False,
+) -> Tensor:  # fmt: skip
+    """out[b] = activation(x[b] @ y[b] + bias[b]).
+
+    Args:
+        x: `[L, D]`, fp32, fp16 or bf16. offsets: `[B + 1]`.
+        y: `[B, D, T]` of any strides; one matrix for all segments is expanded. bias: `[B, T]` or None.
+        activation: a name of `activations.py`, or None.
+        longest: rows of the longest segment, for the gradients. An understatement costs time.
+        batch_invariant: the gradients' sums over a segment's rows are split into parts of a fixed length.
+
+    Returns:
+        `[L, T]`.
+    """
+    return _dense(x, offsets, y, bias, activation, None)
+
+
+def _slope_fake(grad, x, offsets, y, bias, activation):
+    return x.new_empty((x.shape[0], y.shape[2]))
+
+
+@operator("jagged_dense_bmm_slope", fake=_slope_fake)
+def triton_jagged_dense_bmm_slope(grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Gradient `[L, T]` of what the activation is applied to, which is computed again, given that of the result."""
+    return _dense(x, offsets, y, bias, activation, grad)
+
+
+def _dense(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, grad: Tensor | None) -> Tensor:
+    x, (segments, depth, columns) = rows_in_place(x), y.shape
+    bias = None if bias is None else rows_in_place(bias)
+    grad = None if grad is None else rows_in_place(grad)
+    transposed = y.stride(2) != 1 and y.stride(1) == 1
+    y = y if transposed or y.stride(2) == 1 else y.contiguous()
+    out = x.new_empty((x.shape[0], columns))
+    if out.numel() == 0:
+        return out
+    function = None if activation is None else activation_function(activation, x.dtype == torch.bfloat16)
+    factor = 1.0 if activation is None else activation_factors(activation, x.dtype == torch.bfloat16, 1.0)[0]
+    config, options = _launch("dense", x, 0, columns)
+    others = [(tensor, 0) for tensor in (bias, grad) if tensor is not None]
+    align, (stride_x, stride_yb, stride_y, *rest) = aligned_strides((x, 0), (y, 0), (y, 2 if transposed else 1), *others)
+    stride_grad, stride_bias = rest.pop() if grad is not None else 0, rest.pop() if bias is not None else 0
+    grid = ((x.shape[0] // config.rows + segments) * ceil_div(columns, config.columns),)
+    jagged_dense_bmm_kernel[grid](
+        x, y, bias, grad, out, offsets, segments, stride_x, stride_yb, stride_y, stride_bias, stride_grad,
+        D=depth, T=columns, TRANSPOSED=transposed, ACTIVATION=function, FACTOR=factor, ALIGN=align, **options,
+    )  # fmt: skip
+    return out
+
+
+def _jagged_fake(x, y, offsets, *chunking):
+    return x.new_empty((offsets.shape[0] - 1, x.shape[1], y.shape[1]))
+
+
+@operator("jagged_jagged_bmm", fake=_jagged_fake)
+def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
+    """out[b] = x[b]ᵀ @ y[b]: x `[L, D]`, y `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, D, T]`, 0 for an empty segment.
+    longest: rows of the longest segment; too small a value only costs time. batch_invariant: long segments are split into parts of a fixed
+    length."""
+    return _sum_products(x, y, offsets, longest, batch_invariant)
+
+
+def _sum_fake(x, offsets, *chunking):
+    return x.new_empty((offsets.shape[0] - 1, x.shape[1]))
+
+
+@operator("jagged_sum", fake=_sum_fake)
+def triton_jagged_sum(x: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
+    """Sums of the rows of each segment, `[B, T]`: x `[L, T]` in fp32, fp16 or bf16, offsets `[B + 1]`. Others: as
+    `triton_jagged_jagged_bmm`."""
+    return _sum_products(None, x, offsets, longest, batch_invariant).squeeze(1)
+
+
+def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | None, batch_invariant: bool) -> Tensor:
+    """x[b]ᵀ @ y[b], `[B, D, T]`; x None: a column of ones."""
+    x, y, segments = None if x is None else rows_in_place(x), rows_in_place(y), offsets.shape[0] - 1
+    (length, columns), depth = y.shape, 1 if x is None else x.shape[1]
+    out = y.new_empty((segments, depth, columns))
+    if out.numel() == 0:
+        return out
+    config, options = _launch("jagged", y, depth, columns)
+    if x is None:
+        options = options | dict(BLOCK_M=1)
+    tiles = ceil_div(depth, config.rows) * ceil_div(columns, config.columns)
+    shift = chunk_shift(length, longest, tiles, y.device, batch_invariant)
+    chunks = length >> shift
+    partial = y.new_empty((2 * chunks, depth, columns), dtype=torch.float32)
+    operands = (y,) if x is None else (x, y)
+    align, strides = aligned_strides(*((tensor, 0) for tensor in operands))
+    jagged_jagged_bmm_kernel[((chunks + segments) * tiles,)](
+        x, y, out, partial, offsets, segments, shift, strides[0], strides[-1], D=depth, T=columns, ALIGN=align, **options
+    )
+    if length > 1 << shift:
+        size, parts, block = depth * columns, 16, 256
+        sum_chunks_kernel[(chunks * ceil_div(size, block),)](
+            partial, out, offsets, segments, shift, SIZE=size, PARTS=parts, BLOCK=block, num_warps=4
+        )
+    return out
+
+
+def _outer_fake(x, y, x_offsets, y_offsets, p_offsets, total):
+    return x.new_empty((total,))
+
+
+@operator("jagged_outer", fake=_outer_fake)
+def triton_jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
+    """p[b] = x[b] @ y[b]ᵀ, row-major and one after the other.
+
+    Args:
+        x: `[Lx, D]`, y: `[Ly, D]`, fp32, fp16 or bf16.
+        x_offsets, y_offsets: `[B + 1]`, of segments of N_b and M_b rows. p_offsets: `[B + 1]`, of N_b M_b elements.
+        total: Σ N_b M_b.
+
+    Returns:
+        `[total]`.
+    """
+    return _outer(rows_in_place(x), rows_in_place(y), x_offsets, y_offsets, p_offsets, total)
+
+
+def _gram_fake(x, offsets, p_offsets, total):
+    return x.new_empty((total,))
+
+
+@operator("jagged_gram", fake=_gram_fake)
+def triton_jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
+    """p[b] = x[b] @ x[b]ᵀ, which reads about half of what `triton_jagged_outer` of x with itself would; arguments as there."""
+    return _outer(rows_in_place(x), None, offsets, offsets, p_offsets, total)
+
+
+def _outer(x: Tensor, y: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
+    if total == 0 or x.shape[1] == 0:
+        return x.new_zeros((total,))
+    p = x.new_empty((total,))
+    config, options = _launch("outer", x, 0, 0)
+    segments = x_offsets.shape[0] - 1
+    align, strides = aligned_strides((x, 0), (x if y is None else y, 0))
+    jagged_outer_kernel[(x.shape[0] // config.rows + segments,)](
+        x, y, p, x_offsets, y_offsets, p_offsets, segments, *strides, D=x.shape[1], ALIGN=align, **options
+    )
+    return p
+
+
+@operator("jagged_symmetric", fake=lambda p, *_: torch.empty_like(p))
+def triton_jagged_symmetric(p: Tensor, offsets: Tensor, p_offsets: Tensor, rows: int) -> Tensor:
+    """p[b] + p[b]ᵀ; p, offsets as those of `triton_jagged_gram`. rows: offsets' last."""
+    p, segments = p.contiguous(), offsets.shape[0] - 1
+    out = torch.empty_like(p)
+    if p.numel():
+        jagged_symmetric_kernel[(rows // SYMMETRIC_BLOCK + segments,)](p, out, offsets, p_offsets, segments, BLOCK=SYMMETRIC_BLOCK)
+    return out
+
+
+def _array_fake(p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
+    return y.new_empty((rows, y.shape[1]))
+
+
+@operator("array_jagged_bmm", fake=_array_fake)
+def triton_array_jagged_bmm(
+    p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, rows: int, transposed: bool
+) -> Tensor:
+    """out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b] where `transposed`.
+
+    Args:
+        p: `[Σ N_b M_b]`, the matrices p[b] `[N_b, M_b]`, fp32, fp16 or bf16; the offsets are those of `triton_jagged_outer`.
+        y: `[Ly, D]`; transposed: `[Lx, D]`.
+        rows: of the result, Lx; transposed: Ly.
+
+    Returns:
+        `[rows, D]`.
+    """
+    p, y = p.contiguous(), rows_in_place(y)
+    columns, segments = y.shape[1], x_offsets.shape[0] - 1
+    out = y.new_empty((rows, columns))
+    if out.numel() == 0:
+        return out
+    config, options = _launch("array", y, 0, columns)
+    align, (stride,) = aligned_strides((y, 0))
+    out_offsets, y_offsets = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
+    array_jagged_bmm_kernel[((rows // config.rows + segments) * ceil_div(columns, config.columns),)](
+        p, y, out, out_offsets, y_offsets, p_offsets, segments, stride, D=columns, TRANSPOSED=transposed, ALIGN=align, **options
+    )
+    return out
+
+
+def _launch(kernel: str, x: Tensor, rows: int, columns: int) -> tuple[ProductConfig, dict]:
+    """Launch configuration, and the constants and options that follow from it."""
+    return _launch_plan(kernel, x.element_size(), rows, columns, x.device, precision(x))
+
+
+@functools.cache
+def _launch_plan(kernel: str, itemsize: int, rows: int, columns: int, device: torch.device, precision: str) -> tuple[ProductConfig, dict]:
+    config = jagged_matmul_config(kernel, itemsize, device_properties(device)[0], rows, columns, precision)
+    blocks = dict(BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_K=config.depth)
+    return config, blocks | dict(PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages)
+
+
+# -- autograd ----------------------------------------------------------------------------------------------------------------
+
+
+class _DenseBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offsets, y, bias, activation, *chunking):
+        ctx.save_for_backward(x, offsets, y, bias)
+        ctx.activation, ctx.chunking = activation, chunking
+        with below_autograd():
+            return triton_jagged_dense_bmm(x, offsets, y, bias, activation, *chunking)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x, offsets, y, bias), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        if ctx.activation is not None:
+            grad = triton_jagged_dense_bmm_slope(grad, x, offsets, y, bias, ctx.activation)
+        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.chunking) if wanted[0] else None
+        dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.chunking) if wanted[2] else None
+        return dx, None, dy, triton_jagged_sum(grad, offsets, *ctx.chunking) if wanted[3] else None, None, *(None for _ in ctx.chunking)
+
+
+class _JaggedBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, offsets, *chunking):
+        ctx.save_for_backward(x, y, offsets)
+        ctx.chunking = chunking
+        with below_autograd():
+            return triton_jagged_jagged_bmm(x, y, offsets, *chunking)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y, offsets = ctx.saved_tensors
+        dx = triton_jagged_dense_bmm(y, offsets, grad.transpose(1, 2), None, None, *ctx.chunking) if ctx.needs_input_grad[0] else None
+        dy = triton_jagged_dense_bmm(x, offsets, grad, None, None, *ctx.chunking) if ctx.needs_input_grad[1] else None
+        return dx, dy, None, *(None for _ in ctx.chunking)
+
+
+class _Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offsets, *chunking):
+        ctx.save_for_backward(offsets)
+        ctx.rows, ctx.chunking = x.shape[0], chunking
+        with below_autograd():
+            return triton_jagged_sum(x, offsets, *chunking)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (offsets,) = ctx.saved_tensors
+        return grad.repeat_interleave(offsets.diff(), 0, output_size=ctx.rows), None, *(None for _ in ctx.chunking)
+
+
+class _Outer(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, y, x_offsets, y_offsets, p_offsets, total):
+        ctx.save_for_backward(x, y, x_offsets, y_offsets, p_offsets)
+        with below_autograd():
+            return triton_jagged_outer(x, y, x_offsets, y_offsets, p_offsets, total)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y, *offsets = ctx.saved_tensors
+        dx = triton_array_jagged_bmm(grad, y, *offsets, x.shape[0], False) if ctx.needs_input_grad[0] else None
+        dy = triton_array_jagged_bmm(grad, x, *offsets, y.shape[0], True) if ctx.needs_input_grad[1] else None
+        return dx, dy, None, None, None, None
+
+
+class _Gram(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, offsets, p_offsets, total):
+        ctx.save_for_backward(x, offsets, p_offsets)
+        with below_autograd():
+            return triton_jagged_gram(x, offsets, p_offsets, total)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, offsets, p_offsets = ctx.saved_tensors
+        both = triton_jagged_symmetric(grad, offsets, p_offsets, x.shape[0])
+        return triton_array_jagged_bmm(both, x, offsets, offsets, p_offsets, x.shape[0], False), None, None, None
+
+
+class _Symmetric(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p, offsets, p_offsets, rows):
+        ctx.save_for_backward(offsets, p_offsets)
+        ctx.rows = rows
+        with below_autograd():
+            return triton_jagged_symmetric(p, offsets, p_offsets, rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return triton_jagged_symmetric(grad, *ctx.saved_tensors, ctx.rows), None, None, None
+
+
+class _ArrayBmm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
+        ctx.save_for_backward(p, y, x_offsets, y_offsets, p_offsets)
+        ctx.transposed = transposed
+        with below_autograd():
+            return triton_array_jagged_bmm(p, y, x_offsets, y_offsets, p_offsets, rows, transposed)
+
+    @staticmethod
+    def backward(ctx, grad):
+        p, y, *offsets = ctx.saved_tensors
+        x_rows, y_rows = (y, grad) if ctx.transposed else (grad, y)
+        dp = triton_jagged_outer(x_rows, y_rows, *offsets, p.shape[0]) if ctx.needs_input_grad[0] else None
+        dy = triton_array_jagged_bmm(p, grad, *offsets, y.shape[0], not ctx.transposed) if ctx.needs_input_grad[1] else None
+        return dp, dy, *(None,) * 5
+
+
+differentiate(triton_jagged_dense_bmm, _DenseBmm.apply)
+refuse_derivative(
+    triton_jagged_dense_bmm_slope,
+    "jagged_dense_bmm is not differentiable twice with an activation: its slope has no derivative of its own",
+)
+differentiate(triton_jagged_jagged_bmm, _JaggedBmm.apply)
+differentiate(triton_jagged_sum, _Sum.apply)
+differentiate(triton_jagged_outer, _Outer.apply)
+differentiate(triton_jagged_gram, _Gram.apply)
+differentiate(triton_jagged_symmetric, _Symmetric.apply)
+differentiate(triton_array_jagged_bmm, _ArrayBmm.apply)

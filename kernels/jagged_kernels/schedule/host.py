@@ -1,0 +1,214 @@
+"""The zigzag tile schedule of jagged attention, built on the host from segment lengths (torch only, no triton).
+
+A tile is one block of query rows of one segment and head; its work is the number of key blocks it visits. Tiles are sorted
+by work, longest first (stable: ties keep segment, head, block order), and dealt to the workers in waves that alternate
+direction, so that whoever got the longest tile of one wave gets the shortest of the next (Algorithm 3 of the GDPA post).
+Dealing is a closed form of a tile's position, so the kernels do it themselves (`tiles.zigzag_position`) for whatever number
+of workers the GPU has; the list alone travels to the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+
+from ..common.one_thread import one_thread
+from .cost import cdiv, key_tile_work, query_tile_work
+
+
+@dataclasses.dataclass(frozen=True)
+class TileSchedule:
+    """Tiles of one attention call, longest first.
+
+    Attributes:
+        tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
+        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits; None in a schedule built on the device.
+        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`; None likewise.
+        num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
+        block_m, block_n: rows and columns of a block.
+        num_heads: heads that the tiles enumerate.
+        num_workers: workers of `worker` and `loads()`. Kernels deal anew to the workers the GPU has.
+        backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
+    """
+
+    tiles: Tensor
+    work: Tensor | None
+    worker: Tensor | None
+    num_tiles: Tensor
+    block_m: int
+    block_n: int
+    num_heads: int
+    num_workers: int
+    backward: TileSchedule | None = None
+
+    def loads(self) -> Tensor:
+        """int64 `[num_workers]`: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
+        if self.work is None:
+            raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
+        return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(0, self.worker.long(), self.work.long())
+
+    def to(self, device, non_blocking: bool = False) -> TileSchedule:
+        """The schedule with its tensors on `device`; self where they are there already."""
+        if self.tiles.device == torch.device(device):
+            return self
+        return self._map(lambda t: t.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> TileSchedule:
+        """The schedule in page-locked memory, from which `to(device, non_blocking=True)` does not stall. DataLoader calls it."""
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, move) -> TileSchedule:
+        tensors = {name: getattr(self, name) for name in ("tiles", "work", "worker", "num_tiles")}
+        moved = {name: None if x is None else move(x) for name, x in tensors.items()}
+        backward = None if self.backward is None else self.backward._map(move)
+        return dataclasses.replace(self, **moved, backward=backward)
+
+
+@one_thread()
+def zigzag_schedule(
+    q_lengths, kv_lengths, *, num_heads: int, block_m: int, block_n: int, num_workers: int, mask=None, key_tiles: bool = False
+) -> TileSchedule:
+    """Build the zigzag schedule on the host.
+
+    Args:
+        q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
+            tiles, with work 0: its output rows have to be written too. One without queries has none. Those of queries may be n lists,
+            one after the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
+        num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
+        block_m: query rows of a tile. block_n: columns of a key block.
+        num_workers: thread blocks that the tiles are dealt to.
+        mask: an `AttentionMask`, whose hidden blocks cost nothing; its num_targets count where they are on the host.
+        key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
+
+    Returns:
+        TileSchedule with host tensors.
+
+    Raises:
+        TypeError: lengths or sizes that are not integers. ValueError: lengths whose counts do not fit together, negative or on a device,
+        sizes below 1, several lists under a mask.
+    """
+    q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
+    for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
+        if not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+
+    if mask is not None and not hasattr(mask, "spec"):
+        raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+    sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
+    queries, keys = reversed(sides) if key_tiles else sides
+    lists = num_lists(*queries, *keys, mask)
+    num_targets = None if mask is None else mask.num_targets
+    if num_targets is not None and len(num_targets) != len(q_lengths):
+        raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
+    if mask is None or not len(q_lengths):
+        tiles, work = _tiles(q_lengths, kv_lengths, *((1, lists) if key_tiles else (lists, 1)), num_heads, block_m, block_n)
+    else:
+        num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
+        total = int(cdiv(q_lengths, block_m).sum())
+        tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, mask.spec, num_targets, key_tiles)
+    return TileSchedule(
+        tiles=tiles,
+        work=work,
+        worker=_deal(torch.arange(len(tiles), dtype=torch.int32), num_workers),
+        num_tiles=torch.tensor([len(tiles)], dtype=torch.int32),
+        block_m=block_m,
+        block_n=block_n,
+        num_heads=num_heads,
+        num_workers=num_workers,
+    )
+
+
+def _tiles(
+    q_lengths: Tensor, kv_lengths: Tensor, lists: int, other_lists: int, num_heads: int, block_m: int, block_n: int
+) -> tuple[Tensor, Tensor]:
+    """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
+    stable sort of the tiles."""
+    segment_work = cdiv(kv_lengths, block_n).view(other_lists, -1).sum(0, dtype=torch.int32).repeat(lists)
+    segment_work, order = torch.sort(segment_work, descending=True, stable=True)
+    blocks = cdiv(q_lengths, block_m)[order]
+    tiles_per_segment = blocks * num_heads
+    rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
+    first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
+    within = torch.arange(len(rank), dtype=torch.int32) - first[rank]
+    tiles = torch.empty(len(rank), 3, dtype=torch.int32)
+    tiles[:, 0] = order.to(torch.int32)[rank]
+    blocks = blocks[rank]
+    torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
+    torch.remainder(within, blocks, out=tiles[:, 2])
+    return tiles, segment_work[rank]
+
+
+def num_lists(queries: str, num_queries: int, keys: str, num_keys: int, mask=None) -> int:
+    """How many lists of query segments read the segments of keys, from the number of segments of the arguments so called.
+
+    ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
+    """
+    if num_queries == num_keys:
+        return 1
+    if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
+        raise ValueError(f"{queries} must describe as many segments as {keys}, or a multiple of them, got {num_queries} and {num_keys}")
+    if mask is not None:
+        raise ValueError(f"mask must be None with several lists of queries, got {num_queries} segments of {queries}, {num_keys} of {keys}")
+    return num_queries // num_keys
+
+
+def masked_tiles(
+    lengths: Tensor, other_lengths: Tensor, capacity: int, num_heads: int, block_m: int, block_n: int,
+    mask: list[int], num_targets: Tensor | None, key_tiles: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Sorted tiles under a mask, on any device and without waiting for it. Heads, which cost the same, follow one another.
+
+    Args:
+        lengths, other_lengths: int32 `[B]`, B at least 1, of the tiled side and of the side that a tile loops over.
+        capacity: at least the number of tiles of one head.
+        mask: `AttentionMask.spec`. num_targets: `[B]` or None.
+
+    Returns:
+        tiles int32 `[capacity · num_heads, 3]`, work int32 of each, and their number, int32 `[1]`; tiles past it are 0.
+    """
+    ends = cdiv(lengths, block_m).cumsum(0).to(torch.int32)
+    position = torch.arange(capacity, dtype=torch.int32, device=lengths.device)
+    segment = torch.searchsorted(ends, position, right=True, out_int32=True).clamp(max=len(lengths) - 1)
+    block = position - torch.where(segment > 0, ends[segment - 1], 0)
+    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
+    sides = lengths[segment], other_lengths[segment]
+    count_blocks = key_tile_work if key_tiles else query_tile_work
+    work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
+    real = position < ends[-1]
+    work, order = torch.sort(torch.where(real, work, -1), descending=True, stable=True)
+    pairs = torch.where(real[:, None], torch.stack([segment, block], 1)[order], 0)
+    tiles = torch.empty((capacity, num_heads, 3), dtype=torch.int32, device=lengths.device)
+    tiles[:, :, ::2] = pairs[:, None]
+    tiles[:, :, 1] = torch.where(real[:, None], torch.arange(num_heads, dtype=torch.int32, device=lengths.device), 0)
+    return tiles.flatten(0, 1), work.repeat_interleave(num_heads), (ends[-1:] * num_heads).to(torch.int32)
+
+
+def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
+    """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
+    return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
+
+
+def _deal(position: Tensor, num_workers: int) -> Tensor:
+    """Worker of the tile at each position: ascending in even waves, descending in odd ones."""
+    lane = position % num_workers
+    return torch.where(position // num_workers % 2 == 0, lane, num_workers - 1 - lane)
+
+
+def _host_lengths(name: str, lengths) -> Tensor:
+    try:
+        lengths = torch.as_tensor(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must hold integers, got {lengths!r}") from error
+    if lengths.numel() and (lengths.is_floating_point() or lengths.is_complex() or lengths.dtype == torch.bool):
+        raise TypeError(f"{name} must hold integers, got {lengths.dtype}")
+    if lengths.dim() != 1:
+        raise ValueError(f"{name} must have shape [B], got {list(lengths.shape)}")
+    if lengths.device.type != "cpu":
+        raise ValueError(f"{name} must be on the host, got device {lengths.device}")
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"{name} must not be negative, got {int(lengths.min())}")
+    return lengths.to(torch.int32)
