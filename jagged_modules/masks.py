@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .validation import check_device, check_flag, check_integers, check_size, values_are_checkable
+from .scalars import check_flag, check_size
+from .validation import check_device, check_integers, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

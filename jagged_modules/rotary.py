@@ -7,16 +7,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from .validation import (
-    check_device,
-    check_flag,
-    check_integers,
-    check_number,
-    check_offsets,
-    check_size,
-    check_tensor,
-    values_are_checkable,
-)
+from .scalars import check_flag, check_number, check_size
+from .validation import check_device, check_integers, check_offsets, check_tensor, values_are_checkable
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,6 +11,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from .scalars import check_flag, check_size
+
 
 class _Change(NamedTuple):
     """A change of a setting: the object that made it, and the value before it."""
@@ -80,8 +82,6 @@ class _Setting:
 
 
 def _flag(enabled) -> bool:
-    from .validation import check_flag  # which asks for debug_checks
-
     check_flag("enabled", enabled)
     return enabled
 
@@ -134,8 +134,6 @@ class backward_workspace(_Setting, default=None):
 
     def __init__(self, num_bytes: int | None) -> None:
         if num_bytes is not None:
-            from .validation import check_size  # which asks for debug_checks
-
             check_size("num_bytes", num_bytes, at_least=0)
         super().__init__(num_bytes)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 
 import torch
@@ -12,6 +11,7 @@ from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
 from .dtypes import DTYPES, EVERYWHERE, FLOATS, dtypes_of, names, uses_kernels
+from .scalars import check_size
 from .settings import debug_checks
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
@@ -26,28 +26,6 @@ def values_are_checkable(x: Tensor) -> bool:
     if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
         return False
     return x.device.type == "cpu" or debug_checks.current()
-
-
-def check_size(name: str, value, at_least: int = 1) -> None:
-    """TypeError unless value is an int (a symbolic one included), ValueError unless it is `at_least` that much."""
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
-    if value < at_least:
-        raise ValueError(f"{name} must be at least {at_least}, got {value}")
-
-
-def check_number(name: str, value, low: float = -math.inf, high: float = math.inf) -> None:
-    """TypeError unless value is a number (a symbolic one included), ValueError unless it is `low` to `high`."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} must be {low} to {high}, got {value}")
-
-
-def check_flag(name: str, value) -> None:
-    """TypeError unless value is a bool: any other, such as "off", would count as True or False without notice."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
 
 
 def check_dense(name: str, x: Tensor) -> None:

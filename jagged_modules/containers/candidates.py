@@ -8,7 +8,8 @@ import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..validation import check_integers, check_offsets, check_size, values_are_checkable
+from ..scalars import check_size
+from ..validation import check_integers, check_offsets, values_are_checkable
 from .offsets import rows_and_segments
 from .segmentation import Segmentation, remember, segmentation_of
 

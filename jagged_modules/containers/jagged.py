@@ -11,9 +11,10 @@ from jagged_kernels.common.device import mean_rows
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
+from ..scalars import check_size
 from ..schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule
 from ..settings import is_batch_invariant
-from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, check_size, values_are_checkable
+from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, values_are_checkable
 from .candidates import CandidateIndex
 from .segmentation import Segmentation, remember, segmentation_of
 

@@ -28,3 +28,8 @@ def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
     """`[total]`, each row's distance from the start of its segment."""
     rows, segments = rows_and_segments(offsets, total)
     return rows - offsets[segments]
+
+
+def matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Offsets of B times `width` rows, and of jagged rows of that width in a flat buffer."""
+    return torch.arange(offsets.shape[0], device=offsets.device) * width, offsets.long() * width

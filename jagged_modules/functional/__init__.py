@@ -6,19 +6,13 @@ from ..dtypes import dtype_table
 from ..rotary import apply_rotary
 from .attention import jagged_attention, self_target_attention, target_attention
 from .block_attention import block_diagonal_attention, block_diagonal_attention_packed
-from .jagged_ops import (
-    ScorePlan,
-    array_jagged_bmm_jagged_out,
-    jagged2_softmax,
-    jagged_dense_bmm,
-    jagged_jagged_bmm,
-    jagged_jagged_bmm_jagged_out,
-    jagged_layer_norm,
-    jagged_linear,
-    jagged_softmax,
-)
+from .layer_norm import jagged_layer_norm
+from .linear import jagged_linear
 from .linear_compress import linear_compress
+from .matmul import array_jagged_bmm_jagged_out, jagged_dense_bmm, jagged_jagged_bmm, jagged_jagged_bmm_jagged_out
 from .rows import jagged_concat, jagged_dense_add, jagged_dense_mul, jagged_split, jagged_to_padded, padded_to_jagged
+from .score_plan import ScorePlan
+from .softmax import jagged2_softmax, jagged_softmax
 
 __all__ = [
     "ScorePlan",

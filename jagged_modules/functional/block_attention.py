@@ -10,8 +10,9 @@ from ..autocast import autocast
 from ..containers.offsets import block_offsets, positions_in_segments
 from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
+from ..scalars import check_size
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, check_size, check_tensor
+from ..validation import check_device, check_offsets, check_tensor
 from .attention import BLOCKS, check_attention, jagged_attention
 
 

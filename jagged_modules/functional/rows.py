@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..containers.offsets import rows_and_segments
+from ..scalars import check_size
 from ..validation import (
     check_dense,
     check_device,
     check_dtype,
     check_integers,
     check_offsets,
-    check_size,
     check_tensor,
     checked_offsets,
     values_are_checkable,

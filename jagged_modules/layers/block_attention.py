@@ -9,7 +9,8 @@ from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
 from ..functional.attention import BLOCKS, MAX_HEAD_DIM
 from ..rotary import Rotary, rotary_tables
-from ..validation import check_size, resolve_head_dim
+from ..scalars import check_size
+from ..validation import resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

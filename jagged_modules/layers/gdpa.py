@@ -12,7 +12,8 @@ from ..containers.jagged import check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..functional.attention import MAX_HEAD_DIM
 from ..masks import AttentionMask, check_num_targets
-from ..validation import check_flag, check_number, check_size, resolve_head_dim
+from ..scalars import check_flag, check_number, check_size
+from ..validation import resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

@@ -12,9 +12,10 @@ from torch.nn import functional as nnf
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..functional.attention import MAX_HEAD_DIM
-from ..functional.jagged_ops import layer_norm_rows
+from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
-from ..validation import check_integers, check_layer_input, check_number, check_size, resolve_head_dim
+from ..scalars import check_number, check_size
+from ..validation import check_integers, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..containers.jagged import is_keyed_tensor, wait_for
 from ..functional import linear_compress
-from ..validation import check_size
+from ..scalars import check_size
 
 torch.fx.wrap("linear_compress")
 

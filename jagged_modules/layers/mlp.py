@@ -8,7 +8,7 @@ from torch import nn
 
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
-from ..validation import check_size
+from ..scalars import check_size
 from .invariant import fixed_rows
 from .parameters import reset_all
 

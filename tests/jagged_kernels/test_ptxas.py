@@ -10,6 +10,7 @@ import pytest
 triton = pytest.importorskip("triton")
 
 import jagged_kernels  # noqa: E402
+from jagged_kernels.attention import triton_kernels  # noqa: E402
 from jagged_kernels.common import ptxas  # noqa: E402
 from triton import knobs  # noqa: E402
 from triton.backends.compiler import GPUTarget  # noqa: E402
@@ -42,7 +43,7 @@ def test_every_kernel_is_compiled_by_it():
 
 def test_a_first_launch_in_another_thread_leaves_the_compiler(monkeypatch):
     """Triton sets a kernel's compiler at its first launch on a device, while another thread may be about to compile."""
-    kernel = jagged_kernels.attention.attention_fwd_kernel
+    kernel = triton_kernels.attention_fwd_kernel
     driver = SimpleNamespace(get_current_target=lambda: GPUTarget("cuda", 90, 32))
     monkeypatch.setattr(triton.runtime.driver, "_active", driver)
     kernel.create_binder()

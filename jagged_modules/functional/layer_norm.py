@@ -1,0 +1,44 @@
+"""Layer norm of rows."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from ..autocast import autocast_dtype
+from ..cpu.buckets import compute_dtype
+from ..scalars import check_number
+from ..validation import check_tensor
+
+
+def jagged_layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-6) -> Tensor:
+    """torch.nn.functional.layer_norm of each row of x `[L, D]` by itself, with HSTU's eps: rows need no offsets.
+
+    Args:
+        weight, bias: `[D]`, or None.
+
+    Raises:
+        TypeError, ValueError: x is not a floating-point tensor `[L, D]`; weight or bias is not `[D]` of x's dtype on x's device; eps is
+        no number or negative.
+    """
+    check_tensor("x", x, 2, "[L, D]", "jagged_layer_norm")
+    check_number("eps", eps, low=0)
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            check_tensor(name, tensor, 1, "[D]", "jagged_layer_norm")
+            if tensor.shape[0] != x.shape[1]:
+                raise ValueError(f"{name} must have shape [D] = [{x.shape[1]}], got {list(tensor.shape)}")
+            if tensor.device != x.device:
+                raise ValueError(f"{name} must be on x's device, {x.device}, got {tensor.device}")
+            if autocast_dtype(tensor) != autocast_dtype(x):
+                raise ValueError(f"{name} must have x's dtype, {x.dtype}, got {tensor.dtype}")
+    return layer_norm_rows(x, weight, bias, eps)
+
+
+def layer_norm_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`jagged_layer_norm` without checks, of x `[..., D]`."""
+    if x.device.type != "cpu":
+        return nnf.layer_norm(x, x.shape[-1:], weight, bias, eps)
+    # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones stops at 256
+    wide = [None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (x, weight, bias)]
+    return nnf.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)

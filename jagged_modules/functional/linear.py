@@ -1,0 +1,103 @@
+"""Linear layers of jagged rows: one weight for all rows, or one for each segment."""
+
+from __future__ import annotations
+
+import torch
+from jagged_kernels.common.device import rows_in_place
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from ..activations import POINTWISE
+from ..containers.offsets import rows_and_segments
+from ..cpu.buckets import compute_dtype
+from ..cpu.invariant import pointwise_rows_cpu, products_cpu
+from ..reference import jagged_dense_bmm_reference
+from ..settings import is_batch_invariant
+from ..validation import check_device, check_offsets, checked_offsets
+from .matmul import jagged_dense_bmm_cpu
+from .operands import check_segment_matrices, checked_operands, runs_kernels
+
+
+def jagged_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    offsets: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    max_seqlen: int | None = None,
+    implementation: str = "auto",
+) -> Tensor:
+    """activation(x Wᵀ + b) with weights for all rows, or activation(x[b] @ W[b] + bias[b]) with weights for each segment.
+
+    One weight for all rows is torch's own matrix multiplication. Under `batch_invariant` it is computed as one segment, because the
+    algorithm that torch chooses depends on the number of rows. Weights for each segment are
+    `jagged_dense_bmm` with bias and activation in the same kernel, rounded once.
+
+    Args:
+        x: `[L, D]`, dtypes as in `jagged_dense_bmm`.
+        weight: `[T, D]`, as nn.Linear has it, or `[B, D, T]`. bias: `[T]`, or `[B, T]`, or None.
+        offsets: `[B + 1]`; weights for all rows do without.
+        activation: None, or a function of each result by itself, one of those of `jagged_attention` other than softmax.
+        max_seqlen: as in `jagged_dense_bmm`; with weights for each segment.
+        implementation: as in `jagged_dense_bmm`, for weights for each segment or under `batch_invariant`; otherwise ignored.
+
+    Returns:
+        `[L, T]`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also offsets that are missing.
+    """
+    if activation is not None and activation not in tuple(POINTWISE):
+        raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
+    shared = isinstance(weight, Tensor) and weight.dim() == 2
+    named = dict(x=(x, "[L, D]"), weight=(weight, "[T, D]" if shared else "[B, D, T]"))
+    named |= {} if bias is None else dict(bias=(bias, "[T]" if shared else "[B, T]"))
+    variant = "jagged_linear (one weight)" if shared else "jagged_linear (weight per segment)"
+    x, weight, bias = [*checked_operands(variant, implementation, **named), None][:3]
+    function = POINTWISE["identity" if activation is None else activation].function
+    batch_invariant = is_batch_invariant(implementation)
+    if shared:
+        if offsets is not None:
+            check_offsets("offsets", offsets, x.shape[0], max_seqlen)
+            check_device("offsets", offsets, x.device, "x's")
+        if weight.shape[1] != x.shape[1]:
+            raise ValueError(f"weight must have shape [T, D] with x's D, {x.shape[1]}, got {list(weight.shape)}")
+        if bias is not None and bias.shape[0] != weight.shape[0]:
+            raise ValueError(f"bias must have shape [T] = [{weight.shape[0]}], got {list(bias.shape)}")
+        if batch_invariant:
+            return _fixed_linear(x, weight, bias, activation, implementation)
+        return function(nnf.linear(x, weight, bias))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    check_segment_matrices("weight", weight, offsets, x.shape[1])
+    if bias is not None and bias.shape != weight.shape[::2]:
+        raise ValueError(f"bias must have shape [B, T] = {list(weight.shape[::2])}, got {list(bias.shape)}")
+    if implementation != "reference" and runs_kernels(implementation, x):
+        from jagged_kernels.matmul.op import triton_jagged_dense_bmm
+
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
+    dtype = x.dtype
+    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # so that the sum with the bias is rounded once
+    if implementation == "reference":
+        out = jagged_dense_bmm_reference(x, weight, offsets)
+    else:
+        out = jagged_dense_bmm_cpu(x, weight, offsets, batch_invariant)
+    if bias is not None:
+        out = out + bias.to(out.dtype).index_select(0, rows_and_segments(offsets, x.shape[0])[1])
+    if batch_invariant and activation is not None:
+        return pointwise_rows_cpu(out, activation).to(dtype)
+    return function(out).to(dtype)
+
+
+def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:
+    """activation(x Wᵀ + b), weight `[T, D]`; no row of the result depends on the other rows of x."""
+    if runs_kernels(implementation, x):
+        from jagged_kernels.matmul.op import triton_jagged_dense_bmm
+
+        offsets, bias = torch.arange(2, device=x.device) * x.shape[0], None if bias is None else bias[None]
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight.mT[None], bias, activation, None, True)
+    dtype = x.dtype
+    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
+    out = products_cpu(weight, x[:, :, None]).squeeze(2)
+    out = out if bias is None else out + bias.to(out.dtype)
+    return (out if activation is None else pointwise_rows_cpu(out, activation)).to(dtype)

@@ -1,0 +1,138 @@
+"""Matrix multiplications within the segments of jagged tensors."""
+
+from __future__ import annotations
+
+from jagged_kernels.common.device import rows_in_place
+from torch import Tensor
+
+from ..containers.offsets import matrix_offsets
+from ..cpu.matmul import outer_cpu, product_cpu
+from ..reference import array_jagged_bmm_reference, jagged_dense_bmm_reference, jagged_jagged_bmm_reference, jagged_outer_reference
+from ..scalars import check_flag
+from ..settings import is_batch_invariant
+from ..validation import checked_offsets
+from .operands import check_segment_matrices, checked_operands, runs_kernels
+from .score_plan import ScorePlan, check_plan_rows, plan_offsets
+
+
+def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
+    """out[b] = x[b] @ y[b]: the rows of each segment times its own matrix.
+
+    Gradients of any order flow to x and y. Low precision is accumulated in fp32 and rounded once.
+
+    Args:
+        x: `[L, D]` fp32, fp16 or bf16 (on the CPU also fp64). y: `[B, D, T]`, same dtype, any strides.
+        offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        max_seqlen: rows of the longest segment, if the host knows. On CUDA, segments of up to 512 rows then need one launch less. A
+            longer segment is an error where the host has the offsets; elsewhere it is computed correctly, only slower.
+        implementation: "auto" (triton on CUDA, segments of equal lengths together on the CPU), "reference" or "triton".
+
+    Returns:
+        `[L, T]`.
+
+    Raises:
+        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, offsets or names that do not fit together.
+        RuntimeError: a torch.func transform (vmap, grad, jvp); the reference has them.
+    """
+    x, y = checked_operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    check_segment_matrices("y", y, offsets, x.shape[1])
+    batch_invariant = is_batch_invariant(implementation)
+    if implementation == "reference":
+        return jagged_dense_bmm_reference(x, y, offsets)
+    if runs_kernels(implementation, x):
+        from jagged_kernels.matmul.op import triton_jagged_dense_bmm
+
+        return triton_jagged_dense_bmm(rows_in_place(x), offsets, y, None, None, max_seqlen, batch_invariant)
+    return jagged_dense_bmm_cpu(x, y, offsets, batch_invariant)
+
+
+def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
+    """out[b] = x[b]ᵀ @ y[b]: one matrix for each segment, 0 for an empty one.
+
+    Gradients, precision, offsets, max_seqlen, implementation and errors as in `jagged_dense_bmm`.
+
+    Args:
+        x: `[L, D]`, y: `[L, T]`, same dtype.
+
+    Returns:
+        `[B, D, T]`.
+    """
+    x, y = checked_operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    if y.shape[0] != x.shape[0]:
+        raise ValueError(f"y must have x's rows, {x.shape[0]}, got {y.shape[0]}")
+    batch_invariant = is_batch_invariant(implementation)
+    if implementation == "reference":
+        return jagged_jagged_bmm_reference(x, y, offsets)
+    if runs_kernels(implementation, x):
+        from jagged_kernels.matmul.op import triton_jagged_jagged_bmm
+
+        return triton_jagged_jagged_bmm(rows_in_place(x), rows_in_place(y), offsets, max_seqlen, batch_invariant)
+    segments, width = offsets.shape[0] - 1, x.shape[1]
+    out = product_cpu(x.flatten(), y, offsets, *matrix_offsets(offsets, width), segments * width, True, batch_invariant)
+    return out.unflatten(0, (segments, width))
+
+
+def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, implementation: str = "auto") -> Tensor:
+    """p[b] = x[b] @ y[b]ᵀ: the scores of every row of x with every row of y in its segment, in one flat buffer.
+
+    Gradients, precision, implementation and errors as in `jagged_dense_bmm`.
+
+    Args:
+        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. plan: of their offsets. The very same tensor twice, with a plan of x alone, takes
+            about half the time with its gradient.
+
+    Returns:
+        `[Σ N_b · M_b]`, p[b] row by row.
+    """
+    itself = y is x
+    x, y = checked_operands("jagged_jagged_bmm_jagged_out", implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
+    offsets = plan_offsets(plan, "x", x)
+    check_plan_rows("x", x, "x rows", plan.x_rows)
+    check_plan_rows("y", y, "y rows", plan.y_rows)
+    if y.shape[1] != x.shape[1]:
+        raise ValueError(f"y must have x's width, {x.shape[1]}, got {y.shape[1]}")
+    batch_invariant = is_batch_invariant(implementation)
+    if implementation == "reference":
+        return jagged_outer_reference(x, y, *offsets[:2])
+    if runs_kernels(implementation, x):
+        from jagged_kernels.matmul.op import triton_jagged_gram, triton_jagged_outer
+
+        if itself and plan.y_offsets is plan.x_offsets:
+            return triton_jagged_gram(rows_in_place(x), offsets[0], offsets[2], plan.total)
+        return triton_jagged_outer(rows_in_place(x), rows_in_place(y), *offsets, plan.total)
+    return outer_cpu(x, y, *offsets, plan.total, batch_invariant)
+
+
+def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto") -> Tensor:
+    """out[b] = p[b] @ y[b]: rows of y weighted by the scores of its segment; transposed, p[b]ᵀ @ y[b] for a y over x's rows.
+
+    Gradients, precision, implementation and errors as in `jagged_dense_bmm`. A row that no scores belong to gives 0.
+
+    Args:
+        p: `[Σ N_b · M_b]`, as `jagged_jagged_bmm_jagged_out` gives it. y: `[Ly, D]`, same dtype; `[Lx, D]` if transposed.
+        plan: of the offsets of x and y.
+
+    Returns:
+        `[Lx, D]`; `[Ly, D]` if transposed.
+    """
+    check_flag("transposed", transposed)
+    p, y = checked_operands("array_jagged_bmm_jagged_out", implementation, p=(p, "[total]"), y=(y, "[Lx, D]" if transposed else "[Ly, D]"))
+    offsets = plan_offsets(plan, "p", p)
+    check_plan_rows("p", p, "scores", plan.total)
+    check_plan_rows("y", y, *(("x rows", plan.x_rows) if transposed else ("y rows", plan.y_rows)))
+    batch_invariant = is_batch_invariant(implementation)
+    if implementation == "reference":
+        return array_jagged_bmm_reference(p, y, *offsets, transposed)
+    out_rows = plan.y_rows if transposed else plan.x_rows
+    if runs_kernels(implementation, p):
+        from jagged_kernels.matmul.op import triton_array_jagged_bmm
+
+        return triton_array_jagged_bmm(p.contiguous(), rows_in_place(y), *offsets, out_rows, transposed)
+    return product_cpu(p, y, *offsets, out_rows, transposed, batch_invariant)
+
+
+def jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, batch_invariant: bool) -> Tensor:
+    matrices = matrix_offsets(offsets, x.shape[1])
+    return product_cpu(x.flatten(), y.flatten(0, 1), offsets, *matrices, x.shape[0], False, batch_invariant)

@@ -1,0 +1,64 @@
+"""Softmax within the segments of jagged tensors."""
+
+from __future__ import annotations
+
+from jagged_kernels.common.device import rows_in_place
+from torch import Tensor
+
+from ..containers.offsets import matrix_offsets
+from ..cpu.matmul import softmax_cpu
+from ..reference import jagged2_softmax_reference, jagged_softmax_reference
+from ..settings import is_batch_invariant
+from ..validation import checked_offsets
+from .operands import checked_operands, runs_kernels
+from .score_plan import ScorePlan, check_plan_rows, plan_offsets
+
+
+def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
+    """Softmax over the rows of each segment, each column by itself.
+
+    First derivatives. Computed in fp32 at least; offsets, max_seqlen, implementation and errors as in `jagged_dense_bmm`.
+
+    Args:
+        x: `[L, H]`, one column per head, for instance.
+
+    Returns:
+        `[L, H]`; the rows of a segment add up to 1.
+    """
+    (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
+    offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
+    batch_invariant = is_batch_invariant(implementation)
+    if implementation == "reference":
+        return jagged_softmax_reference(x, offsets)
+    if runs_kernels(implementation, x):
+        from jagged_kernels.softmax.op import triton_jagged_softmax
+
+        return triton_jagged_softmax(rows_in_place(x), offsets, max_seqlen, batch_invariant)
+    return softmax_cpu(x.flatten(), offsets, *matrix_offsets(offsets, x.shape[1]), True, batch_invariant).view(x.shape)
+
+
+def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation: str = "auto") -> Tensor:
+    """Softmax over each row of every p[b] `[N_b, M_b]`, or over each column.
+
+    First derivatives. Computed in fp32 at least; implementation and errors as in `jagged_dense_bmm`.
+
+    Args:
+        p: `[Σ N_b · M_b]`, as `jagged_jagged_bmm_jagged_out` gives it.
+        dim: -1, the scores of a row of x add up to 1, or -2, those of a row of y do.
+
+    Returns:
+        `[Σ N_b · M_b]`.
+    """
+    (p,) = checked_operands("jagged2_softmax", implementation, False, p=(p, "[total]"))
+    offsets = plan_offsets(plan, "p", p)
+    check_plan_rows("p", p, "scores", plan.total)
+    if dim not in (-1, -2):
+        raise ValueError(f"dim must be -1 (rows) or -2 (columns), got {dim}")
+    batch_invariant = is_batch_invariant(implementation)
+    if implementation == "reference":
+        return jagged2_softmax_reference(p, *offsets, dim)
+    if runs_kernels(implementation, p):
+        from jagged_kernels.softmax.op import triton_jagged2_softmax
+
+        return triton_jagged2_softmax(p.contiguous(), *offsets, plan.y_rows if dim == -2 else plan.x_rows, dim == -2)
+    return softmax_cpu(p, *offsets, dim == -2, batch_invariant)

@@ -1,0 +1,29 @@
+"""Checks of arguments that are numbers or switches."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def check_size(name: str, value, at_least: int = 1) -> None:
+    """TypeError unless value is an int (a symbolic one included), ValueError unless it is `at_least` that much."""
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < at_least:
+        raise ValueError(f"{name} must be at least {at_least}, got {value}")
+
+
+def check_number(name: str, value, low: float = -math.inf, high: float = math.inf) -> None:
+    """TypeError unless value is a number (a symbolic one included), ValueError unless it is `low` to `high`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}")
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be {low} to {high}, got {value}")
+
+
+def check_flag(name: str, value) -> None:
+    """TypeError unless value is a bool: any other, such as "off", would count as True or False without notice."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
