@@ -6,6 +6,8 @@ threads, which do not see the caller's settings.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ClassVar, NamedTuple
 
@@ -36,7 +38,7 @@ class _State(NamedTuple):
 
 
 class _Setting:
-    """A switch and a context manager like torch.set_grad_enabled: constructing it sets the value, `with` restores the one before."""
+    """A switch, context manager and decorator, as torch.set_grad_enabled: constructing it sets the value, `with` restores the one before."""
 
     _initial: ClassVar[_State]
     _states: ClassVar[ContextVar[_State]]
@@ -70,6 +72,19 @@ class _Setting:
         if inner:  # a generator leaves its block while a later block is open: the later one then restores this one's value
             inner[0] = inner[0]._replace(before=before)
         self._states.set(_State(state.value if inner else before, (*state.entered[:index], *inner)))
+
+    def __call__(self, function: Callable) -> Callable:
+        """As a decorator: the value holds while the function runs. Constructing the decorator changes nothing then."""
+        state = self._state()
+        if state.switched is not None and state.switched.setting is self:
+            self._states.set(_State(state.switched.before, state.entered))
+
+        @functools.wraps(function)
+        def with_setting(*args, **kwargs):
+            with type(self)(self._value):
+                return function(*args, **kwargs)
+
+        return with_setting
 
     @classmethod
     def current(cls) -> Any:

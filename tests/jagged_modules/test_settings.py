@@ -92,6 +92,22 @@ def test_an_object_that_another_switch_followed_restores_that_one(setting, first
 
 
 @in_a_new_context
+def test_a_decorated_function_runs_with_the_value_and_leaves_the_one_before(setting, first, second, default):
+    @setting(first)
+    def decorated(x):
+        """Documentation."""
+        assert setting.current() == first
+        setting(second)
+        return x
+
+    assert setting.current() == default and decorated.__doc__ == "Documentation."
+    for _ in range(2):
+        assert decorated(3) == 3 and setting.current() == default
+    with setting(second):
+        assert decorated(x=4) == 4 and setting.current() == second
+
+
+@in_a_new_context
 def test_bad_values_change_nothing(setting, first, second, default):
     if setting is jm.backward_workspace:
         with pytest.raises(TypeError, match="num_bytes must be an int, got float"):
