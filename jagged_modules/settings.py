@@ -38,7 +38,7 @@ class _State(NamedTuple):
 
 
 class _Setting:
-    """A switch, context manager and decorator, as torch.set_grad_enabled: constructing it sets the value, `with` restores the one before."""
+    """Switch, context manager and decorator, as torch.set_grad_enabled: constructing it sets the value, `with` restores the one before."""
 
     _initial: ClassVar[_State]
     _states: ClassVar[ContextVar[_State]]
