@@ -163,7 +163,7 @@ def block_attention(
 def _segment(
     q: Bound, k: Bound, v: Bound, do: Bound, keep: Tensor | None, factor: Tensor, options: _Options
 ) -> tuple[tuple[Bound, Bound, Bound, Bound], bool]:
-    """(out, dq, dk, dv) before their rounding, and whether all weights of each matrix are equal (`_are_alike`).
+    """(out, dq, dk, dv) before their rounding, and whether all visible scores of each matrix are equal (`_are_alike`).
 
     factor: output_scale, of each row or of all.
     """
@@ -173,7 +173,7 @@ def _segment(
     parts = _softmax if options.activation == "softmax" else _pointwise
     out, p, ds, of_row = parts(scores, v, do, keep, options)
     p = p.rounded(options.factors).where(keep)
-    alike = _are_alike(p.value)
+    alike = _are_alike(scores.value, keep)
     out = out.widened(torch.zeros_like(out.value), torch.where(alike, (p.rms @ v.value).abs(), 0.0))
     ds = _rounded(ds, options.factors, options.precise, 1 / abs(options.ds_factor)).where(keep)
     dq = ds @ k
@@ -227,14 +227,15 @@ def _pointwise(scores: Bound, v: Bound, do: Bound, keep: Tensor, options: _Optio
     return out, p, Bound(ds.value.masked_fill(unspecified, 0.0), *errors, ds.dtype), None
 
 
-def _are_alike(weights: Tensor) -> Tensor:
-    """Whether all weights of a matrix `[..., queries, keys]` are equal, as when the scale is 0 or all rows are equal: `[..., 1, 1]`.
+def _are_alike(scores: Tensor, keep: Tensor) -> Tensor:
+    """Whether all visible scores of a matrix `[..., queries, keys]` are equal, as when the scale is 0 or all rows are equal: `[..., 1, 1]`.
 
-    Their roundings are then equal too, and do not average out in a sum.
+    Weights of rows that see as many keys are then equal, and so are their roundings, which do not average out in a sum.
     """
-    if weights.numel() == 0:
-        return weights.new_zeros((*weights.shape[:-2], 1, 1), dtype=torch.bool)
-    largest, smallest = weights.amax((-2, -1), keepdim=True), weights.amin((-2, -1), keepdim=True)
+    if scores.numel() == 0:
+        return scores.new_zeros((*scores.shape[:-2], 1, 1), dtype=torch.bool)
+    largest = scores.where(keep, -torch.inf).amax((-2, -1), keepdim=True)
+    smallest = scores.where(keep, torch.inf).amin((-2, -1), keepdim=True)
     return largest - smallest <= 1e-9 * largest.abs()
 
 

@@ -104,5 +104,6 @@ def _check_other_segments(case: Case, call: Call, clean: dict[str, Tensor]) -> N
     owners = call.segments | {f"d{name}": call.segments[name] for name in call.inputs if name in call.segments}
     for name in actual.keys() & owners.keys():
         others = owners[name] != segment
-        kept = torch.equal(actual[name][others], clean[name][others])
-        assert kept, f"{case.function}: {case.poison} in segment {segment} changes {name} of others"
+        now, before = actual[name][others], clean[name][others]
+        kept = (now == before) | (now.isnan() & before.isnan())  # a gradient is NaN where the result overflows
+        assert kept.all(), f"{case.function}: {case.poison} in segment {segment} changes {name} of others"
