@@ -8,7 +8,7 @@
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
 #   make test-newest-triton             compile Hopper's own kernels under the newest Triton too
 #   make notebooks                      execute the notebooks and keep their outputs
-#   make lint                           check the style
+#   make lint                           check style, formatting and types
 #   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
 #   make profile [OUT=folder]           profile the main kernels under ncu, for the record
 #   make clean                          remove .venv and whatever was built
@@ -31,12 +31,9 @@ SECONDS ?= 60
 GPU_WORKERS ?= $(shell echo $$(( $$(nproc) < 32 ? $$(nproc) : 32 )))
 EXAMPLE ?= dlrm
 
-# Versions that work together. fbgemm-gpu and torchrec are built against one torch each; README.md has the table.
-cpu_torch := torch==2.13.0
-cpu_built_for_it := fbgemm-gpu-cpu==1.8.0 torchrec==1.8.0 triton==3.6.0
-cuda_torch := torch==2.11.0
-cuda_built_for_it := fbgemm-gpu==1.6.0 torchrec==1.6.1 triton==3.6.0
-newest_triton := triton==3.9.0
+# torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these two come without dependencies.
+fbgemm_cpu := fbgemm-gpu-cpu
+fbgemm_cuda := fbgemm-gpu
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
 
 ifdef PY
@@ -79,6 +76,8 @@ notebooks: $(ENV)
 
 lint: $(ENV)
 	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright --pythonpath $(PY)
 
 bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
@@ -97,16 +96,16 @@ clean:
 	rm -rf .venv .newest-triton build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-# torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these come last, without dependencies.
-.venv/.installed-$(VARIANT): setup.py pyproject.toml Makefile
+# constraints/ has the versions that work together.
+.venv/.installed-$(VARIANT): setup.py pyproject.toml Makefile constraints/$(VARIANT).txt
 	rm -f .venv/.installed-*
 	$(PYTHON) -m venv .venv
 	$(pip) "setuptools>=77" wheel
-	$(pip) $($(VARIANT)_torch) $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
-	$(pip) --no-deps $($(VARIANT)_built_for_it)
+	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
+	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec triton
 	touch $@
 
-.newest-triton/.installed: Makefile $(ENV)
+.newest-triton/.installed: constraints/newest-triton.txt $(ENV)
 	rm -rf .newest-triton
-	$(pip) --no-deps --target .newest-triton $(newest_triton)
+	$(pip) --constraint constraints/newest-triton.txt --no-deps --target .newest-triton triton
 	touch $@
