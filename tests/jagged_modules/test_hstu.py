@@ -1,122 +1,31 @@
 """HSTULayer and HSTUStack: equal to a padded HSTU with dense masks, and to themselves with cached histories."""
 
 import copy
-import dataclasses
-import itertools
 import pickle
 
 import accuracy
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as nnf
 
 import jagged_modules as jm
 from jagged_modules.layers import hstu
 
-WIDTH, HEADS, LAYERS = 8, 2, 3
-
-
-# -- a padded HSTU in plain torch ----------------------------------------------------------------------------------------------
-
-
-def sees(i, j, n, t, config):
-    """The published rule, for row i and column j of a segment of n rows, the last t of them targets."""
-    c, last = config.contextual_seqlen, n - t
-    last = last - c + 1 if c else last
-
-    def identity(position):
-        return min(max(position - c + 1, 0) if c else position, last)
-
-    keep = i == j or identity(i) > identity(j)
-    if config.max_attn_len:
-        full = config.min_full_attn_seqlen > 0 and identity(i) >= last - config.min_full_attn_seqlen
-        keep = keep and (identity(i) - identity(j) <= config.max_attn_len or full)
-    if c:
-        keep = keep or (identity(i) == 0 and identity(j) < last)
-    first = n - t  # the earlier targets of the group
-    return keep or first <= j <= i and (i - first) // config.target_group_size == (j - first) // config.target_group_size
-
-
-class PaddedHSTULayer(nn.Module):
-    """The same layer on padded `[B, N, E]` rows, with its weights as matrices that multiply from the right."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.sizes = [HEADS * (size or WIDTH // HEADS) for size in (config.linear_dim, config.linear_dim, config.head_dim, config.head_dim)]
-        self.scaling_seqlen, outputs = config.scaling_seqlen, self.sizes[0]
-        shapes = dict(
-            input_norm_weight=[WIDTH], input_norm_bias=[WIDTH], uvqk_weight=[WIDTH, sum(self.sizes)], uvqk_beta=[sum(self.sizes)],
-            output_norm_weight=[outputs], output_norm_bias=[outputs], output_weight=[3 * outputs, WIDTH],
-        )  # fmt: skip
-        for name, shape in shapes.items():
-            self.register_parameter(name, nn.Parameter(torch.randn(shape) * shape[0] ** -0.5))
-
-    def forward(self, x, keep):
-        normed = nnf.layer_norm(x, [WIDTH], self.input_norm_weight, self.input_norm_bias, 1e-6)
-        u, v, q, k = (normed @ self.uvqk_weight + self.uvqk_beta).split(self.sizes, dim=-1)
-        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
-        p = nnf.silu(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5) / self.scaling_seqlen
-        a = (p.masked_fill(~keep[:, None], 0.0) @ v).transpose(1, 2).flatten(2)
-        u = nnf.silu(u)
-        y = u * nnf.layer_norm(a, a.shape[-1:], self.output_norm_weight, self.output_norm_bias, 1e-6)
-        return x + torch.cat([u, a, y], dim=-1) @ self.output_weight
-
-
-class PaddedHSTU(nn.Module):
-    """Padded layers on `[L, E]` rows of segments of `lengths`, the last `num_targets` of each targets."""
-
-    def __init__(self, num_layers, config):
-        super().__init__()
-        self.layers, self.config = nn.ModuleList(PaddedHSTULayer(config) for _ in range(num_layers)), config
-
-    def forward(self, values, lengths, num_targets):
-        longest = max(lengths)
-        keep = torch.zeros(len(lengths), longest, longest, dtype=torch.bool)
-        for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
-            for i, j in itertools.product(range(n), range(n)):
-                keep[b, i, j] = sees(i, j, n, t, self.config)
-        real = torch.arange(longest) < torch.tensor(lengths)[:, None]
-        x = values.new_zeros(*real.shape, WIDTH).masked_scatter(real[:, :, None], values)
-        for layer in self.layers:
-            x = layer(x, keep)
-        return x[real]
-
-
-NAMES = dict(
-    input_norm_weight="input_norm.weight", input_norm_bias="input_norm.bias", uvqk_weight="uvqk_proj.weight", uvqk_beta="uvqk_proj.bias",
-    output_norm_weight="output_norm.weight", output_norm_bias="output_norm.bias", output_weight="out_proj.weight",
-)  # fmt: skip
-
-
-def converted(parameters):
-    """The state of an HSTUStack with a PaddedHSTU's parameters."""
-    state = {}
-    for name, x in parameters.items():
-        layer, own = name.rsplit(".", 1)
-        state[f"{layer}.{NAMES[own]}"] = x.T if x.dim() == 2 else x
-    return state
-
-
-def config_of(**fields):
-    return jm.HSTUConfig(**(dict(scaling_seqlen=10) | fields))
-
-
-CONFIGS = {
-    "plain": config_of(),
-    "dims": config_of(head_dim=3, linear_dim=5),
-    "context": config_of(contextual_seqlen=2),
-    "one-context-row": config_of(contextual_seqlen=1, max_attn_len=2),
-    "short": config_of(max_attn_len=2),
-    "short-full": config_of(max_attn_len=2, min_full_attn_seqlen=3),
-    "context-short": config_of(contextual_seqlen=3, max_attn_len=2),
-    "groups": config_of(target_group_size=2),
-    "all": config_of(contextual_seqlen=2, max_attn_len=3, min_full_attn_seqlen=2, target_group_size=3, linear_dim=3),
-}
-HISTORY, TARGETS = [7, 0, 1, 2, 3, 4, 5, 6, 12, 3], [2, 1, 3, 4, 0, 5, 2, 1, 7, 3]
-LENGTHS = [h + t for h, t in zip(HISTORY, TARGETS)]
-every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+from .hstu_cases import (
+    CONFIGS,
+    HEADS,
+    HISTORY,
+    LAYERS,
+    LENGTHS,
+    TARGETS,
+    WIDTH,
+    PaddedHSTU,
+    config_of,
+    converted,
+    double_stack,
+    every_config,
+)
 
 
 @every_config
@@ -137,15 +46,6 @@ def test_equals_the_padded_network(config, dtype, offsets_of):
 
     tensors = dict(zip(("x", *names), (torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)))
     accuracy.check(ours, lambda *x: accuracy.definition(theirs, tensors, x[-1]), tensors)
-
-
-def double_stack(config):
-    return jm.HSTUStack(WIDTH, HEADS, LAYERS, config).double()
-
-
-@pytest.fixture
-def values():
-    return torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)
 
 
 @every_config
@@ -455,153 +355,3 @@ def test_training(offsets_of):
         assert all(x.grad.abs().sum() > 0 for x in parameters)
         optimizer.step()
     assert losses[-1] < 0.1 * losses[0]
-
-
-# -- graph tools ---------------------------------------------------------------------------------------------------------------
-
-SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 140, 15)]  # segments, rows, targets
-
-
-def random_offsets(segments, total):
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
-
-
-def compiled(function):
-    """The function compiled as one graph, and the counter of compilations."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
-
-
-@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor"])
-@pytest.mark.parametrize("config", [CONFIGS["plain"], CONFIGS["all"]], ids=["plain", "all"])
-def test_compiles_once(kind, config):
-    wrap = {
-        "pair": lambda values, offsets: (values, offsets),
-        "Jagged": lambda values, offsets: jm.Jagged(values, offsets, max_seqlen=100),
-        "JaggedTensor": lambda values, offsets: pytest.importorskip("torchrec").JaggedTensor(values, offsets=offsets),
-    }[kind]
-    if kind == "Jagged":
-        config = dataclasses.replace(config, scaling_seqlen=None)
-    stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
-    graph, counter = compiled(stack)
-    compilations = []
-    for segments, rows, _ in SIZES:
-        offsets = random_offsets(segments, rows)
-        num_targets, values = torch.minimum(offsets.diff(), torch.randint(3, (segments,))), torch.randn(rows, WIDTH)
-        results = []
-        for call in (stack, graph):
-            leaf = values.clone().requires_grad_()
-            out = jm.Jagged.wrap(call(wrap(leaf, offsets), num_targets)).values
-            results.append([out, *torch.autograd.grad(out.square().sum(), [leaf, *stack.parameters()])])
-        torch.testing.assert_close(*results)
-        compilations.append(counter.frame_count)
-    assert len(set(compilations)) == 1  # the first batch may take two: torch first tries nn.Dropout's p as an input
-
-
-@pytest.mark.parametrize("config", [CONFIGS["plain"], CONFIGS["context-short"]], ids=["plain", "context-short"])
-def test_scoring_compiles_once(config):
-    stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
-    graph, counter = compiled(stack.score)
-    compilations = []
-    for segments, rows, count in SIZES:
-        cache = stack.cache((torch.randn(rows, WIDTH), random_offsets(segments, rows)))
-        targets = torch.randn(count, WIDTH), random_offsets(segments, count)
-        torch.testing.assert_close(graph(targets, cache)[0], stack.score(targets, cache)[0])
-        compilations.append(counter.frame_count)
-    assert len(set(compilations)) == 1
-
-
-@pytest.mark.parametrize("leaf", ["HSTULayer", "HSTUStack"])
-def test_traced_by_torchrec_as_a_leaf(leaf, offsets_of):
-    tracer = pytest.importorskip("torchrec.fx").Tracer(leaf_modules=[leaf])
-
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.hstu = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
-
-        def forward(self, x, num_targets):
-            return self.hstu(x, num_targets)[0].relu()
-
-    model = Model()
-    traced = torch.fx.GraphModule(model, tracer.trace(model))
-    arguments = (torch.randn(5, WIDTH), offsets_of([2, 3])), torch.tensor([1, 2])
-    assert torch.equal(traced(*arguments), model(*arguments))
-
-
-# -- bad input -----------------------------------------------------------------------------------------------------------------
-
-BAD_STACKS = [
-    (dict(embedding_dim=10, num_heads=4), ValueError, "embedding_dim must be a multiple of num_heads, got 10 and 4"),
-    (dict(embedding_dim="8"), TypeError, "embedding_dim must be an int, got str"),
-    (dict(num_heads=0), ValueError, "num_heads must be at least 1, got 0"),
-    (dict(num_layers=0), ValueError, "num_layers must be at least 1, got 0"),
-    (dict(embedding_dim=1024), ValueError, "embedding_dim / num_heads must be at most 256, got 512"),
-    (dict(config=jm.HSTUConfig(head_dim=257)), ValueError, "head_dim must be at most 256, got 257"),
-    (dict(config=dict(head_dim=4)), TypeError, "config must be an HSTUConfig, got dict"),
-]
-
-
-@pytest.mark.parametrize("change, error, message", BAD_STACKS, ids=[message[:40] for _, _, message in BAD_STACKS])
-def test_bad_constructor(change, error, message):
-    with pytest.raises(error, match=message):
-        jm.HSTUStack(**(dict(embedding_dim=WIDTH, num_heads=HEADS, num_layers=2) | change))
-
-
-BAD_CONFIGS = [
-    (dict(linear_dim=0), ValueError, "linear_dim must be at least 1, got 0"),
-    (dict(dropout=-1), ValueError, "dropout must be 0 to 1, got -1"),
-    (dict(scaling_seqlen=0), ValueError, "scaling_seqlen must be at least 1, got 0"),
-    (dict(scaling_seqlen=10.0), TypeError, "scaling_seqlen must be an int, got float"),
-    (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),
-    (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
-]
-
-
-@pytest.mark.parametrize("fields, error, message", BAD_CONFIGS, ids=[message[:40] for _, _, message in BAD_CONFIGS])
-def test_bad_config(fields, error, message):
-    with pytest.raises(error, match=message):
-        jm.HSTUConfig(**fields)
-
-
-X = torch.randn(5, WIDTH), torch.tensor([0, 2, 5])
-BAD_FORWARDS = [
-    (dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
-    (dict(x=(X[0].half(), X[1])), ValueError, "x's values must have the layer's dtype, torch.float32, got torch.float16"),
-    (dict(x=(torch.randn(5, 9), X[1])), ValueError, r"x's values must have shape \[L, 8\], got \[5, 9\]"),
-    (dict(num_targets=torch.tensor([1])), ValueError, r"num_targets must have shape \[B\] = \[2\], got \[1\]"),
-    (dict(num_targets=torch.tensor([1, 4])), ValueError, "num_targets must be at most the segment's length, got 4 of 3 at segment 1"),
-    (dict(num_targets=[1, 1]), TypeError, "num_targets must be a torch.Tensor, got list"),
-]
-
-
-@pytest.mark.parametrize("change, error, message", BAD_FORWARDS, ids=[message[:40] for _, _, message in BAD_FORWARDS])
-def test_bad_forward(change, error, message):
-    with pytest.raises(error, match=message):
-        jm.HSTUStack(WIDTH, HEADS, 2, config_of())(**(dict(x=X) | change))
-
-
-def test_an_unknown_scaling_length():
-    stack = jm.HSTUStack(WIDTH, HEADS, 2)
-    for call in (stack, stack.cache):
-        with pytest.raises(ValueError, match="scaling_seqlen must be given where the container has no max_seqlen, got None"):
-            call(X)
-
-
-def test_bad_cache():
-    stack, shorter = (jm.HSTUStack(WIDTH, HEADS, layers, config_of()) for layers in (2, 1))
-    for options in (dict(return_cache=True), dict(cache=stack.cache(X))):
-        with pytest.raises(ValueError, match="num_targets must be None with cache or return_cache, got Tensor"):
-            stack(X, torch.tensor([1, 1]), **options)
-    assert isinstance(stack.cache(X), jm.HSTUCache)
-    with pytest.raises(TypeError, match="cache must be an HSTUCache, got list"):
-        stack(X, cache=[])
-    with pytest.raises(TypeError, match="cache_rows must be a torch.Tensor or a slice, got list"):
-        stack.layers[0](X, cache_rows=[0])
-    with pytest.raises(TypeError, match="cache must be an HSTUCache, got tuple"):
-        stack.score(X, X)
-    with pytest.raises(ValueError, match="cache must have 2 layers, got 1"):
-        stack.score(X, shorter.cache(X))
-    with pytest.raises(ValueError, match="the same number of segments, got 1 and 2"):
-        stack.score((torch.randn(1, WIDTH), torch.tensor([0, 1])), stack.cache(X))
