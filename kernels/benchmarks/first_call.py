@@ -87,7 +87,7 @@ def _in_a_process(name: str, dtype: str, cache: str) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", type=re.compile, help="regular expression: layers and dtypes to measure")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
     parser.add_argument("--layer", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -101,7 +101,7 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     rows = []
     results = dict(op="first_call", environment=runner.environment("cuda"), protocol=dict(text=TEXT), rows=[])
-    folder = options.out or report.results_folder(runner.device_name("cuda"))
+    folder = options.out or report.runs_folder(runner.device_name("cuda"))
     folder.mkdir(parents=True, exist_ok=True)
     stem = runner.free_stem(folder, results["environment"]["date"][:10], "first_call")
     for case in cases.values():

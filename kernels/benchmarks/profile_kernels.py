@@ -1,9 +1,9 @@
 """What limits the four main kernels: attention's forward and backward, linear compression, block attention.
 
-    python kernels/benchmarks/profile_kernels.py              # under ncu: writes <date>-profile.csv beside the results
+    python kernels/benchmarks/profile_kernels.py              # under ncu: writes <date>-profile.csv among the runs
     python kernels/benchmarks/profile_kernels.py --launch     # the launches alone, which is what ncu runs
 
-Needs ncu (Nsight Compute) on PATH. record.py makes a table of the file. Clocks are left as they are, as in the benchmarks.
+Needs ncu (Nsight Compute) on PATH. record.py makes a table of the latest such file. Clocks are left as they are, as in the benchmarks.
 """
 
 import argparse
@@ -126,7 +126,7 @@ def markdown(rows: list[dict]) -> list[str]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Profiles the main kernels under ncu.")
     parser.add_argument("--launch", action="store_true", help="launch them, for an ncu that is there already")
-    parser.add_argument("--out", type=Path, help="folder for the file (default: results/<device>/ beside this file)")
+    parser.add_argument("--out", type=Path, help="folder for the file (default: results/<device>/runs/ beside this file)")
     options = parser.parse_args(argv)
     if options.launch:
         launch()
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("ncu (Nsight Compute) is not on PATH")
     import torch
 
-    folder = options.out or report.results_folder(torch.cuda.get_device_name())
+    folder = options.out or report.runs_folder(torch.cuda.get_device_name())
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.run(ncu_command(folder / f"{datetime.now(UTC):%Y-%m-%d}-profile.csv"), check=False).returncode
 

@@ -1,6 +1,6 @@
-"""What a benchmark run leaves behind: JSON with everything, a markdown table, a picture.
+"""The files of a benchmark run: JSON with everything, a markdown table, a picture.
 
-``python report.py results.json`` writes table and picture again from the JSON (of a run that was killed, say).
+``python report.py results.json`` writes table and picture from the JSON, for example of a run that was killed.
 """
 
 import json
@@ -12,8 +12,14 @@ from pathlib import Path
 MISSING = "–"
 
 
-def results_folder(device: str) -> Path:
+def device_folder(device: str) -> Path:
+    """Where the record of a device is."""
     return Path(__file__).parent / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def runs_folder(device: str) -> Path:
+    """Where runs on a device are saved, for record.py to merge. git ignores it."""
+    return device_folder(device) / "runs"
 
 
 def write_atomically(path: Path, write) -> None:
@@ -115,13 +121,17 @@ def markdown(results: dict) -> str:
     for line in results.get("summary", []):
         lines += ["", line]
     for table, rows in by_table(results).items():
-        columns = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
-        columns = {heading: cells for heading, cells in columns.items() if set(cells) - {MISSING, ""}}
-        lines += table_lines(table, columns)
+        lines += table_lines(table, columns(rows))
     for table, rows in results.get("other_tables", {}).items():
         headings = dict.fromkeys(heading for row in rows for heading in row if heading != "traceback")
         lines += table_lines(table, {heading: [plain_cell(row.get(heading)) for row in rows] for heading in headings})
     return "\n".join(lines) + "\n"
+
+
+def columns(rows: list[dict]) -> dict[str, list[str]]:
+    """Heading -> cells, without the columns for which nothing was measured."""
+    cells = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
+    return {heading: texts for heading, texts in cells.items() if set(texts) - {MISSING, ""}}
 
 
 def table_lines(title: str, columns: dict[str, list[str]]) -> list[str]:

@@ -374,7 +374,7 @@ def device_name(device: str) -> str:
 def environment(device: str) -> dict:
     """Where and when: everything that a figure depends on besides the code."""
     facts = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device_name(device),
         "python": platform.python_version(),
@@ -428,10 +428,10 @@ def main(
     """
     parser = argparse.ArgumentParser(description=f"Benchmark of {op}.")
     add_options(parser)
-    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
     parser.add_argument("--resume", action="store_true", help="leave out what runs of the same day left in the folder")
     options, protocol = parse(parser, argv)
-    folder = options.out or report.results_folder(device_name(options.device))
+    folder = options.out or report.runs_folder(device_name(options.device))
     chosen = choose(parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {}))
     start = environment(options.device)
     done = measured_today(folder, start["date"][:10], op) if options.resume else set()
