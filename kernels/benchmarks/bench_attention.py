@@ -16,83 +16,31 @@ from functools import partial
 
 import peers
 import torch
-from runner import Case, Implementation, Setup, device_name, host_median_ms, main
+from inputs import (
+    ATTAINABLE,
+    BACKWARD_FLOPS,
+    leaves,
+    offsets_of,
+    our_implementations,
+    our_kernels,
+    pad,
+    plain_attention,
+    random_tensors,
+    sample_segments,
+    timed_schedule,
+    uniform_lengths,
+    varlen_attention,
+)
+from names import DENSE, DENSE_FLASH, OURS, PORTABLE, UNFUSED
+from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.schedule import host_schedule
-
-OURS = "jagged_modules"
-PORTABLE = f"{OURS}, triton"
-UNFUSED = f"{OURS}, unfused"
-NO_WORKSPACE = f"{OURS}, backward_workspace(0)"
-DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
-BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
-# bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense 16-bit products
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}
-
-
-# -- inputs --------------------------------------------------------------------------------------------------------
-
-
-def uniform_lengths(count: int, low: int, high: int) -> Tensor:
-    """Host lengths spread evenly over low..high, both reached, in random order: the mean does not depend on luck."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """int32 ``[B + 1]`` host offsets."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def sample_segments(lengths: Tensor) -> list[int]:
-    """The segments that are checked: the longest, the one of median length, and the last."""
-    by_length = lengths.argsort().tolist()
-    return sorted({by_length[-1], by_length[len(lengths) // 2], len(lengths) - 1})
-
-
-def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
-
-
-def our_kernels(device: str) -> dict[str, str]:
-    """Name -> ``implementation``: what "auto" takes and, where that may be a kernel for compute capability 9.0, the portable one."""
-    both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
-
-
-def our_implementations(device: str, head_dim: int, build: Callable[[str], Implementation]) -> dict[str, Callable[[], Implementation]]:
-    """``build`` for each of our kernels; and where a backward on Hopper takes memory of its own, the same without it."""
-    implementations = {name: partial(build, kernels) for name, kernels in our_kernels(device).items()}
-    if PORTABLE in implementations and head_dim > 64:
-        implementations[NO_WORKSPACE] = lambda: dataclasses.replace(build("auto"), around=partial(jm.backward_workspace, 0))
-    return implementations
-
-
-def timed_schedule(
-    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
-) -> tuple[jm.TileSchedule, dict[str, float]]:
-    """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
-    hopper = False if implementation == "triton" else None
-    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
-    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, hopper=hopper, **sizes)
-    return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
-
 
 # -- the definition, and padded forms of it ------------------------------------------------------------------------
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v on ``[..., N, D]`` in plain torch; False in ``mask`` hides a key."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1) @ v
 
 
 def reference(samples: dict, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -113,25 +61,6 @@ def setup_of(
     attainable = ATTAINABLE.get(device_name(device))
     backward_flops = BACKWARD_FLOPS * flops
     return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=backward_flops, attainable=attainable)
-
-
-def pad(values: Tensor, valid: Tensor) -> Tensor:
-    """``[L, H, D]`` -> ``[B, N, H, D]`` with zeros where ``valid`` ``[B, N]`` is False."""
-    padded = values.new_zeros(*valid.shape, *values.shape[1:])
-    padded[valid] = values
-    return padded
-
-
-def leaves(**tensors: Tensor) -> dict[str, Tensor]:
-    """The tensors by name, contiguous, as inputs to differentiate with respect to."""
-    return {name: x.detach().contiguous().requires_grad_() for name, x in tensors.items()}
-
-
-def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int) -> Tensor:
-    """FlashAttention-2 with offsets, as torch ships it."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv)
 
 
 def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:

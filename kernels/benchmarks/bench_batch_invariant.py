@@ -21,13 +21,13 @@ import bench_gdpa
 import bench_jagged_ops
 import bench_linear_compress
 import torch
-from bench_attention import OURS, leaves, random_tensors
+from inputs import leaves, random_tensors
+from names import INVARIANT, OURS
 from runner import Case, Implementation, Setup, main
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 
-INVARIANT = f"{OURS}, batch_invariant"
 BENCHMARKS = bench_attention, bench_gdpa, bench_block_attention, bench_jagged_ops, bench_linear_compress
 
 

@@ -16,10 +16,9 @@ from functools import partial
 
 import torch
 import torch._functorch.config
-from bench_attention import (
+from inputs import (
     ATTAINABLE,
     BACKWARD_FLOPS,
-    OURS,
     leaves,
     offsets_of,
     our_kernels,
@@ -29,6 +28,8 @@ from bench_attention import (
     uniform_lengths,
     varlen_attention,
 )
+from names import FA2_BLOCKS as FA2
+from names import OURS, PRECISE
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 
@@ -38,10 +39,8 @@ from jagged_modules.containers.offsets import block_offsets, positions_in_segmen
 from jagged_modules.rotary import apply_rotary
 
 REFERENCE = f"{OURS}, reference"
-FA2 = "varlen_attn (FA2), a segment per block"
 FLEX = "flex_attention"
 APART = "separate rotary"
-PRECISE = f"{OURS}, precise"
 BLOCKS_NOTE = "offsets of the blocks made beforehand"
 TABLES_NOTE = "cos and sin of each row gathered beforehand"
 

@@ -16,10 +16,9 @@ from functools import cached_property, partial
 
 import peers
 import torch
-from bench_attention import (
+from inputs import (
     ATTAINABLE,
     BACKWARD_FLOPS,
-    OURS,
     leaves,
     offsets_of,
     our_kernels,
@@ -30,6 +29,7 @@ from bench_attention import (
     uniform_lengths,
     varlen_attention,
 )
+from names import OURS
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 

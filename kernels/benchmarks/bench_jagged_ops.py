@@ -17,13 +17,13 @@ from math import inf, prod
 
 import peers
 import torch
-from bench_attention import OURS, leaves, offsets_of, random_tensors, sample_segments, uniform_lengths
+from inputs import leaves, offsets_of, random_tensors, sample_segments, uniform_lengths
+from names import OURS, PADDED
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor, bmm
 
 from jagged_modules import functional as F
 
-PADDED = "torch, padded"
 CONVERTED = "torch, padded with conversions"
 # bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense tf32 products
 ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}

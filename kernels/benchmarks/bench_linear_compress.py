@@ -16,7 +16,8 @@ from functools import cached_property, partial
 
 import peers
 import torch
-from bench_attention import OURS, leaves, our_kernels, random_tensors
+from inputs import leaves, our_kernels, random_tensors
+from names import INPUT_REPLICATED, OURS, PORTABLE
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,7 +26,6 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 REPLICATED = "replicated"
-INPUT_REPLICATED = "one product, input comes replicated"
 CUBLAS = "cuBLAS candidate product alone"
 # bytes/s of the data sheet; FLOP/s taken as attainable for dense fp16 products
 ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
@@ -102,7 +102,7 @@ class Problem:
 
     def our_stages(self) -> dict[str, str]:
         """As ``our_kernels``, whose portable kernel is a stage here."""
-        return {OURS: "auto"} | ({f"{OURS}, fused": "fused"} if len(our_kernels(self.device)) > 1 else {})
+        return {OURS: "auto"} | ({PORTABLE: "fused"} if len(our_kernels(self.device)) > 1 else {})
 
     def setup(self, note: str) -> Setup:
         stages = self.our_stages()

@@ -18,7 +18,7 @@ FLASH_ATTENTION = {"FlashAttention-3": "flash_attn_interface", "FlashAttention-4
 
 
 def flash_attention(module: str) -> Callable[..., Tensor]:
-    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)``, as varlen_attention of bench_attention."""
+    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)``, as varlen_attention of inputs.py."""
     attend = importlib.import_module(module).flash_attn_varlen_func
 
     def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv):

@@ -45,7 +45,8 @@ def kernels(device: str = "cuda", tiny: bool = False) -> dict[str, Callable[[], 
     import bench_block_attention as blocks
     import bench_linear_compress as compress
     import torch
-    from bench_attention import our_kernels, self_attention, uniform_lengths
+    from bench_attention import self_attention
+    from inputs import our_kernels, uniform_lengths
 
     count, longest, batch, total = (4, 20, 10, 100) if tiny else (64, 2048, 1024, 704_106)
     attention = self_attention(device, torch.bfloat16, uniform_lengths(count, 1, longest), 4, 128).implementations

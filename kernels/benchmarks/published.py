@@ -6,18 +6,23 @@ another run than the record's.
 """
 
 from headline import Column, Headline, Row
+from names import (
+    DENSE,
+    DENSE_FLASH,
+    FA2_BLOCKS,
+    INPUT_REPLICATED,
+    INVARIANT,
+    OURS,
+    PADDED,
+    PORTABLE,
+    PRECISE,
+    UNFUSED,
+)
 
 FORK = "needs a forked compiler"
-OURS, PORTABLE, UNFUSED = "jagged_modules", "jagged_modules, triton", "jagged_modules, unfused"
-NO_WORKSPACE = "jagged_modules, backward_workspace(0)"
-BASELINE = "one product, input comes replicated"
-FA2_BLOCKS = "varlen_attn (FA2), a segment per block"
-PADDED = "torch, padded"
-DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
 JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
 NO_FLOPS = [*[""] * 7, "–"]  # counted of products alone
 NO_CUDA = ["", "", "–"]  # of FBGEMM
-INVARIANT = "jagged_modules, batch_invariant"
 ALL_PASSES = "forward_{0}/forward_backward_{0}/backward_{0}"
 FLOORS = "forward_floor_percent/backward_floor_percent"
 
@@ -42,12 +47,12 @@ HEADLINES = [
             Column("published speed-up"),
             Column("earlier, H200"),
             Column("here", "forward_ms"),
-            Column("speed-up here", "forward_ms", over=BASELINE),
+            Column("speed-up here", "forward_ms", over=INPUT_REPLICATED),
             Column("% of floor", "forward_floor_percent"),
             Column("forward + backward", "forward_backward_ms"),
         ],
         rows=[
-            Row("baseline: one product, input comes replicated", "B=1024", BASELINE, cells=["1.944", "1", "1.975"]),
+            Row("baseline: one product, input comes replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
             Row("the same and the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
             Row("1 decomposed", "B=1024", "decomposed", cells=["1.389", "1.40", "1.224"]),
             Row("2 padded to multiples of 8", "B=1024", "padded", cells=["0.798", "2.44", "0.568"]),
@@ -57,7 +62,7 @@ HEADLINES = [
                 "FBGEMM ikbo (Triton)",
                 cells=["0.580", "3.35", "0.567"],
             ),
-            Row("3 the same: this project's portable kernel", "B=1024", "jagged_modules, fused"),
+            Row("3 the same: this project's portable kernel", "B=1024", PORTABLE),
             Row("4 one persistent, warp-specialised launch: the published kernel", cells=["0.482", "4.03", "0.494"], instead=FORK),
             Row("4 the same: this project, by default", "B=1024", OURS),
         ],
@@ -72,12 +77,12 @@ HEADLINES = [
         table="candidates per user, B=1024",
         columns=[
             Column("FBGEMM / TLX, earlier"),
-            Column("baseline", "forward_ms", implementation=BASELINE),
+            Column("baseline", "forward_ms", implementation=INPUT_REPLICATED),
             Column("replicated", "forward_ms", implementation="replicated"),
             Column("padded", "forward_ms", implementation="padded"),
-            Column("portable", "forward_ms", implementation="jagged_modules, fused"),
+            Column("portable", "forward_ms", implementation=PORTABLE),
             Column("this project", "forward_ms", implementation=OURS),
-            Column("over the baseline", "forward_ms", implementation=OURS, over=BASELINE),
+            Column("over the baseline", "forward_ms", implementation=OURS, over=INPUT_REPLICATED),
             Column("over padded", "forward_ms", implementation=OURS, over="padded"),
             Column("forward + backward over padded", "forward_backward_ms", implementation=OURS, over="padded"),
         ],
@@ -323,7 +328,7 @@ HEADLINES = [
             Row("separate rotary, FA2", "1735537 rows, qkv", "separate rotary + varlen_attn (FA2), a segment per block"),
             Row("fused", "1735537 rows, qkv", OURS, cells=["1.819"]),
             Row("fused, portable", "1735537 rows, qkv", PORTABLE),
-            Row("fused, `Rotary.precise`", "1735537 rows, qkv", "jagged_modules, precise"),
+            Row("fused, `Rotary.precise`", "1735537 rows, qkv", PRECISE),
         ],
     ),
     Headline(
@@ -358,7 +363,7 @@ HEADLINES = [
             Row("separate rotary in fp32 arithmetic, FA2", "qkv", "separate rotary + varlen_attn (FA2), a segment per block"),
             Row("TLX block attention", cells=["0.1201", "0.1689", "0.0112", "0.000220"], instead=FORK),
             Row("this project", "qkv", OURS),
-            Row("this project, `Rotary.precise`", "qkv", "jagged_modules, precise"),
+            Row("this project, `Rotary.precise`", "qkv", PRECISE),
         ],
     ),
     Headline(

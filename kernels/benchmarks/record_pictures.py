@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import report
-from published import BASELINE, DENSE, DENSE_FLASH, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
+from names import DENSE, DENSE_FLASH, INPUT_REPLICATED, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
 
-NAMES = {OURS: "this project", PORTABLE: "this project, portable", f"{OURS}, fused": "this project, portable"}
-PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, f"{OURS}, fused": 1.944 / 0.580, OURS: 1.944 / 0.482}
+NAMES = {OURS: "this project", PORTABLE: "this project, portable"}
+PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, PORTABLE: 1.944 / 0.580, OURS: 1.944 / 0.482}
 FLOORS = {  # op -> tables whose % of floor is drawn, by their beginning
     "linear_compress": ("batch size",),
     "attention": ("jagged self-attention", "target attention"),
@@ -50,7 +50,7 @@ def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, 
 def ladders(figure, rows: list[dict]) -> None:
     left, right = figure.subplots(1, 2)
     of = {row["implementation"]: row.get("forward_ms") for row in rows if row["op"] == "linear_compress" and row["case"] == "B=1024"}
-    baseline = of.get(BASELINE)
+    baseline = of.get(INPUT_REPLICATED)
     here = {name: baseline / of[name] for name in PUBLISHED_STAGES if baseline and of.get(name)}
     stages = list(PUBLISHED_STAGES)
     for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, "here", here, "C0")):

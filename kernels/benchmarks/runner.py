@@ -386,8 +386,8 @@ def environment(device: str) -> dict:
         facts["triton"] = triton.__version__
         if shutil.which("nvidia-smi"):
             query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
-            answer = subprocess.run(query, capture_output=True, text=True, check=False)
-            facts["driver and power limit"] = " ".join((answer.stdout + answer.stderr).split())
+            process = subprocess.run(query, capture_output=True, text=True, check=False)
+            facts["driver and power limit"] = " ".join((process.stdout + process.stderr).split())
     return facts
 
 

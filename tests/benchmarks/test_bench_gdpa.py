@@ -6,7 +6,7 @@ import bench_gdpa
 import pytest
 import runner
 import torch
-from bench_attention import uniform_lengths
+from inputs import uniform_lengths
 
 from jagged_modules import functional as F
 

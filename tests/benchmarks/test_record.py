@@ -17,7 +17,8 @@ import record
 import record_pictures
 import runner
 from headline import Column, Headline, Row
-from published import HEADLINES, OURS, PORTABLE
+from names import INPUT_REPLICATED, OURS, PORTABLE
+from published import HEADLINES
 
 BENCHES = {
     "attention": bench_attention,
@@ -196,7 +197,7 @@ def test_a_folder_without_runs_is_an_error(tmp_path):
 def test_the_readme_has_every_headline_and_the_measured_rows_beside_it(tmp_path):
     table, case = "GDPA (gelu_tanh)", "q and kv full L=2048"
     row = result(case=case, forward_tflops=682.0, backward_tflops=560.0, forward_floor_percent=93.5)
-    stages = [result(name, case="B=1024", forward_ms=ms) for name, ms in ((record_pictures.BASELINE, 1.98), ("padded", 0.56))]
+    stages = [result(name, case="B=1024", forward_ms=ms) for name, ms in ((INPUT_REPLICATED, 1.98), ("padded", 0.56))]
     save_run(tmp_path, [{**row, "table": table}], op="gdpa", device="NVIDIA H200")
     save_run(tmp_path, [{**stage, "table": "batch size, 70 candidates per user"} for stage in stages], op="linear_compress")
     assert record.main([str(tmp_path)]) == 0
