@@ -11,7 +11,6 @@ from names import (
     DENSE_FLASH,
     FA2_BLOCKS,
     INPUT_REPLICATED,
-    INVARIANT,
     OURS,
     PADDED,
     PORTABLE,
@@ -23,7 +22,6 @@ FORK = "needs a forked compiler"
 JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
 NO_FLOPS = [*[""] * 7, "–"]  # counted of products alone
 NO_CUDA = ["", "", "–"]  # of FBGEMM
-ALL_PASSES = "forward_{0}/forward_backward_{0}/backward_{0}"
 FLOORS = "forward_floor_percent/backward_floor_percent"
 
 HEADLINES = [
@@ -470,30 +468,6 @@ HEADLINES = [
             Row("N=256", "B256 N256 H1 D128"),
             Row("N=512", "B256 N512 H1 D128"),
             Row("N=1024", "B256 N1024 H1 D128"),
-        ],
-    ),
-    Headline(
-        key="batch_invariant",
-        title="The cost of `jm.batch_invariant(True)`",
-        source="this project",
-        published="Nothing is published. ms: forward / forward + backward / backward; speed-up of the mode over the default.",
-        caveat="The first case of each table of the other benchmarks, and a projection, by default torch's own matrix multiplication.",
-        op="batch_invariant",
-        table="jagged self-attention",
-        columns=[
-            Column("default", ALL_PASSES.format("ms"), OURS),
-            Column("batch_invariant", ALL_PASSES.format("ms"), INVARIANT),
-            Column("speed-up", ALL_PASSES.format("speedup"), INVARIANT),
-        ],
-        rows=[
-            Row("self-attention B128 N1024 H4 D64", "B128 N1024 H4 D64"),
-            Row("target attention, history 512", "history 512", table="target attention"),
-            Row("GDPA, q and kv full L=2048", "q and kv full L=2048", table="GDPA (gelu_tanh)"),
-            Row("HSTU B128 N512 D64", "B128 N512 D64", table="HSTU (silu, causal, 20 targets)"),
-            Row("block attention, 704106 rows", "704106 rows", table="block attention, B=1152 H=4 D=128, blocks of 64"),
-            Row("jagged_dense_bmm B1024 N≤100 D64 T64", "jagged_dense_bmm B1024 N≤100 D64 T64", table="operators"),
-            Row("linear compression B=512, 70 candidates a user", "B=512", table="batch size, 70 candidates per user"),
-            Row("projection of 65,536 rows, 256 to 768 columns", "L65536 D256 T768", table="projections"),
         ],
     ),
 ]

@@ -22,6 +22,7 @@ import report
 import torch
 from headline import Key
 from published import HEADLINES
+from unpublished import TABLES
 
 PREAMBLE = """\
 Measurements of this project and its peers on this device, beside the figures that the sources publish for other devices: compare ratios.
@@ -119,10 +120,10 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
 
 
 def tables_of_gpu(record: dict, pictures: Iterable[str]) -> list[str]:
-    """The published headlines beside ours."""
+    """The published headlines beside ours, and tables of what nothing is published for."""
     measured = by_key(record["rows"])
     lines = ["", PREAMBLE, "", *(f"![{Path(name).stem}]({name})\n" for name in pictures)]
-    for table in HEADLINES:
+    for table in (*HEADLINES, *TABLES):
         lines += headline.markdown(table, measured)
     return lines + profile_kernels.markdown(record["profile"])
 

@@ -19,6 +19,7 @@ import runner
 from headline import Column, Headline, Row
 from names import INPUT_REPLICATED, OURS, PORTABLE
 from published import HEADLINES
+from unpublished import TABLES
 
 BENCHES = {
     "attention": bench_attention,
@@ -87,12 +88,12 @@ def test_derived_values():
 def test_headlines_name_cases_that_the_benchmarks_have():
     """Of tables of another form there are no cases; their titles are checked with the tiny run below."""
     cases = {(op, case.table, case.name) for op, bench in BENCHES.items() for case in bench.make_cases("cuda", tiny=False)}
-    for head in HEADLINES:
+    for head in (*HEADLINES, *TABLES):
         named = {(head.op, row.table or head.table, row.case) for row in head.rows if row.case}
         assert named <= cases or head.key == "block_table_8", named - cases
         assert all(len(row.cells) <= len(head.columns) for row in head.rows)
         assert head.caveat and head.source
-    assert len({head.key for head in HEADLINES}) == len(HEADLINES)
+    assert len({head.key for head in (*HEADLINES, *TABLES)}) == len(HEADLINES) + len(TABLES)
 
 
 # -- merging runs ------------------------------------------------------------------------------------------------------
@@ -202,7 +203,7 @@ def test_the_readme_has_every_headline_and_the_measured_rows_beside_it(tmp_path)
     save_run(tmp_path, [{**stage, "table": "batch size, 70 candidates per user"} for stage in stages], op="linear_compress")
     assert record.main([str(tmp_path)]) == 0
     text = (tmp_path / "README.md").read_text()
-    for head in HEADLINES:
+    for head in (*HEADLINES, *TABLES):
         assert f"## {head.title}\n" in text
         for row in head.rows:
             assert f"| {row.what} | " in text
