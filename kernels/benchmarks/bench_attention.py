@@ -1,11 +1,11 @@
-"""Jagged attention against what ships with torch: self-attention over jagged sequences, target attention with shared users.
+"""Jagged attention against torch and peers: self-attention over jagged sequences, target attention with shared users.
 
     python kernels/benchmarks/bench_attention.py                    # on a CUDA device: both tables, the memory sweep, the ladder
     python kernels/benchmarks/bench_attention.py --device cpu       # the CPU path against padded attention
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
-TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike; the floor
-is their time at what an H200 attains.
+TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike. The floor is the time
+of that work at the rate that long matrix products attain on an H200.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 
 def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, cpu_table: bool = False) -> Setup:
-    """Jagged self-attention; ``cpu_table`` compares with padding and unpadding in the measured call, as models on a CPU run it."""
+    """Jagged self-attention. ``cpu_table``: the peers pad and unpad in the measured call, as models on a CPU do."""
     max_seqlen, total = int(lengths.max()), int(lengths.sum())
     host_offsets = offsets_of(lengths)
     offsets = host_offsets.to(device)
@@ -93,7 +93,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(forward, host_ms=build_ms)
 
     def unfused():
-        """From the operators on jagged tensors, which know no heads; q is scaled, being smaller than the scores."""
+        """Composed of jagged operators, which have no heads. q is scaled, as it is smaller than the scores."""
         plan = F.ScorePlan.from_offsets(host_offsets).to(device)
 
         def forward(q, k, v):
@@ -106,7 +106,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(lambda q, k, v: attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
 
     def sll():
-        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen: q and v come scaled, and so do their gradients."""
+        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen, so q, v and their gradients are scaled to match."""
         attention = peers.sll("multi_head_jagged_flash_attention")
         factors = {"q": head_dim**-0.5, "k": 1.0, "v": float(max_seqlen)}
         heads_first = leaves(**{name: factors[name] * x.transpose(0, 1) for name, x in inputs.items()})
@@ -124,7 +124,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         )
 
     def padded(attention, masked: bool):
-        """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
+        """On inputs that are already padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
         dense = leaves(**{name: pad(x, valid).transpose(1, 2) for name, x in inputs.items()})
         right = [b for b in parts if masked or lengths[b] == max_seqlen]
         return Implementation(
@@ -171,8 +171,8 @@ def target_attention(
 ) -> Setup:
     """Candidates (``counts`` per user) of ``num_queries`` rows each attend to their user's history (``histories`` rows).
 
-    "Folded" takes a user's candidates as one query sequence; "replicate" copies the history to each candidate, as models without
-    in-kernel broadcast do. Where histories are jagged, the replicated forms pad them and mask the padding.
+    "Folded" treats a user's candidates as one query sequence. "replicate" copies the history to each candidate, as models without in-kernel
+    broadcast do; it pads jagged histories and masks the padding.
     """
     num_users, num_candidates, max_history = len(counts), int(counts.sum()), int(histories.max())
     equal_histories, equal_counts = bool((histories == max_history).all()), bool((counts == counts[0]).all())
@@ -261,8 +261,11 @@ def target_attention(
 def self_and_target_attention(
     device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
 ) -> Setup:
-    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history: in one launch of
-    each kernel, and each alone, whose times add up to those of two launches, but for the sums of two dk and two dv."""
+    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history.
+
+    In one launch of each kernel, and each kind of query alone. The times alone add up to those of two launches, without the sums of two dk
+    and two dv.
+    """
     lengths = {"own rows": histories, "candidates": counts * num_queries}
     shapes = {kind: (int(rows.sum()), num_heads, head_dim) for kind, rows in lengths.items()}
     k, v, *queries = random_tensors(device, dtype, *[shapes["own rows"]] * 2, *shapes.values(), *shapes.values())
@@ -274,7 +277,7 @@ def self_and_target_attention(
         return torch.cat([parts[kind] for kind in kinds])
 
     def rows_of(user: int, offsets: Tensor) -> Tensor:
-        """A user's rows of all kinds, whose segments follow those of the kind before."""
+        """A user's rows of all kinds. All segments of one kind precede those of the next."""
         starts = range(user, len(offsets) - 1, len(histories))
         return torch.cat([torch.arange(*offsets[i : i + 2].tolist()) for i in starts]).to(device)
 
@@ -314,7 +317,7 @@ class Sizes:
     ladder: list[tuple[int, int, int, int]]
     cpu_shapes: list[tuple[int, int, int, int]]
     histories: list[int]
-    long_histories: list[int]  # for which replicated keys are too large
+    long_histories: list[int]  # too long to replicate keys
     sweep: list[int]
     sweep_history: int
     num_candidates: int
@@ -360,7 +363,7 @@ def odd_counts(num_candidates: int, num_users: int) -> Tensor:
 
 
 def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...], without: tuple[str, ...] = ()) -> Setup:
-    """The setup with those implementations alone whose name starts with one of ``prefixes``, and not those named in ``without``."""
+    """The setup with only the implementations whose name starts with one of ``prefixes``, without those named in ``without``."""
     whole = setup()
     kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes) and name not in without}
     return dataclasses.replace(whole, implementations=kept)

@@ -21,7 +21,7 @@ ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}  # bytes/s of large copies, FLOP
 
 
 def uniform_lengths(count: int, low: int, high: int) -> Tensor:
-    """Host lengths spread evenly over low..high, both reached, in random order: the mean does not depend on luck."""
+    """Host lengths spread evenly over low..high, both included, in random order. The mean is not random."""
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
     return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
 
@@ -32,7 +32,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def sample_segments(lengths: Tensor) -> list[int]:
-    """The segments that are checked: the longest, the one of median length, and the last."""
+    """The segments to check: the longest, the one of median length, and the last."""
     by_length = lengths.argsort().tolist()
     return sorted({by_length[-1], by_length[len(lengths) // 2], len(lengths) - 1})
 
@@ -43,7 +43,7 @@ def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) ->
 
 
 def leaves(**tensors: Tensor) -> dict[str, Tensor]:
-    """The tensors by name, contiguous, as inputs to differentiate with respect to."""
+    """The tensors by name, as contiguous leaves that require a gradient."""
     return {name: x.detach().contiguous().requires_grad_() for name, x in tensors.items()}
 
 
@@ -58,13 +58,13 @@ def pad(values: Tensor, valid: Tensor) -> Tensor:
 
 
 def our_kernels(device: str) -> dict[str, str]:
-    """Name -> ``implementation``: what "auto" takes and, where that may be a kernel for compute capability 9.0, the portable one."""
+    """Name -> ``implementation``: "auto", and on compute capability 9.0 also the portable kernels."""
     both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
     return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
 
 
 def our_implementations(device: str, head_dim: int, build: Callable[[str], Implementation]) -> dict[str, Callable[[], Implementation]]:
-    """``build`` for each of our kernels; and where a backward on Hopper takes memory of its own, the same without it."""
+    """``build`` for each of our kernels, and on Hopper also without the workspace in which the backward stores dS."""
     implementations = {name: partial(build, kernels) for name, kernels in our_kernels(device).items()}
     if PORTABLE in implementations and head_dim > 64:
         implementations[NO_WORKSPACE] = lambda: dataclasses.replace(build("auto"), around=partial(jm.backward_workspace, 0))
@@ -74,7 +74,7 @@ def our_implementations(device: str, head_dim: int, build: Callable[[str], Imple
 def timed_schedule(
     q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
 ) -> tuple[jm.TileSchedule, dict[str, float]]:
-    """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
+    """The schedule of forward and backward on q's device, and ``{name: ms}`` of building it on the host."""
     hopper = False if implementation == "triton" else None
     sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
     build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, hopper=hopper, **sizes)

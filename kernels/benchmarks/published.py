@@ -1,8 +1,8 @@
-"""What the sources publish, and which measured rows stand beside it: the tables of the record.
+"""The published figures, and the measured rows beside them: the tables of the record.
 
-Sources: the PyTorch blog on In-Kernel Broadcast Optimization (IKBO), the one on Generalized Dot-Product Attention (GDPA), the blog on
-TLX Block Attention, and the paper on Jagged Feature Interaction. "Earlier" are figures of peers that were measured on an H200 in
-another run than the record's.
+Sources: the PyTorch blog posts on In-Kernel Broadcast Optimization (IKBO) and Generalized Dot-Product Attention (GDPA), the blog post on
+TLX Block Attention, and the paper on Jagged Feature Interaction. "Earlier": figures of peers measured on an H200 in an earlier run than
+the record's.
 """
 
 from headline import Column, Headline, Row
@@ -34,8 +34,8 @@ HEADLINES = [
         ),
         published="ms, forward. The figures of FBGEMM's Triton kernel and of Meta's TLX kernel on an H200 are of another, earlier run.",
         caveat=(
-            "The baseline's input comes replicated: what the copies cost (0.7 ms on an H200) is in none of the published figures; the "
-            "row below it has them. The fused published kernel rounds twice, its fourth stage needs a forked compiler, and neither has "
+            "The baseline's input is already replicated. The published figures do not include the copies (0.7 ms on an H200); the "
+            "row below it does. The fused published kernel rounds twice, its fourth stage needs a forked compiler, and neither has "
             "a backward."
         ),
         op="linear_compress",
@@ -104,7 +104,7 @@ HEADLINES = [
             "In-Kernel Broadcast Optimization (PyTorch blog), Table 2: 2048 candidates of 32 users, 64 query rows each, history 1024, "
             "H=2, D=128"
         ),
-        published="Forward. 2.4 times (with the replication 6.4 times) the throughput of FA4 without co-design.",
+        published="Forward. 2.4 times the throughput of FA4 on replicated K and V, 6.4 times with the replication.",
         caveat=(
             "The published kernels take histories of one length and 64 (or 32) query rows, and have no backward; TLX needs a forked "
             'compiler. "Folded" takes a user\'s candidates as one query sequence: cuDNN can where all users have as many.'

@@ -1,6 +1,6 @@
 """The pictures of the record: speed-up ladders, TFLOP/s against length, % of floor, latency against candidates per user.
 
-What was not measured is left out of a picture; the record's tables say that it is missing.
+Points without a measurement are left out; the record's tables say "missing".
 """
 
 import re
@@ -12,7 +12,7 @@ from names import DENSE, DENSE_FLASH, INPUT_REPLICATED, NO_WORKSPACE, OURS, PORT
 
 NAMES = {OURS: "this project", PORTABLE: "this project, portable"}
 PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, PORTABLE: 1.944 / 0.580, OURS: 1.944 / 0.482}
-FLOORS = {  # op -> tables whose % of floor is drawn, by their beginning
+FLOORS = {  # op -> beginnings of the titles of the tables whose % of floor is drawn
     "linear_compress": ("batch size",),
     "attention": ("jagged self-attention", "target attention"),
     "gdpa": ("GDPA",),
@@ -22,7 +22,10 @@ FLOORS = {  # op -> tables whose % of floor is drawn, by their beginning
 
 
 def series(rows: Iterable[Mapping], op: str, table: str, pattern: str, value: str) -> dict[str, list[tuple[int, float]]]:
-    """Implementation -> its points: what ``pattern`` finds in the case, in order, and the value there. Table by its beginning."""
+    """Implementation -> its points, sorted: the number that ``pattern`` finds in the case, and the value there.
+
+    ``table``: the beginning of the table's title.
+    """
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         found = re.fullmatch(pattern, row["case"])
@@ -95,17 +98,17 @@ def floors(figure, rows: list[dict]) -> None:
     axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=6)
     axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
     axes.axvline(100, color="black", linewidth=0.8)
-    axes.set_xlabel("% of floor: the time that bytes and arithmetic need, over the time taken")
+    axes.set_xlabel("% of floor: the shortest possible time over the measured time")
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
 
 
 def candidates(figure, rows: list[dict]) -> None:
     points = series(rows, "linear_compress", "candidates per user", r"(\d+) per user", "forward_ms")
-    points.pop("padded, torch.matmul", None)  # so slow that the others would be flat
+    points.pop("padded, torch.matmul", None)  # so slow that the others would look flat
     draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "ms")
 
 
-PICTURES = {  # file -> what draws it, inches
+PICTURES = {  # file -> function that draws it, size in inches
     "ladders.png": (ladders, (11, 4.6)),
     "lengths.png": (lengths, (15, 5)),
     "floors.png": (floors, (9, 9)),

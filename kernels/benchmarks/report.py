@@ -23,7 +23,7 @@ def runs_folder(device: str) -> Path:
 
 
 def write_atomically(path: Path, write) -> None:
-    """``write(temporary_path)``, then moves the file into place: a reader sees the old file or the new one, never half of one."""
+    """Calls ``write(temporary_path)`` and moves the file into place: a reader sees the old or the new file, never a partial one."""
     temporary = path.with_name(f".{path.name}.partial{path.suffix}")
     try:
         write(temporary)
@@ -112,7 +112,7 @@ def by_table(results: dict) -> dict[str, list[dict]]:
 
 
 def markdown(results: dict) -> str:
-    """The tables; a column nothing was measured for is left out."""
+    """The tables of a run, without empty columns."""
     facts = ", ".join(f"{name} {value}" for name, value in results["environment"].items() if name not in ("command", "device"))
     lines = [f"# {results['op']} on {results['environment']['device']}", "", f"`{results['environment']['command']}`; {facts}."]
     lines += ["", results["protocol"]["text"]]
@@ -129,7 +129,7 @@ def markdown(results: dict) -> str:
 
 
 def columns(rows: list[dict]) -> dict[str, list[str]]:
-    """Heading -> cells, without the columns for which nothing was measured."""
+    """Heading -> cells, without empty columns."""
     cells = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
     return {heading: texts for heading, texts in cells.items() if set(texts) - {MISSING, ""}}
 
@@ -141,7 +141,7 @@ def table_lines(title: str, columns: dict[str, list[str]]) -> list[str]:
 
 # -- picture -------------------------------------------------------------------------------------------------------
 
-PANELS = {  # axis label -> (column, unit, factor); the first one that was measured and fits the case's choice is drawn
+PANELS = {  # axis label -> (column, unit, factor); the first measured one that the case allows is drawn
     **{
         title: [
             (f"{key}_tflops", "TFLOP/s", 1),
@@ -156,7 +156,7 @@ PANELS = {  # axis label -> (column, unit, factor); the first one that was measu
 
 
 def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
-    """(title, column, unit, factor) of the panels that have something to show."""
+    """(title, column, unit, factor) of the panels that are not empty."""
     panels = []
     chosen = rows[0].get("picture", "")
     for title, choices in PANELS.items():
@@ -166,7 +166,7 @@ def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
 
 
 def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict) -> None:
-    """Grouped bars: a group per case, a bar per implementation in a fixed colour; what was not measured stays empty."""
+    """Grouped bars: a group per case, a bar per implementation in a fixed colour; no bar without a measurement."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     width = 0.8 / len(colours)
     for index, (name, colour) in enumerate(colours.items()):
@@ -180,7 +180,7 @@ def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict)
 
 
 def save_picture(results: dict, stem: Path) -> None:
-    """Writes ``<stem>.png``: a row of panels per table that has something to draw."""
+    """Writes ``<stem>.png``: a row of panels per table."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -200,7 +200,7 @@ def save_picture(results: dict, stem: Path) -> None:
             draw_bars(axes, rows, column, factor, colours)
             axes.set_title(f"{table}: {title}", fontsize=10)
             axes.set_ylabel(unit)
-        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # a panel may lack some
+        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # not every panel has all
         line[len(panels) - 1].legend(bars.values(), bars, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
