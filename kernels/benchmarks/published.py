@@ -50,8 +50,8 @@ HEADLINES = [
             Column("forward + backward", "forward_backward_ms"),
         ],
         rows=[
-            Row("baseline: one product, input comes replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
-            Row("the same and the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
+            Row("baseline: one product, input already replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
+            Row("the same with the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
             Row("1 decomposed", "B=1024", "decomposed", cells=["1.389", "1.40", "1.224"]),
             Row("2 padded to multiples of 8", "B=1024", "padded", cells=["0.798", "2.44", "0.568"]),
             Row(
@@ -107,7 +107,7 @@ HEADLINES = [
         published="Forward. 2.4 times the throughput of FA4 on replicated K and V, 6.4 times with the replication.",
         caveat=(
             "The published kernels take histories of one length and 64 (or 32) query rows, and have no backward; TLX needs a forked "
-            'compiler. "Folded" takes a user\'s candidates as one query sequence: cuDNN can where all users have as many.'
+            'compiler. "Folded": a user\'s candidates are one query sequence, for cuDNN only if all users have as many.'
         ),
         op="attention",
         table="target attention",
@@ -125,7 +125,7 @@ HEADLINES = [
             Row("TLX FA3, K and V replicated", cells=["245", "0.561 + 0.912 to replicate"], instead=FORK),
             Row("FA4 (CuTe DSL), K and V replicated", cells=["250", "0.550 + 0.912 to replicate", "197"]),
             Row("TLX FA3, persistent, in-kernel broadcast", cells=["594", "0.230", "558"], instead=FORK),
-            Row("cuDNN, K and V come replicated", "history 1024", "SDPA cuDNN, replicated"),
+            Row("cuDNN, K and V already replicated", "history 1024", "SDPA cuDNN, replicated"),
             Row("replicate, then cuDNN", "history 1024", "replicate + SDPA cuDNN"),
             Row("FA2 (varlen_attn), folded", "history 1024", "varlen_attn (FA2), folded"),
             Row("FA3, folded", "history 1024", "FlashAttention-3, folded"),
@@ -140,8 +140,8 @@ HEADLINES = [
         title="Target attention against the history's length: IKBO's Fig. 12",
         source="the same, Fig. 12 and section 3.3",
         published=(
-            "TFLOP/s, forward. The figure's curves have no numbers, but for their largest, 621: that at 1024 is Table 2's, those at 512 "
-            "and 2048 are section 3.3's of two kernels, for self- and for target attention."
+            "TFLOP/s, forward. The figure names its largest value only, 621. The value at 1024 is from Table 2; those at 512 and 2048 "
+            "are from section 3.3, for two kernels, self- and target attention."
         ),
         caveat=(
             "The published generalised kernel takes odd candidate counts, but histories of one length only. FBGEMM's and Meta's kernels "
@@ -175,10 +175,10 @@ HEADLINES = [
     ),
     Headline(
         key="self_attention",
-        title="Jagged self-attention against what ships with torch",
-        source="no published table; the peers measured earlier on an H200 are in columns of their own",
+        title="Jagged self-attention against torch and other peers",
+        source="no published table; peers that were measured earlier on an H200 have their own columns",
         published="ms, forward / forward + backward, lengths uniform to N, bf16.",
-        caveat="Padded flash and cuDNN get no mask and no padding to make: right for full segments only.",
+        caveat="Padded flash and cuDNN get padded inputs and no mask: right for full segments only.",
         op="attention",
         table="jagged self-attention",
         columns=[
@@ -275,7 +275,7 @@ HEADLINES = [
         title="Block attention: Table 6",
         source="the same, Table 6: lengths and sparsities",
         published=(
-            'The source gives the table as a picture without numbers: "speedups are consistent regardless of distribution shape". ms, '
+            'The source has a picture without numbers: "speedups are consistent regardless of distribution shape". ms, '
             "forward / backward."
         ),
         caveat="About 400,000 rows in every case here; published B=1152, and 768 above 7000.",
@@ -415,7 +415,7 @@ HEADLINES = [
         title="Jagged operators in other shapes",
         source="no published table; FBGEMM's Triton operators measured earlier on an H200",
         published="µs, forward, fp32 with tf32 products.",
-        caveat="FBGEMM has three of these in CUDA too, and takes those unless it is told otherwise.",
+        caveat="FBGEMM has three of these in CUDA too, and takes those by default.",
         op="jagged_ops",
         table="operators",
         columns=[
@@ -446,9 +446,9 @@ HEADLINES = [
         key="jagged_fig_2",
         title="Jagged flash attention: Fig. 2",
         source="Jagged Feature Interaction (paper), Fig. 2, bf16",
-        published="Times as fast, times less memory, forward.",
+        published="Speed-up and memory saved (times less), forward.",
         caveat=(
-            "The paper states the largest ratios only, neither its shapes nor its GPU; here one head, B=256, D=128, lengths uniform to N."
+            "The paper states the largest ratios only, not its shapes or GPU. Here: one head, B=256, D=128, lengths uniform to N."
         ),
         op="attention",
         table="ladder: dense, jagged, each unfused and fused",
