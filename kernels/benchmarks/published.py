@@ -446,7 +446,7 @@ HEADLINES = [
         key="jagged_fig_2",
         title="Jagged flash attention: Fig. 2",
         source="Jagged Feature Interaction (paper), Fig. 2, bf16",
-        published="Speed-up and memory saved (times less), forward.",
+        published="Forward: speed-up, and how many times less memory.",
         caveat=(
             "The paper states the largest ratios only, not its shapes or GPU. Here: one head, B=256, D=128, lengths uniform to N."
         ),

@@ -120,7 +120,7 @@ def markdown(record: dict, pictures: Iterable[str]) -> str:
 
 
 def tables_of_gpu(record: dict, pictures: Iterable[str]) -> list[str]:
-    """The published headlines beside ours, and tables of what nothing is published for."""
+    """The published headlines beside ours, and the tables without published figures."""
     measured = by_key(record["rows"])
     lines = ["", PREAMBLE, "", *(f"![{Path(name).stem}]({name})\n" for name in pictures)]
     for table in (*HEADLINES, *TABLES):
@@ -129,7 +129,7 @@ def tables_of_gpu(record: dict, pictures: Iterable[str]) -> list[str]:
 
 
 def tables_of_cpu(record: dict) -> list[str]:
-    """Everything that was measured: nothing is published for CPUs."""
+    """All measured rows: nothing is published for CPUs."""
     return [line for table, rows in report.by_table(record).items() for line in report.table_lines(table, report.columns(rows))]
 
 
