@@ -122,7 +122,7 @@ class Case:
     Args:
         timed: False: only peak memory is measured.
         backward_alone: the backward is timed instead of forward+backward.
-        picture: column that the picture shows, "ms" or "speedup"; empty: work per time.
+        picture: column that the picture shows, "ms" or "speedup"; empty: work per time, and memory.
     """
 
     table: str

@@ -30,6 +30,7 @@ BENCHES = {
     "linear_compress": bench_linear_compress,
 }
 DATE = "2026-11-21"
+RESULTS = Path(record.__file__).parent / "results"
 FAST = ["--tiny", "--device", "cpu", "--pause", "0", "--warmup", "0", "--rep", "0.1"]
 
 
@@ -240,6 +241,16 @@ def test_tiny_runs_resume_and_become_a_record(tmp_path, capsys):
     record.main([str(tmp_path)])
     made = json.loads((tmp_path / "record.json").read_text())
     assert len(made["rows"]) == sum(len(run["rows"]) for run in runs) and len(made["runs"]) == 2
+
+
+@pytest.mark.parametrize("folder", [path.parent for path in sorted(RESULTS.glob("*/record.json"))], ids=lambda folder: folder.name)
+def test_the_saved_readme_is_that_of_the_saved_record(folder):
+    """Nothing else is kept but a few pictures. Figures are not checked here."""
+    files = {path.name for path in folder.iterdir() if path.is_file()}
+    pictures = {name for name in files if name.endswith(".png")}
+    assert files - pictures == {"README.md", "record.json"} and len(pictures) <= 5
+    made = record.markdown(json.loads((folder / "record.json").read_text()), record_pictures.PICTURES)
+    assert (folder / "README.md").read_text() == made
 
 
 # -- pictures ----------------------------------------------------------------------------------------------------------
