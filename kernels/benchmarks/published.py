@@ -275,8 +275,7 @@ HEADLINES = [
         title="Block attention: Table 6",
         source="the same, Table 6: lengths and sparsities",
         published=(
-            'The source has a picture without numbers: "speedups are consistent regardless of distribution shape". ms, '
-            "forward / backward."
+            'The source has a picture without numbers: "speedups are consistent regardless of distribution shape". ms, forward / backward.'
         ),
         caveat="About 400,000 rows in every case here; published B=1152, and 768 above 7000.",
         op="block_attention",
@@ -447,9 +446,7 @@ HEADLINES = [
         title="Jagged flash attention: Fig. 2",
         source="Jagged Feature Interaction (paper), Fig. 2, bf16",
         published="Forward: speed-up, and how many times less memory.",
-        caveat=(
-            "The paper states the largest ratios only, not its shapes or GPU. Here: one head, B=256, D=128, lengths uniform to N."
-        ),
+        caveat="The paper states the largest ratios only, not its shapes or GPU. Here: one head, B=256, D=128, lengths uniform to N.",
         op="attention",
         table="ladder: dense, jagged, each unfused and fused",
         columns=[
