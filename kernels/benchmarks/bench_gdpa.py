@@ -6,7 +6,7 @@
     python kernels/benchmarks/bench_gdpa.py --tiny --device cpu
 
 TFLOP/s count the useful work, 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward, for every
-implementation alike. What torch has fused computes softmax alone: such a yardstick is checked against softmax and says so.
+implementation alike. torch's fused attention computes softmax only; it is checked against softmax, and its rows say so.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ from jagged_modules.activations import POINTWISE
 GDPA = "GDPA (gelu_tanh)"
 FA2 = "varlen_attn (FA2), softmax"
 FLEX = "flex_attention, softmax"
-YARDSTICK = "another function: softmax"
+SOFTMAX_NOTE = "another function: softmax"
 SWEPT = ("softmax", "identity", "relu", "silu", "gelu", "gelu_tanh", "gelu_taylor")
 
 
@@ -164,7 +164,7 @@ class Problem:
         return {name: partial(self.ours, function, note, kernels) for name, kernels in our_kernels(self.device).items()}
 
     def varlen(self) -> Implementation:
-        return self.by_offsets(self.softmax, varlen_attention, YARDSTICK)
+        return self.by_offsets(self.softmax, varlen_attention, SOFTMAX_NOTE)
 
     def by_offsets(self, function: Function, attention: Callable[..., Tensor], note: str = "") -> Implementation:
         def forward(q, k, v):
@@ -208,7 +208,7 @@ class Problem:
             dense,
             self.grad.transpose(0, 1)[None].contiguous(),
             lambda x, b, rows: x[0, :, rows].transpose(0, 1),
-            note=f"{YARDSTICK}; block mask made beforehand",
+            note=f"{SOFTMAX_NOTE}; block mask made beforehand",
         )
 
 
@@ -237,7 +237,7 @@ def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
     }
     if not softmax:
         return problem.setup((silu,), implementations)
-    implementations[f"{OURS}, softmax"] = partial(problem.ours, problem.softmax, YARDSTICK)
+    implementations[f"{OURS}, softmax"] = partial(problem.ours, problem.softmax, SOFTMAX_NOTE)
     if problem.device == "cuda":  # elsewhere flex_attention has no backward
         implementations[FLEX] = problem.flex
     return problem.setup((silu, problem.softmax), implementations)

@@ -81,8 +81,8 @@ def compare(checkouts: dict[str, Checkout], cases: list[str], rounds: int, limit
     """A row for every case, implementation and pass: milliseconds by checkout, or for the pass "failed" the status."""
     table: dict[tuple[str, str, str], dict] = {}
     running = dict(checkouts)
-    for turn, case in tqdm([(turn, case) for turn in range(rounds) for case in cases]):
-        for name in list(running)[:: -1 if turn % 2 else 1]:
+    for number, case in tqdm([(number, case) for number in range(rounds) for case in cases]):
+        for name in list(running)[:: -1 if number % 2 else 1]:
             for row in running[name].rows(case, limit_s):
                 found = {key.removesuffix("_ms"): row[key] for key in ("forward_ms", "forward_backward_ms", "backward_ms") if key in row}
                 if row["status"] != "ok":

@@ -94,7 +94,7 @@ def floors(figure, rows: list[dict]) -> None:
     backward = [row.get("backward_floor_percent") or row.get("forward_backward_floor_percent") or 0.0 for row in drawn]
     forward = [row["forward_floor_percent"] for row in drawn]
     for shift, label, widths in ((-0.2, "forward", forward), (0.2, "backward alone, or forward + backward", backward)):
-        axes.barh([place + shift for place in range(len(drawn))], widths, 0.4, label=label)
+        axes.barh([position + shift for position in range(len(drawn))], widths, 0.4, label=label)
     axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=6)
     axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
     axes.axvline(100, color="black", linewidth=0.8)

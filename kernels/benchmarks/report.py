@@ -173,8 +173,8 @@ def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict)
         values = {row["case"]: row[column] * factor for row in rows if row["implementation"] == name and row.get(column) is not None}
         if not values:
             continue
-        places = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
-        axes.bar(places, list(values.values()), width, color=colour, label=name)
+        positions = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
+        axes.bar(positions, list(values.values()), width, color=colour, label=name)
     axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right", fontsize=8)
     axes.set_xlim(-0.5, len(cases) - 0.5)
 

@@ -311,8 +311,8 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
     ready = {name: build_and_check(build, rows[name], expected, bounds, protocol.device) for name, build in chosen.items()}
     del expected
 
-    for turn in range(protocol.rounds if case.timed else 0):
-        for name in list(ready)[:: -1 if turn % 2 else 1]:
+    for number in range(protocol.rounds if case.timed else 0):
+        for name in list(ready)[:: -1 if number % 2 else 1]:
             try:
                 for checked, implementation in ready[name].items():
                     key = checked.removeprefix("forward_") if case.backward_alone else checked
