@@ -40,6 +40,6 @@ def test_no_link_is_dead(document):
 def test_a_dead_link_is_found(tmp_path):
     (tmp_path / "other.md").write_text("# A `name`, twice\n```\n# no heading\n```\n")
     document = tmp_path / "document.md"
-    alive = "[a](other.md) [b](other.md#a-name-twice) [c](https://x/y.md) [d](#here)"
+    alive = "[a](other.md) [b](other.md#a-name-twice) [c](https://github.com/x/y.md) [d](#here)"
     document.write_text(f"# Here\n{alive} ![e](x.png) [f](other.md#no-heading)")
     assert dead_links(document) == ["x.png", "other.md#no-heading"]
