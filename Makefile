@@ -82,11 +82,11 @@ lint: $(ENV)
 bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
 	status=0; \
-	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)) $(ARGS) || status=1; done; \
+	for bench in kernels/benchmarks/bench_*.py; do $(PY) $$bench --pause 0.15 --rep 40 $(if $(OUT),--out $(OUT)/runs) $(ARGS) || status=1; done; \
 	$(MAKE) record && exit $$status
 
 profile: $(ENV)
-	$(PY) kernels/benchmarks/profile_kernels.py $(if $(OUT),--out $(OUT))
+	$(PY) kernels/benchmarks/profile_kernels.py $(if $(OUT),--out $(OUT)/runs)
 	$(MAKE) record
 
 record: $(ENV)

@@ -1,11 +1,11 @@
-"""Jagged attention against what ships with torch: self-attention over jagged sequences, target attention with shared users.
+"""Jagged attention against torch and peers: self-attention over jagged sequences, target attention with shared users.
 
     python kernels/benchmarks/bench_attention.py                    # on a CUDA device: both tables, the memory sweep, the ladder
     python kernels/benchmarks/bench_attention.py --device cpu       # the CPU path against padded attention
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
-TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike; the floor
-is their time at what an H200 attains.
+TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike. The floor is the time
+of that work at the rate that long matrix products attain on an H200.
 """
 
 import dataclasses
@@ -16,83 +16,31 @@ from functools import partial
 
 import peers
 import torch
-from runner import Case, Implementation, Setup, device_name, host_median_ms, main
+from inputs import (
+    ATTAINABLE,
+    BACKWARD_FLOPS,
+    leaves,
+    offsets_of,
+    our_implementations,
+    our_kernels,
+    pad,
+    plain_attention,
+    random_tensors,
+    sample_segments,
+    timed_schedule,
+    uniform_lengths,
+    varlen_attention,
+)
+from names import DENSE, DENSE_FLASH, OURS, PORTABLE, UNFUSED
+from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.schedule import host_schedule
-
-OURS = "jagged_modules"
-PORTABLE = f"{OURS}, triton"
-UNFUSED = f"{OURS}, unfused"
-NO_WORKSPACE = f"{OURS}, backward_workspace(0)"
-DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
-BACKWARD_FLOPS = 2.5  # five products of the forward's size, the forward has two
-# bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense 16-bit products
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}
-
-
-# -- inputs --------------------------------------------------------------------------------------------------------
-
-
-def uniform_lengths(count: int, low: int, high: int) -> Tensor:
-    """Host lengths spread evenly over low..high, both reached, in random order: the mean does not depend on luck."""
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
-    return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
-
-
-def offsets_of(lengths: Tensor) -> Tensor:
-    """int32 ``[B + 1]`` host offsets."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-
-
-def sample_segments(lengths: Tensor) -> list[int]:
-    """The segments that are checked: the longest, the one of median length, and the last."""
-    by_length = lengths.argsort().tolist()
-    return sorted({by_length[-1], by_length[len(lengths) // 2], len(lengths) - 1})
-
-
-def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
-    generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
-
-
-def our_kernels(device: str) -> dict[str, str]:
-    """Name -> ``implementation``: what "auto" takes and, where that may be a kernel for compute capability 9.0, the portable one."""
-    both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
-    return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
-
-
-def our_implementations(device: str, head_dim: int, build: Callable[[str], Implementation]) -> dict[str, Callable[[], Implementation]]:
-    """``build`` for each of our kernels; and where a backward on Hopper takes memory of its own, the same without it."""
-    implementations = {name: partial(build, kernels) for name, kernels in our_kernels(device).items()}
-    if PORTABLE in implementations and head_dim > 64:
-        implementations[NO_WORKSPACE] = lambda: dataclasses.replace(build("auto"), around=partial(jm.backward_workspace, 0))
-    return implementations
-
-
-def timed_schedule(
-    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
-) -> tuple[jm.TileSchedule, dict[str, float]]:
-    """The schedule of forward and backward on q's device, and the host's time to build it, by name, in ms."""
-    hopper = False if implementation == "triton" else None
-    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
-    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, hopper=hopper, **sizes)
-    return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
-
 
 # -- the definition, and padded forms of it ------------------------------------------------------------------------
-
-
-def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """softmax(q kᵀ / sqrt(D)) v on ``[..., N, D]`` in plain torch; False in ``mask`` hides a key."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf"))
-    return scores.softmax(-1) @ v
 
 
 def reference(samples: dict, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -115,25 +63,6 @@ def setup_of(
     return Setup(implementations, partial(reference, samples), dtype, flops=flops, backward_flops=backward_flops, attainable=attainable)
 
 
-def pad(values: Tensor, valid: Tensor) -> Tensor:
-    """``[L, H, D]`` -> ``[B, N, H, D]`` with zeros where ``valid`` ``[B, N]`` is False."""
-    padded = values.new_zeros(*valid.shape, *values.shape[1:])
-    padded[valid] = values
-    return padded
-
-
-def leaves(**tensors: Tensor) -> dict[str, Tensor]:
-    """The tensors by name, contiguous, as inputs to differentiate with respect to."""
-    return {name: x.detach().contiguous().requires_grad_() for name, x in tensors.items()}
-
-
-def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int) -> Tensor:
-    """FlashAttention-2 with offsets, as torch ships it."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv)
-
-
 def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
     """torch's scaled_dot_product_attention, by one backend or (None) the one it chooses."""
     if backend is None:
@@ -146,7 +75,7 @@ def sdpa(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor, mask: Tens
 
 
 def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, cpu_table: bool = False) -> Setup:
-    """Jagged self-attention; ``cpu_table`` compares with padding and unpadding in the measured call, as models on a CPU run it."""
+    """Jagged self-attention. ``cpu_table``: the peers pad and unpad in the measured call, as models on a CPU do."""
     max_seqlen, total = int(lengths.max()), int(lengths.sum())
     host_offsets = offsets_of(lengths)
     offsets = host_offsets.to(device)
@@ -164,7 +93,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(forward, host_ms=build_ms)
 
     def unfused():
-        """From the operators on jagged tensors, which know no heads; q is scaled, being smaller than the scores."""
+        """Composed of jagged operators, which have no heads. q is scaled, as it is smaller than the scores."""
         plan = F.ScorePlan.from_offsets(host_offsets).to(device)
 
         def forward(q, k, v):
@@ -177,7 +106,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         return jagged(lambda q, k, v: attention(q, k, v, offsets, offsets, max_seqlen, max_seqlen))
 
     def sll():
-        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen: q and v come scaled, and so do their gradients."""
+        """FBGEMM's computes softmax(q kᵀ) v / max_seqlen, so q, v and their gradients are scaled to match."""
         attention = peers.sll("multi_head_jagged_flash_attention")
         factors = {"q": head_dim**-0.5, "k": 1.0, "v": float(max_seqlen)}
         heads_first = leaves(**{name: factors[name] * x.transpose(0, 1) for name, x in inputs.items()})
@@ -195,7 +124,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         )
 
     def padded(attention, masked: bool):
-        """The inputs come padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
+        """On inputs that are already padded, ``[B, H, N, D]``: padding and unpadding are not measured."""
         dense = leaves(**{name: pad(x, valid).transpose(1, 2) for name, x in inputs.items()})
         right = [b for b in parts if masked or lengths[b] == max_seqlen]
         return Implementation(
@@ -242,8 +171,8 @@ def target_attention(
 ) -> Setup:
     """Candidates (``counts`` per user) of ``num_queries`` rows each attend to their user's history (``histories`` rows).
 
-    "Folded" takes a user's candidates as one query sequence; "replicate" copies the history to each candidate, as models without
-    in-kernel broadcast do. Where histories are jagged, the replicated forms pad them and mask the padding.
+    "Folded" treats a user's candidates as one query sequence. "replicate" copies the history to each candidate, as models without in-kernel
+    broadcast do; it pads jagged histories and masks the padding.
     """
     num_users, num_candidates, max_history = len(counts), int(counts.sum()), int(histories.max())
     equal_histories, equal_counts = bool((histories == max_history).all()), bool((counts == counts[0]).all())
@@ -332,8 +261,11 @@ def target_attention(
 def self_and_target_attention(
     device: str, dtype: torch.dtype, counts: Tensor, histories: Tensor, num_queries: int, num_heads: int, head_dim: int
 ) -> Setup:
-    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history: in one launch of
-    each kernel, and each alone, whose times add up to those of two launches, but for the sums of two dk and two dv."""
+    """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history.
+
+    In one launch of each kernel, and each kind of query alone. The times alone add up to those of two launches, without the sums of two dk
+    and two dv.
+    """
     lengths = {"own rows": histories, "candidates": counts * num_queries}
     shapes = {kind: (int(rows.sum()), num_heads, head_dim) for kind, rows in lengths.items()}
     k, v, *queries = random_tensors(device, dtype, *[shapes["own rows"]] * 2, *shapes.values(), *shapes.values())
@@ -345,7 +277,7 @@ def self_and_target_attention(
         return torch.cat([parts[kind] for kind in kinds])
 
     def rows_of(user: int, offsets: Tensor) -> Tensor:
-        """A user's rows of all kinds, whose segments follow those of the kind before."""
+        """A user's rows of all kinds. All segments of one kind precede those of the next."""
         starts = range(user, len(offsets) - 1, len(histories))
         return torch.cat([torch.arange(*offsets[i : i + 2].tolist()) for i in starts]).to(device)
 
@@ -385,7 +317,7 @@ class Sizes:
     ladder: list[tuple[int, int, int, int]]
     cpu_shapes: list[tuple[int, int, int, int]]
     histories: list[int]
-    long_histories: list[int]  # for which replicated keys are too large
+    long_histories: list[int]  # too long to replicate keys
     sweep: list[int]
     sweep_history: int
     num_candidates: int
@@ -431,7 +363,7 @@ def odd_counts(num_candidates: int, num_users: int) -> Tensor:
 
 
 def keep_implementations(setup: Callable[[], Setup], prefixes: tuple[str, ...], without: tuple[str, ...] = ()) -> Setup:
-    """The setup with those implementations alone whose name starts with one of ``prefixes``, and not those named in ``without``."""
+    """The setup with only the implementations whose name starts with one of ``prefixes``, without those named in ``without``."""
     whole = setup()
     kept = {name: build for name, build in whole.implementations.items() if name.startswith(prefixes) and name not in without}
     return dataclasses.replace(whole, implementations=kept)

@@ -21,27 +21,27 @@ import bench_gdpa
 import bench_jagged_ops
 import bench_linear_compress
 import torch
-from bench_attention import OURS, leaves, random_tensors
+from inputs import leaves, random_tensors
+from names import INVARIANT, OURS
 from runner import Case, Implementation, Setup, main
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 
-INVARIANT = f"{OURS}, batch_invariant"
 BENCHMARKS = bench_attention, bench_gdpa, bench_block_attention, bench_jagged_ops, bench_linear_compress
 
 
-def in_the_mode(build: Callable[[], Implementation]) -> Implementation:
+def invariant(build: Callable[[], Implementation]) -> Implementation:
     """The implementation, built and run under batch_invariant: schedules are built for the mode."""
     with jm.batch_invariant(True):
         return dataclasses.replace(build(), around=partial(jm.batch_invariant, True))
 
 
-def both_modes(case: Case) -> Case:
+def in_both_modes(case: Case) -> Case:
     def setup() -> Setup:
         made = case.setup()
         build = made.implementations[OURS]
-        return dataclasses.replace(made, implementations={OURS: build, INVARIANT: partial(in_the_mode, build)}, baseline=OURS)
+        return dataclasses.replace(made, implementations={OURS: build, INVARIANT: partial(invariant, build)}, baseline=OURS)
 
     return dataclasses.replace(case, setup=setup, picture="")
 
@@ -72,7 +72,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
                 first.setdefault((case.table, case.name.split()[0] if benchmark is bench_jagged_ops else ""), case)
     sizes = (64, 16, 24) if tiny else (65536 if device == "cuda" else 4096, 256, 768)
     linear = Case("projections", "L{} D{} T{}".format(*sizes), partial(projection, device, *sizes))
-    return [both_modes(case) for case in (*first.values(), linear)]
+    return [in_both_modes(case) for case in (*first.values(), linear)]
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
-"""Attention within blocks of rows of jagged segments, without and with rotary, against what torch has fused.
+"""Attention within blocks of rows of jagged segments, without and with rotary, against torch's fused attention.
 
     python kernels/benchmarks/bench_block_attention.py                        # on a CUDA device
     python kernels/benchmarks/bench_block_attention.py --only "rotary|bf16"   # some of the tables
     python kernels/benchmarks/bench_block_attention.py --device cpu           # the CPU path, smaller shapes
     python kernels/benchmarks/bench_block_attention.py --tiny --device cpu
 
-GB count q, k, v and the output once, in the backward these three, the output's gradient and theirs; the floor is what an H200 needs
-for that. TFLOP/s count 4·H·D for each pair of rows of a block and 2.5 times that backward. Speed-ups are over FlashAttention-2.
+GB count q, k, v and the output once; in the backward q, k, v, the output's gradient and theirs. The floor is the time of these bytes or of
+the FLOPs on an H200. TFLOP/s count 4·H·D for each pair of rows of a block and 2.5 times that backward. Speed-ups are over FlashAttention-2.
 """
 
 import dataclasses
@@ -16,10 +16,9 @@ from functools import partial
 
 import torch
 import torch._functorch.config
-from bench_attention import (
+from inputs import (
     ATTAINABLE,
     BACKWARD_FLOPS,
-    OURS,
     leaves,
     offsets_of,
     our_kernels,
@@ -29,6 +28,8 @@ from bench_attention import (
     uniform_lengths,
     varlen_attention,
 )
+from names import FA2_BLOCKS as FA2
+from names import OURS, PRECISE
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 
@@ -38,10 +39,8 @@ from jagged_modules.containers.offsets import block_offsets, positions_in_segmen
 from jagged_modules.rotary import apply_rotary
 
 REFERENCE = f"{OURS}, reference"
-FA2 = "varlen_attn (FA2), a segment per block"
 FLEX = "flex_attention"
-APART = "separate rotary"
-PRECISE = f"{OURS}, precise"
+SEPARATE = "separate rotary"
 BLOCKS_NOTE = "offsets of the blocks made beforehand"
 TABLES_NOTE = "cos and sin of each row gathered beforehand"
 
@@ -51,14 +50,14 @@ def rotate_all(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def rotate_in_bf16(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """As models without a kernel for it do: every product and sum is rounded, there and back."""
+    """As models without a rotary kernel compute it: every product and sum is rounded, in the backward too."""
     cos, sin = (table.bfloat16()[:, None] for table in (cos, sin))
     pairs = [x.unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
     return [torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2) for first, second in pairs]
 
 
 def compiled(function: Callable, **options) -> Callable:
-    """torch.compile for a backward that is timed again and again on one graph, whose buffers it may not take for its own."""
+    """torch.compile without donated buffers: the backward is timed repeatedly on one retained graph."""
     torch._functorch.config.donated_buffer = False
     return torch.compile(function, **options)
 
@@ -67,7 +66,7 @@ def compiled(function: Callable, **options) -> Callable:
 
 
 class Problem:
-    """Inputs of one shape, ways to compute attention on them, and the definition on sampled segments (all of them if ``whole``)."""
+    """Inputs of one shape, implementations of attention on them, and the definition on sampled segments (``whole``: on all)."""
 
     def __init__(
         self, device: str, dtype: torch.dtype, lengths: Tensor, num_heads: int, head_dim: int, block_size: int, rotate="", whole=False
@@ -105,7 +104,7 @@ class Problem:
         for rows in self.rows:
             sample = [x.detach()[rows].to(dtype).requires_grad_() for x in self.inputs.values()]
             positions = torch.arange(len(sample[0]), device=self.device)
-            blocks = zip(*(x.split(self.block_size) for x in self.turn(rotate_all, self.tables(positions), *sample)))
+            blocks = zip(*(x.split(self.block_size) for x in self.rotated(rotate_all, self.tables(positions), *sample)))
             out = torch.cat([plain_attention(*(x.transpose(0, 1) for x in block)).transpose(0, 1) for block in blocks])
             results.append((out.detach(), *torch.autograd.grad(out, sample, self.grad[rows].to(dtype))))
         return {f"{name}/sampled": torch.cat(parts) for name, parts in zip(("out", "dq", "dk", "dv"), zip(*results))}
@@ -113,15 +112,15 @@ class Problem:
     def tables(self, positions: Tensor) -> tuple[Tensor, ...]:
         return () if self.rotary is None else (self.rotary.cos[positions], self.rotary.sin[positions])
 
-    def turn(self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor) -> tuple[Tensor, ...]:
-        """What rotary rotates, turned by ``tables``; the others as they are."""
+    def rotated(self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor) -> tuple[Tensor, ...]:
+        """q, k, v, of which those that ``self.rotary`` names are rotated by ``tables``."""
         if self.rotary is None:
             return qkv
         count = len(self.rotary.rotate)
         return *rotate(*tables, *qkv[:count]), *qkv[count:]
 
     def implementation(self, forward, inputs=None, grad=None, rows_of=lambda x, rows: x[rows], **extra) -> Implementation:
-        """``rows_of(x, rows)`` finds rows ``[N, H, D]`` in a result of the layout that ``inputs`` have."""
+        """``rows_of(x, rows)`` returns rows ``[N, H, D]`` of a result in the layout of ``inputs``."""
 
         def pick(name, x):
             return {"sampled": torch.cat([rows_of(x, rows) for rows in self.rows])}
@@ -139,16 +138,16 @@ class Problem:
     def varlen(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return varlen_attention(q, k, v, self.blocks, self.blocks, self.block_size, self.block_size)
 
-    def rotary_apart(self, attention: Callable, note: str = TABLES_NOTE, rotate: Callable = rotate_all) -> Implementation:
-        """Rotary as a kernel of its own, one for all it rotates, before ``attention``; on the CPU in plain torch."""
+    def separate_rotary(self, attention: Callable, note: str = TABLES_NOTE, rotate: Callable = rotate_all) -> Implementation:
+        """Rotary in one separate kernel before ``attention``; on the CPU in plain torch."""
         tables = self.tables(positions_in_segments(self.offsets, self.total))
         if self.device == "cuda" and rotate is rotate_all:
-            torch.compiler.reset()  # a kernel for each shape is the fastest, and dynamo keeps only some of a function
-            rotate = compiled(rotate_all, dynamic=False, options={"force_pointwise_cat": True})  # no fp32 result in between
-        return self.implementation(lambda q, k, v: attention(*self.turn(rotate, tables, q, k, v)), note=note)
+            torch.compiler.reset()  # static shapes are fastest, and dynamo caches only a few graphs of a function
+            rotate = compiled(rotate_all, dynamic=False, options={"force_pointwise_cat": True})  # no fp32 intermediate
+        return self.implementation(lambda q, k, v: attention(*self.rotated(rotate, tables, q, k, v)), note=note)
 
     def flex(self) -> Implementation:
-        """flex_attention, compiled, all blocks in one sequence: the block mask keeps them apart."""
+        """flex_attention, compiled, with all blocks in one sequence; the block mask separates them."""
         from torch.nn.attention.flex_attention import flex_attention
 
         attention = partial(compiled(flex_attention, dynamic=True), block_mask=self.flex_mask())
@@ -161,7 +160,7 @@ class Problem:
         )
 
     def flex_mask(self, tile: int = 128):
-        """From the first and the last tile that a tile sees: create_block_mask would look at all total² pairs of rows."""
+        """The block mask, from the first and last tile that each tile sees: create_block_mask would evaluate all total² pairs of rows."""
         from torch.nn.attention.flex_attention import BlockMask
 
         rows = torch.arange(self.total, dtype=torch.int32, device=self.device)
@@ -194,15 +193,15 @@ def with_rotary(problem: Callable[[], Problem]) -> Setup:
     problem = problem()
     implementations = problem.our_implementations(rotary=problem.rotary) | {
         PRECISE: partial(problem.implementation, partial(problem.ours, rotary=problem.precise)),
-        f"{APART} + {OURS}": partial(problem.rotary_apart, problem.ours),
+        f"{SEPARATE} + {OURS}": partial(problem.separate_rotary, problem.ours),
     }
     if problem.device == "cuda":
-        implementations[f"{APART} + {FA2}"] = partial(problem.rotary_apart, problem.varlen, f"{TABLES_NOTE}; {BLOCKS_NOTE}")
-    return problem.setup(implementations, f"{APART} + {FA2}")
+        implementations[f"{SEPARATE} + {FA2}"] = partial(problem.separate_rotary, problem.varlen, f"{TABLES_NOTE}; {BLOCKS_NOTE}")
+    return problem.setup(implementations, f"{SEPARATE} + {FA2}")
 
 
 def accuracy(device: str, tiny: bool) -> list[dict]:
-    """Absolute errors over all rows in bf16, against float64 on the same inputs; all of them standard normal."""
+    """Absolute errors of all rows in bf16, against float64 on the same standard normal inputs."""
     sizes, table = sizes_of(device, tiny), []
     lengths = uniform_lengths(sizes.accuracy[0], 1, sizes.accuracy[1])
     for rotate in ("qk", "qkv"):
@@ -210,10 +209,10 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
         exact = problem.reference(torch.float64)
         peer, attention = (FA2, problem.varlen) if device == "cuda" else (REFERENCE, partial(problem.ours, implementation="reference"))
         ours, precise = (problem.implementation(partial(problem.ours, rotary=x)) for x in (problem.rotary, problem.precise))
-        in_bf16 = problem.rotary_apart(attention, rotate=rotate_in_bf16)
-        apart = {f"{APART} + {peer}": problem.rotary_apart(attention), f"{APART} in bf16 + {peer}": in_bf16}
+        in_bf16 = problem.separate_rotary(attention, rotate=rotate_in_bf16)
+        separate = {f"{SEPARATE} + {peer}": problem.separate_rotary(attention), f"{SEPARATE} in bf16 + {peer}": in_bf16}
         rows = []
-        for name, implementation in ({OURS: ours, PRECISE: precise} | apart).items():
+        for name, implementation in ({OURS: ours, PRECISE: precise} | separate).items():
             row = {"rotary": rotate, "implementation": name}
             for result, x in implementation.run(backward=True).items():
                 errors = (implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]).abs()
@@ -230,13 +229,13 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
 
 
 def lengths_of_total(count: int, total: int) -> Tensor:
-    """Uniform lengths, scaled to exactly that total."""
+    """Uniform lengths with exactly that total."""
     ends = uniform_lengths(count, 1, 2 * total // count - 1).cumsum(0).double()
     return (ends * (total / ends[-1])).round().long().diff(prepend=torch.zeros(1, dtype=torch.long))
 
 
 def lengths_of_mean(count: int, longest: int, mean: float) -> Tensor:
-    """Lengths up to ``longest``, ``mean`` times that on average: uniform for 0.5, all equal for 1."""
+    """Lengths up to ``longest`` with a mean of ``mean * longest``: uniform for 0.5, all equal for 1."""
     return (longest * (uniform_lengths(count, 1, longest).double() / longest) ** (1 / mean - 1)).round().long().clamp(min=1)
 
 

@@ -6,7 +6,7 @@
     python kernels/benchmarks/bench_gdpa.py --tiny --device cpu
 
 TFLOP/s count the useful work, 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward, for every
-implementation alike. What torch has fused computes softmax alone: such a yardstick is checked against softmax and says so.
+implementation alike. torch's fused attention computes softmax only; it is checked against softmax, and its rows say so.
 """
 
 import dataclasses
@@ -16,10 +16,9 @@ from functools import cached_property, partial
 
 import peers
 import torch
-from bench_attention import (
+from inputs import (
     ATTAINABLE,
     BACKWARD_FLOPS,
-    OURS,
     leaves,
     offsets_of,
     our_kernels,
@@ -30,6 +29,7 @@ from bench_attention import (
     uniform_lengths,
     varlen_attention,
 )
+from names import OURS
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 
@@ -40,20 +40,20 @@ from jagged_modules.activations import POINTWISE
 GDPA = "GDPA (gelu_tanh)"
 FA2 = "varlen_attn (FA2), softmax"
 FLEX = "flex_attention, softmax"
-YARDSTICK = "another function: softmax"
+SOFTMAX_NOTE = "another function: softmax"
 SWEPT = ("softmax", "identity", "relu", "silu", "gelu", "gelu_tanh", "gelu_taylor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """What becomes of scores: activation(scale · q kᵀ) · output_scale. The fields are arguments of jagged_attention."""
+    """The weights: activation(scale · q kᵀ) · output_scale. The fields are arguments of jagged_attention."""
 
     activation: str
     scale: float = 1.0
     output_scale: float = 1.0
 
     def plain(self, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None = None) -> Tensor:
-        """On ``[..., N, D]`` in plain torch; True in ``hidden`` hides a key, and no row may see none."""
+        """On ``[..., N, D]`` in plain torch. True in ``hidden`` hides a key; every query must see at least one."""
         scores = (q if self.scale == 1 else self.scale * q) @ k.transpose(-1, -2)
         if self.activation == "softmax":
             return (scores if hidden is None else scores.masked_fill(hidden, float("-inf"))).softmax(-1) @ v
@@ -69,9 +69,9 @@ GELU = Function("gelu_tanh")
 
 
 class Problem:
-    """Inputs of one shape, ways to compute attention on them, and the definition on sampled segments.
+    """Inputs of one shape, implementations of attention on them, and the definition on sampled segments.
 
-    q and k are ``magnitude``·N(0,1). With ``num_targets`` ``[B]`` the mask is causal with so many targets at each segment's end.
+    q and k are ``magnitude``·N(0,1). With ``num_targets`` ``[B]``, the mask is causal, and each segment ends with that many targets.
     """
 
     def __init__(
@@ -98,7 +98,7 @@ class Problem:
 
     @cached_property
     def keep(self) -> Tensor:
-        """``[B, max_q, max_kv]``: the keys that the mask lets a query see, False in the padding."""
+        """``[B, max_q, max_kv]``: True for the keys that a query sees, False in the padding."""
         sizes = list(zip(*(x.tolist() for x in (*self.lengths, self.mask.num_targets))))
         keep = torch.zeros(len(sizes), self.max_q, self.max_kv, dtype=torch.bool, device=self.device)
         for b, (rows, columns, targets) in enumerate(sizes):
@@ -110,7 +110,7 @@ class Problem:
         return Function("softmax", self.inputs["q"].shape[-1] ** -0.5)
 
     def setup(self, functions: tuple[Function, ...], implementations: dict[str, Callable[[], Implementation]]) -> Setup:
-        """``functions``: what the implementations compute, one or another."""
+        """``functions``: all functions that the implementations compute."""
         pairs = int((self.lengths[0] * self.lengths[1]).sum() if self.mask is None else self.keep.sum())
         flops = 4.0 * self.inputs["q"].shape[1:].numel() * pairs
         return Setup(
@@ -136,7 +136,7 @@ class Problem:
         return results
 
     def implementation(self, function: Function, forward, inputs=None, grad=None, rows_of=lambda x, b, rows: x[rows], **extra):
-        """``rows_of(x, b, rows)`` finds segment b's ``[N, H, D]`` in a result of the layout that ``inputs`` have."""
+        """``rows_of(x, b, rows)`` returns segment b's ``[N, H, D]`` of a result in the layout of ``inputs``."""
 
         def pick(name, x):
             rows = self.q_rows if name in ("out", "dq") else self.kv_rows
@@ -164,7 +164,7 @@ class Problem:
         return {name: partial(self.ours, function, note, kernels) for name, kernels in our_kernels(self.device).items()}
 
     def varlen(self) -> Implementation:
-        return self.by_offsets(self.softmax, varlen_attention, YARDSTICK)
+        return self.by_offsets(self.softmax, varlen_attention, SOFTMAX_NOTE)
 
     def by_offsets(self, function: Function, attention: Callable[..., Tensor], note: str = "") -> Implementation:
         def forward(q, k, v):
@@ -173,7 +173,7 @@ class Problem:
         return self.implementation(function, forward, note=note)
 
     def padded(self, function: Function) -> Implementation:
-        """Plain torch on ``[B, H, N, D]``; the mask is made beforehand. Without one, zero keys have weight 0, as activation(0) is."""
+        """Plain torch on ``[B, H, N, D]``, with the mask made beforehand. Without a mask, padded keys have weight activation(0) = 0."""
         q_valid, kv_valid = ((torch.arange(n) < x[:, None]).to(self.device) for n, x in zip((self.max_q, self.max_kv), self.lengths))
         valid = {"q": q_valid, "k": kv_valid, "v": kv_valid}
         dense = leaves(**{name: pad(x, valid[name]).transpose(1, 2) for name, x in self.inputs.items()})
@@ -188,7 +188,7 @@ class Problem:
         )
 
     def flex(self) -> Implementation:
-        """flex_attention, compiled, all segments in one sequence: the block mask, made beforehand, keeps them apart."""
+        """flex_attention, compiled, with all segments in one sequence; the block mask, made beforehand, separates them."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
         lengths = self.lengths[0].to(self.device)
@@ -208,12 +208,12 @@ class Problem:
             dense,
             self.grad.transpose(0, 1)[None].contiguous(),
             lambda x, b, rows: x[0, :, rows].transpose(0, 1),
-            note=f"{YARDSTICK}; block mask made beforehand",
+            note=f"{SOFTMAX_NOTE}; block mask made beforehand",
         )
 
 
 def gdpa(problem: Callable[[], Problem], padded: bool, note: str) -> Setup:
-    """tanh-GELU, no mask. Of the peers, padded plain torch computes it."""
+    """tanh-GELU, no mask. Padded plain torch and Meta's kernel compute the same."""
     problem = problem()
     implementations = problem.our_implementations(GELU, note) | {FA2: problem.varlen}
     if problem.device == "cuda":
@@ -229,7 +229,7 @@ def one_activation(problem: Callable[[], Problem], activation: str) -> Setup:
 
 
 def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
-    """SiLU, causal, targets. With ``softmax`` also that under the same mask, where flex_attention is a peer; it cannot do the other."""
+    """SiLU, causal, targets. ``softmax``: also softmax under the same mask, which flex_attention computes; it has no SiLU."""
     problem = problem()
     silu = Function("silu", problem.softmax.scale, output_scale=1 / problem.max_kv)
     implementations = problem.our_implementations(silu) | {
@@ -237,7 +237,7 @@ def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
     }
     if not softmax:
         return problem.setup((silu,), implementations)
-    implementations[f"{OURS}, softmax"] = partial(problem.ours, problem.softmax, YARDSTICK)
+    implementations[f"{OURS}, softmax"] = partial(problem.ours, problem.softmax, SOFTMAX_NOTE)
     if problem.device == "cuda":  # elsewhere flex_attention has no backward
         implementations[FLEX] = problem.flex
     return problem.setup((silu, problem.softmax), implementations)
@@ -247,9 +247,9 @@ def hstu(problem: Callable[[], Problem], softmax: bool) -> Setup:
 
 
 def shared_operand(device: str, dtype: torch.dtype, lengths: Tensor, num_shared: int, num_heads: int, head_dim: int, pma: bool) -> Setup:
-    """PMA: ``num_shared`` seeds query every segment. PFFN (else): every row attends to ``num_shared`` rows of weights.
+    """``pma``: ``num_shared`` seeds query every segment. Otherwise PFFN: every row attends to ``num_shared`` rows of weights.
 
-    The replicated forms copy the shared operand to each segment in the measured call. All results are compared, as a shared operand's
+    The replicated forms copy the shared operand to each segment in the measured call. All rows are checked, because a shared operand's
     gradient is a sum over all segments.
     """
     num_segments, total = len(lengths), int(lengths.sum())
@@ -286,7 +286,7 @@ def shared_operand(device: str, dtype: torch.dtype, lengths: Tensor, num_shared:
 
     if pma:
         ours = implementation(partial(attention, q_offsets="shared", kv_offsets=offsets, schedule=schedule), host_ms=build_ms)
-    else:  # one segment of all rows: its schedule needs no lengths and is built in the call
+    else:  # one segment of all rows, whose schedule is built in the call
         ours = implementation(partial(attention, q_offsets=offsets, kv_offsets="shared"))
     implementations = {OURS: ours, f"replicate + {OURS}": implementation(replicated, host_ms=build_ms)}
     if not pma:
@@ -300,7 +300,10 @@ def shared_operand(device: str, dtype: torch.dtype, lengths: Tensor, num_shared:
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """A row of the GDPA table: which lengths spread uniformly over 1..maximum ("both": the same for q and kv), the others are full."""
+    """A row of the GDPA table.
+
+    ``jagged``: lengths that are uniform over 1..maximum: "q", or "both" for equal lengths of q and kv. The others are full.
+    """
 
     name: str
     batch: int
@@ -326,7 +329,7 @@ class Sizes:
     gdpa: list[Shape]
     sweep: tuple[int, int]  # B, N
     hstu: list[tuple[int, int, int]]  # B, N, D
-    softmax_dim: int  # the D at which HSTU's mask is also measured with softmax: flex_attention takes long to compile
+    softmax_dim: int  # D for which HSTU's mask is also measured with softmax; flex_attention takes long to compile
     num_targets: int
     shared: tuple[int, int, int, int]  # B, N, seeds, rows of weights
 
@@ -420,7 +423,7 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
 
 
 def summary(rows: list[dict]) -> list[str]:
-    """How much of full segments' throughput ours keeps on jagged ones."""
+    """Our throughput on jagged segments in % of that on full ones."""
     ours = {row["case"]: row for row in rows if row["table"] == GDPA and row["implementation"] == OURS and row.get("backward_tflops")}
     lines = []
     for case, row in ours.items():

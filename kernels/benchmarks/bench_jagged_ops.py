@@ -5,8 +5,8 @@
     python kernels/benchmarks/bench_jagged_ops.py --device cpu          # the CPU path, smaller shapes
     python kernels/benchmarks/bench_jagged_ops.py --tiny --device cpu
 
-GB count every input and the output once, in the backward the inputs, the output's gradient and theirs; TFLOP/s the products of real
-rows, twice that backward. The floor is the longer of the two at what an H200 attains; speed-ups are over "torch, padded".
+GB count every input and the output once; in the backward the inputs, the output's gradient and theirs. TFLOP/s count the products of real
+rows, twice that backward. The floor is the longer of the times of both on an H200. Speed-ups are over "torch, padded".
 """
 
 import dataclasses
@@ -17,17 +17,16 @@ from math import inf, prod
 
 import peers
 import torch
-from bench_attention import OURS, leaves, offsets_of, random_tensors, sample_segments, uniform_lengths
+from inputs import leaves, offsets_of, random_tensors, sample_segments, uniform_lengths
+from names import OURS, PADDED
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor, bmm
 
 from jagged_modules import functional as F
 
-PADDED = "torch, padded"
 CONVERTED = "torch, padded with conversions"
-# bytes/s attainable in reading and writing streams; FLOP/s taken as attainable for dense tf32 products
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}
-PRECISION = 'fp32; matrix products take tf32 on CUDA (torch.set_float32_matmul_precision("high")), and those of the bound its operands.'
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}  # bytes/s of large copies, FLOP/s of dense tf32 products
+PRECISION = 'fp32; on CUDA matrix products use tf32 (torch.set_float32_matmul_precision("high")), those that give the bound too.'
 
 
 # -- operators -----------------------------------------------------------------------------------------------------
@@ -37,14 +36,15 @@ PRECISION = 'fp32; matrix products take tf32 on CUDA (torch.set_float32_matmul_p
 class Operator:
     """An operator on jagged and on padded tensors.
 
-    Dimensions are letters: L rows of all segments, B segments, P scores of all segments (N_b² each, in one flat buffer), widths D, T, H;
-    padded, L is ``[B, N]`` and P is ``[B, N, N]``.
+    Dimensions are letters: L rows of all segments, B segments, P scores of all segments (N_b² each, in one flat buffer), widths D, T, H.
+    In padded tensors, L is ``[B, N]`` and P is ``[B, N, N]``.
 
     Args:
-        ours: ``ours(*inputs, plan)`` where there are scores, else ``ours(*inputs, offsets, max_seqlen=...)``.
+        ours: ``ours(*inputs, plan)`` for operators with scores, else ``ours(*inputs, offsets, max_seqlen=...)``.
         padded: ``padded(hidden, *inputs)``, where ``hidden`` ``[B, N]`` is True in the padding.
-        inputs: their dimensions by name. out: its dimensions.
-        product: the dimensions whose product is the number of multiplications; none for a softmax.
+        inputs: dimensions of the inputs by name.
+        out: dimensions of the output.
+        product: dimensions whose product is the number of multiplications; empty for a softmax.
     """
 
     ours: Callable[..., Tensor]
@@ -72,7 +72,7 @@ OPERATORS = {
 
 
 class Conversion(torch.autograd.Function):
-    """torch's kernels between jagged and padded have no derivatives: each is the other's."""
+    """Converts between jagged and padded. torch's kernels for that have no derivatives; each is the other's backward."""
 
     @staticmethod
     def forward(ctx, x, there, back):
@@ -85,7 +85,7 @@ class Conversion(torch.autograd.Function):
 
 
 def mantissa_of_tf32(x: Tensor) -> Tensor:
-    """x as tf32 matrix units read it, which drop the lower 13 bits of fp32's mantissa. Small products of torch need not be in tf32."""
+    """x as tensor cores read it in tf32, without the lower 13 bits of fp32's mantissa. torch may compute small products in fp32."""
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
@@ -93,7 +93,7 @@ def mantissa_of_tf32(x: Tensor) -> Tensor:
 
 
 class Problem:
-    """Inputs of an operator in one shape, ways to compute it, and its definition on sampled segments, padded."""
+    """Inputs of an operator in one shape, implementations of it, and its definition on sampled segments, padded."""
 
     def __init__(self, device: str, lengths: Tensor, operator: str, width: int, columns: int):
         if device == "cuda":
@@ -151,8 +151,10 @@ class Problem:
         return padded
 
     def sampled(self, layout: str, x: Tensor) -> dict[str, Tensor]:
-        """The sampled segments of a padded tensor, without what the padding holds. The longest one apart, so that a softmax of many
-        rows is not held to the size of one of few."""
+        """The sampled segments of a padded tensor, with zeros in the padding.
+
+        The longest one is a part of its own: errors are relative, and a softmax over many rows has smaller values.
+        """
         if layout[0] != "B":
             hidden = self.hidden[self.samples][:, :, None]
             x = x.masked_fill(hidden | hidden.transpose(1, 2) if layout == "P" else hidden, 0.0)
@@ -205,7 +207,7 @@ class Problem:
         return {peer: partial(implementation, of[name]) for peer, of in peer_operators.items() if name in of}
 
     def padded(self) -> Implementation:
-        """The inputs come padded, and the output stays so."""
+        """On inputs that are already padded; the output stays padded."""
         operator, segments = self.operator, range(len(self.lengths))
         inputs = leaves(**{name: self.pad(operator.inputs[name], x.detach(), segments) for name, x in self.inputs.items()})
         return Implementation(
@@ -226,7 +228,7 @@ class Problem:
             return torch.ops.aten._padded_dense_to_jagged_forward(x, [offsets], self.sizes["L"])
 
         def forward(*inputs):
-            to_padded = pad if operator.product else partial(pad, fill=-inf)  # a softmax then needs no mask
+            to_padded = pad if operator.product else partial(pad, fill=-inf)  # makes a mask unnecessary for softmax
             inputs = [Conversion.apply(x, to_padded, unpad) if x.dim() == 2 else x for x in inputs]
             out = operator.padded(self.hidden, *inputs) if operator.product else inputs[0].softmax(1)
             return Conversion.apply(out, unpad, pad) if operator.out[0] == "L" else out

@@ -5,8 +5,8 @@
     python kernels/benchmarks/bench_linear_compress.py --device cpu           # the CPU path, smaller shapes
     python kernels/benchmarks/bench_linear_compress.py --tiny --device cpu
 
-TFLOP/s count the useful work, 2·M·N·(Kc·B + Ku·U) forward and twice that backward, without padding; GB count every operand, result
-and gradient once. The floor is the longer of the two at what an H200 attains; speed-ups are over "replicated".
+TFLOP/s count the useful work, 2·M·N·(Kc·B + Ku·U) forward and twice that backward, without padding. GB count every operand, result and
+gradient once. The floor is the longer of the times of both on an H200. Speed-ups are over "replicated".
 """
 
 import dataclasses
@@ -16,7 +16,8 @@ from functools import cached_property, partial
 
 import peers
 import torch
-from bench_attention import OURS, leaves, our_kernels, random_tensors
+from inputs import leaves, our_kernels, random_tensors
+from names import INPUT_REPLICATED, OURS, PORTABLE
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.functional import pad
@@ -25,10 +26,8 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 REPLICATED = "replicated"
-INPUT_REPLICATED = "one product, input comes replicated"
 CUBLAS = "cuBLAS candidate product alone"
-# bytes/s of the data sheet; FLOP/s taken as attainable for dense fp16 products
-ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}
+ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}  # bytes/s of the data sheet, FLOP/s of long fp16 matrix products
 PEERS = {  # (B, candidates per user) -> ms forward of FBGEMM's Triton kernel and Meta's TLX kernel, measured earlier on an H200
     (1024, 70): (0.567, 0.494),
     (2048, 70): (1.198, 1.077),
@@ -49,7 +48,7 @@ def peers_note(batch: int, ratio: int) -> str:
 
 
 def product(weight: Tensor, embedding: Tensor) -> Tensor:
-    """W @ E[b] for every b, without a copy of E. Autograd makes a weight gradient for every b and sums them."""
+    """W @ E[b] for every b, without a copy of E. Autograd computes a weight gradient for every b and sums them."""
     return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
 
@@ -101,8 +100,8 @@ class Problem:
         }
 
     def our_stages(self) -> dict[str, str]:
-        """As ``our_kernels``, whose portable kernel is a stage here."""
-        return {OURS: "auto"} | ({f"{OURS}, fused": "fused"} if len(our_kernels(self.device)) > 1 else {})
+        """Like ``our_kernels``. The portable kernel's ``implementation`` is "fused" here."""
+        return {OURS: "auto"} | ({PORTABLE: "fused"} if len(our_kernels(self.device)) > 1 else {})
 
     def setup(self, note: str) -> Setup:
         stages = self.our_stages()
@@ -161,7 +160,7 @@ class Problem:
 
     @cached_property
     def padded_inputs(self) -> dict[str, Tensor]:
-        """Each K padded with zeros to a multiple of 8: the last dimension of a weight, the last but one of embeddings."""
+        """The inputs with K padded with zeros to a multiple of 8: the last dimension of a weight, the last but one of embeddings."""
         k = {name: x.shape[1] for name, x in self.inputs.items()}
         return leaves(**{name: pad(x, (0, -k[name] % 8) if x.dim() == 2 else (0, 0, 0, -k[name] % 8)) for name, x in self.inputs.items()})
 
@@ -179,7 +178,7 @@ class Problem:
         return self.implementation(forward, leaves(w=torch.cat([w_user, w_cand], dim=1)) | {"e_user": e_user, "e_cand": e_cand})
 
     def input_replicated(self) -> Implementation:
-        """As the published baseline is measured: what every candidate's copy of its user costs is left out."""
+        """As the published baseline is measured: without the copies of users to candidates."""
         w_user, w_cand, e_user, e_cand = (x.detach() for x in self.inputs.values())
         inputs = {"w": torch.cat([w_user, w_cand], dim=1), "e": torch.cat([e_user.index_select(0, self.index), e_cand], dim=1)}
         return self.implementation(lambda w, e: product(w, e), inputs, note="forward only")
@@ -190,10 +189,10 @@ class Problem:
         return self.implementation(lambda **inputs: compress(**inputs, index=index), inputs, note="forward only; padded inputs")
 
     def plain(self, multiply: Callable[[Tensor, Tensor], Tensor], inputs: dict[str, Tensor] | None = None) -> Implementation:
-        """Decomposed; the inputs come padded where none are given."""
+        """Decomposed. ``inputs``: default padded."""
         notes = [] if inputs else ["padded inputs"]
         if multiply is torch.matmul:
-            notes.append("transposes a copy of E, and has one product for a weight's gradient")
+            notes.append("transposes a copy of E; one product for a weight's gradient")
         return self.implementation(partial(decomposed, multiply, self.index), inputs or self.padded_inputs, note="; ".join(notes))
 
     def candidate_product(self) -> Implementation:

@@ -3,10 +3,10 @@
     git worktree add ../before main~1
     python kernels/benchmarks/compare.py attention before=../before after=. --only "target attention: history"
 
-Cases are those of this checkout's ``bench_<op>.py``, of which this project's implementations are measured. Each checkout has a process of
-its own that checks a case against float64 and measures it, one at a time; every other round goes the other way round. The better round
-counts, as in all tables. A process that gives no answer in time, as where a kernel waits for ever, is killed and its checkout left out from
-there on.
+Cases are those of this checkout's ``bench_<op>.py``; only this project's implementations are measured. Each checkout has a process of its
+own, which checks a case against float64 and measures it. The processes take turns; every other round is in reverse order. The better round
+counts, as in all tables. A process that does not respond in time, because a kernel hangs for example, is killed, and its checkout is not
+measured any further.
 """
 
 import argparse
@@ -25,24 +25,24 @@ from protocol import Protocol, add_options, choose, named, parse
 from runner import environment, release_memory, run_case
 from tqdm import tqdm
 
-NO_ANSWER = "(none)"  # in place of an implementation
+NO_RESPONSE = "(none)"  # in place of an implementation
 
 # -- a checkout's process ----------------------------------------------------------------------------------------------
 
 
 def serve(op: str, tiny: bool, protocol: Protocol, implementations: str) -> None:
-    """Answers every line of stdin, the name of a case, with a line of its rows. What else is printed goes to stderr."""
-    answers = os.fdopen(os.dup(1), "w")
+    """Reads names of cases from stdin, a line each, and writes a JSON line with the rows of each. Other output goes to stderr."""
+    responses = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     cases = cases_of(op, protocol.device, tiny)
     for line in sys.stdin:
         release_memory(protocol.device)
         rows = run_case(cases[line.rstrip("\n")], replace(protocol, rounds=1), re.compile(implementations))
-        print(json.dumps(rows), file=answers, flush=True)
+        print(json.dumps(rows), file=responses, flush=True)
 
 
 class Checkout:
-    """A process that has the packages of a checkout."""
+    """A process that imports the packages of a checkout."""
 
     def __init__(self, root: str, op: str, tiny: bool, protocol: Protocol, implementations: str):
         arguments = json.dumps([op, tiny, asdict(protocol), implementations])
@@ -53,17 +53,17 @@ class Checkout:
         )  # fmt: skip
 
     def rows(self, case: str, limit_s: float) -> list[dict]:
-        """The rows of a case; of another form where the process has ended or gives no answer."""
+        """The rows of a case; one row with NO_RESPONSE if the process has ended or does not respond within ``limit_s``."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             try:
                 self.process.stdin.write(case + "\n")
                 if not selector.select(limit_s):
-                    return [{"implementation": NO_ANSWER, "status": f"no answer in {limit_s:g} s"}]
+                    return [{"implementation": NO_RESPONSE, "status": f"no response in {limit_s:g} s"}]
             except BrokenPipeError:
                 pass
-            answer = self.process.stdout.readline()
-        return json.loads(answer) if answer else [{"implementation": NO_ANSWER, "status": f"ended with {self.process.wait()}"}]
+            response = self.process.stdout.readline()
+        return json.loads(response) if response else [{"implementation": NO_RESPONSE, "status": f"ended with {self.process.wait()}"}]
 
     def end(self) -> None:
         self.process.kill()
@@ -78,11 +78,11 @@ def cases_of(op: str, device: str, tiny: bool) -> dict:
 
 
 def compare(checkouts: dict[str, Checkout], cases: list[str], rounds: int, limit_s: float) -> list[dict]:
-    """A row for every case, implementation and pass: milliseconds by checkout, or the status of what "failed"."""
+    """A row for every case, implementation and pass: milliseconds by checkout, or for the pass "failed" the status."""
     table: dict[tuple[str, str, str], dict] = {}
     running = dict(checkouts)
-    for turn, case in tqdm([(turn, case) for turn in range(rounds) for case in cases]):
-        for name in list(running)[:: -1 if turn % 2 else 1]:
+    for number, case in tqdm([(number, case) for number in range(rounds) for case in cases]):
+        for name in list(running)[:: -1 if number % 2 else 1]:
             for row in running[name].rows(case, limit_s):
                 found = {key.removesuffix("_ms"): row[key] for key in ("forward_ms", "forward_backward_ms", "backward_ms") if key in row}
                 if row["status"] != "ok":
@@ -90,13 +90,13 @@ def compare(checkouts: dict[str, Checkout], cases: list[str], rounds: int, limit
                 for measured, value in found.items():
                     cells = table.setdefault((case, row["implementation"], measured), {})
                     cells[name] = value if measured == "failed" else min(value, cells.get(name, value))
-                if row["implementation"] == NO_ANSWER:
+                if row["implementation"] == NO_RESPONSE:
                     running.pop(name).end()
     return [dict(zip(("case", "implementation", "pass"), key), cells=cells) for key, cells in table.items()]
 
 
 def markdown(rows: list[dict], names: list[str]) -> str:
-    """Milliseconds, and how much faster each checkout is than the first."""
+    """Milliseconds, and the speed-up of each checkout over the first."""
     lines = [f"| case | implementation | pass | {' | '.join(names)} |", "|---|---|---|" + "---|" * len(names)]
     for row in rows:
         first, cells = row["cells"].get(names[0]), []
@@ -119,7 +119,7 @@ def main(argv: list[str] | None = None) -> int:
     """The exit status is 1 if something failed in a checkout."""
     parser = argparse.ArgumentParser(description="Measures the kernels of several checkouts in turn.")
     parser.add_argument("op", choices=sorted(path.stem.removeprefix("bench_") for path in Path(__file__).parent.glob("bench_*.py")))
-    parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER", type=checkout_folder, help="the first is the yardstick")
+    parser.add_argument("checkouts", nargs="+", metavar="NAME=FOLDER", type=checkout_folder, help="the others are compared with the first")
     add_options(parser, implementations="^jagged_modules")
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     parser.add_argument("--limit", type=float, default=300.0, help="seconds that a case may take, compilation included")

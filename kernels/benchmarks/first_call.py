@@ -1,10 +1,10 @@
-"""First-call latency: the number of kernels that the first training step of each layer compiles, and the time it takes.
+"""First-call latency: the kernels that the first training step of each layer compiles, and its time.
 
     python kernels/benchmarks/first_call.py                                # every layer in bf16 and fp32
     python kernels/benchmarks/first_call.py --only "HSTU.*bfloat16"
 
 Each layer is measured in two processes: one starts with an empty Triton cache, the other with the cache of the first. Writes
-<date>-first_call.json and .md. Exit status 1: a later step compiled a kernel. Needs a GPU.
+<date>-first_call.json and .md among the runs. Exit status 1: a later step compiled a kernel. Needs a GPU.
 """
 
 import argparse
@@ -62,8 +62,8 @@ def _seconds(step) -> float:
     return time.perf_counter() - start
 
 
-def measure_apart(name: str, dtype: str) -> dict:
-    """A row of the table, measured in two processes."""
+def measure_in_two_processes(name: str, dtype: str) -> dict:
+    """A row of the table."""
     with tempfile.TemporaryDirectory() as cache:
         empty, warm = (_in_a_process(name, dtype, cache) for _ in range(2))
     return {
@@ -87,7 +87,7 @@ def _in_a_process(name: str, dtype: str, cache: str) -> dict:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", type=re.compile, help="regular expression: layers and dtypes to measure")
-    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
     parser.add_argument("--layer", help=argparse.SUPPRESS)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -101,11 +101,11 @@ def main(argv: list[str] | None = None) -> int:
     start = time.perf_counter()
     rows = []
     results = dict(op="first_call", environment=runner.environment("cuda"), protocol=dict(text=TEXT), rows=[])
-    folder = options.out or report.results_folder(runner.device_name("cuda"))
+    folder = options.out or report.runs_folder(runner.device_name("cuda"))
     folder.mkdir(parents=True, exist_ok=True)
     stem = runner.free_stem(folder, results["environment"]["date"][:10], "first_call")
     for case in cases.values():
-        rows.append(measure_apart(*case))
+        rows.append(measure_in_two_processes(*case))
         results |= dict(complete=len(rows) == len(cases), seconds=time.perf_counter() - start, other_tables={"first call": rows})
         report.save(results, stem)
     print(report.markdown(results))

@@ -1,6 +1,6 @@
 """A table of the record: published figures as literals, and beside them values of measured rows.
 
-What is measured nowhere reads "missing", so that a table has the same rows whatever a run left out.
+Values without a measurement read "missing", so that a table always has the same rows.
 """
 
 import re
@@ -18,9 +18,9 @@ class Column:
     """A column of a table.
 
     Args:
-        value: key of a measured row, "forward_ms", or several with "/" between them; none where all cells are literals.
-        implementation: whose; the row's where empty.
-        over: another implementation, whose value over this one's is shown.
+        value: key of a measured row, such as "forward_ms", or several separated by "/"; empty if all cells are literals.
+        implementation: the implementation whose value is shown; empty: the row's.
+        over: another implementation; its value divided by this one's is shown.
     """
 
     heading: str
@@ -34,9 +34,10 @@ class Row:
     """A row of a table.
 
     Args:
-        case, implementation, table: of the benchmark; the headline's table where empty.
-        cells: literals of the first columns, "" where the column has its value or nothing.
-        instead: stands in the first measured column where there is no case.
+        what: the first cell.
+        case, implementation, table: of the measured row; an empty table is the headline's.
+        cells: literals of the first columns; "" leaves the column's own value.
+        instead: text of the first measured column of a row without a case.
     """
 
     what: str
@@ -49,7 +50,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Headline:
-    """A table of the record. ``op``: the benchmark it comes from; ``published``: what is published, and its unit; ``caveat``: on that."""
+    """A table of the record.
+
+    Args:
+        op: the benchmark that measures it.
+        published: what is published, and the unit of all figures.
+        caveat: what limits the comparison.
+    """
 
     key: str
     title: str
@@ -70,7 +77,7 @@ def microseconds(key: str) -> Callable[[Mapping], float | None]:
 
 
 def megaflop(row: Mapping) -> float | None:
-    """FLOPs of the forward as the benchmark notes them: of a padded one, those it spends on padding too."""
+    """FLOPs of the forward in the row's note; a padded implementation's include the padding."""
     noted = re.search(r"(\d+) MFLOP", row.get("note", ""))
     return float(noted[1]) if noted else None
 
@@ -89,7 +96,7 @@ def value_of(row: Mapping | None, key: str) -> float | None:
 
 
 def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Mapping]) -> str:
-    """The text of a measured column: numbers, "missing", "not installed", or why else the implementation has none."""
+    """The text of a measured column: numbers, "missing", "not installed", or the status of a failure."""
     if not row.case:
         return ""
 
@@ -110,7 +117,7 @@ def cell(headline: Headline, row: Row, column: Column, measured: Mapping[Key, Ma
 
 
 def cells(headline: Headline, row: Row, measured: Mapping[Key, Mapping]) -> list[str]:
-    """A row of the table, without what it is about."""
+    """The cells of a row after the first."""
     literals = [*row.cells, *[""] * (len(headline.columns) - len(row.cells))]
     pairs = zip(literals, headline.columns)
     texts = [literal or (cell(headline, row, column, measured) if column.value else "") for literal, column in pairs]

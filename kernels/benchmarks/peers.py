@@ -1,6 +1,6 @@
-"""Peers that are measured where they are installed or found on PYTHONPATH, and reported as unavailable where they are not.
+"""Peers, which are measured if they can be imported and reported as unavailable if not.
 
-Every function imports its peer when it is called, so that the benchmark's row says what is missing. All take what this project takes.
+Every function imports its peer when it is called, so that the benchmark's row names the missing module. All take this project's inputs.
 """
 
 import importlib
@@ -18,7 +18,7 @@ FLASH_ATTENTION = {"FlashAttention-3": "flash_attn_interface", "FlashAttention-4
 
 
 def flash_attention(module: str) -> Callable[..., Tensor]:
-    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)``, as varlen_attention of bench_attention."""
+    """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)``, as varlen_attention of inputs.py."""
     attend = importlib.import_module(module).flash_attn_varlen_func
 
     def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv):
@@ -35,8 +35,15 @@ def sll(name: str) -> Callable[..., Tensor]:
 
 
 def sll_operators(lengths: Tensor, offsets: Tensor, p_offsets: Tensor, longest: int) -> dict[str, dict[str, Callable[..., Tensor]]]:
-    """Of each of FBGEMM's two implementations: this project's names of operators -> its own, on lengths and offsets of rows and offsets
-    of scores. It has three in CUDA too, and takes those unless it is told otherwise."""
+    """FBGEMM's operators by implementation and by this project's names.
+
+    Three of them have a CUDA implementation too, which FBGEMM takes by default.
+
+    Args:
+        lengths, offsets: of the segments' rows.
+        p_offsets: of the segments' scores.
+        longest: the maximum length.
+    """
     rows, scores = (lengths, offsets), (lengths * lengths, p_offsets)
 
     def in_both(cuda: bool) -> dict[str, Callable[..., Tensor]]:
@@ -55,14 +62,14 @@ def sll_operators(lengths: Tensor, offsets: Tensor, p_offsets: Tensor, longest: 
 
 
 def keep_configurations(tuner, **values: tuple[int, ...]) -> None:
-    """Of an autotuned kernel's configurations those with one of the values of each name; to try all takes minutes."""
+    """Keeps an autotuned kernel's configurations with one of the given values of each name: trying all takes minutes."""
     tuner.configs = [x for x in tuner.configs if all({**x.kwargs, **vars(x)}[name] in kept for name, kept in values.items())]
 
 
 def ikbo_attention() -> Callable[..., Tensor]:
     """``attention(q [C, n, H, D], k, v [U·N, H, D], candidate_to_user, N)``, forward only.
 
-    Of 320 configurations those with as many rows as a candidate has, and what is usual beside them.
+    Tries those of its 320 configurations with as many rows as a candidate has and with common values of the others.
     """
     module = importlib.import_module("ikbo.ops.triton_ikbo_fa")
     keep_configurations(module._attn_fwd_tma, BLOCK_M=(64,), BLOCK_N=(64, 128), num_warps=(4, 8), num_stages=(2, 3, 4))
@@ -75,7 +82,8 @@ def ikbo_attention() -> Callable[..., Tensor]:
 
 
 def ikbo_linear_compress() -> Callable[..., Tensor]:
-    """``compress(w_user, w_cand, e_user, e_cand, candidate_to_user)``, forward only; of 64 configurations those with large tiles."""
+    """``compress(w_user, w_cand, e_user, e_cand, candidate_to_user)``, forward only. Tries those of its 64 configurations with large
+    tiles."""
     module = importlib.import_module("ikbo.ops.triton_ikbo_lce")
     keep_configurations(module.triton_ikbo_lce_kernel, BM=(128,), BN=(128,), num_stages=(3, 4))
     return lambda w_user, w_cand, e_user, e_cand, index: module.triton_ikbo_lce(w_cand, w_user, e_cand, e_user, index)
@@ -84,7 +92,7 @@ def ikbo_linear_compress() -> Callable[..., Tensor]:
 def meta_gdpa() -> Callable[..., Tensor]:
     """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)`` with tanh-GELU and no scale.
 
-    GDPA_AUTOTUNE_CONFIG_SET names the set of configurations to try; here the smaller of Meta's two, unless it is set.
+    The environment variable GDPA_AUTOTUNE_CONFIG_SET names the set of configurations to try; by default the smaller of Meta's two.
     """
     os.environ.setdefault("GDPA_AUTOTUNE_CONFIG_SET", "omnifm_v2")
     module = importlib.import_module("ads_mkl.ops.oss.gdpa.triton.triton_generalized_dot_product_attention")

@@ -1,9 +1,9 @@
-"""What limits the four main kernels: attention's forward and backward, linear compression, block attention.
+"""Profiles the main kernels with ncu: attention's forward and backward, linear compression, block attention.
 
-    python kernels/benchmarks/profile_kernels.py              # under ncu: writes <date>-profile.csv beside the results
-    python kernels/benchmarks/profile_kernels.py --launch     # the launches alone, which is what ncu runs
+    python kernels/benchmarks/profile_kernels.py              # under ncu: writes <date>-profile.csv among the runs
+    python kernels/benchmarks/profile_kernels.py --launch     # only the launches, which ncu runs
 
-Needs ncu (Nsight Compute) on PATH. record.py makes a table of the file. Clocks are left as they are, as in the benchmarks.
+Needs ncu (Nsight Compute) on PATH. record.py makes a table of the latest such file. Clocks are left as they are, as in the benchmarks.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 import report
 
 LAUNCHES = 3
-STALLS = (  # "gmma" is Hopper's own: arriving at a warpgroup's product
+STALLS = (  # "gmma" exists on Hopper only: waiting for a warpgroup MMA
     *("barrier", "branch_resolving", "dispatch_stall", "drain", "gmma", "imc_miss", "lg_throttle", "long_scoreboard", "membar", "misc"),
     *("math_pipe_throttle", "mio_throttle", "no_instruction", "short_scoreboard", "sleeping", "tex_throttle", "wait"),
 )
@@ -33,7 +33,7 @@ FIGURES = {  # heading -> metric
     "registers": "launch__registers_per_thread",
 }
 METRICS = (*FIGURES.values(), *(STALL.format(reason) for reason in STALLS))
-KERNELS = "attention_fwd|attention_bwd|linear_compress_fwd|block_attention"  # of ncu's names, those that are not helpers
+KERNELS = "attention_fwd|attention_bwd|linear_compress_fwd|block_attention"  # names of the main kernels, without helpers
 NANOSECONDS = {"nsecond": 1.0, "ns": 1.0, "usecond": 1e3, "us": 1e3, "msecond": 1e6, "ms": 1e6}
 
 
@@ -41,11 +41,12 @@ NANOSECONDS = {"nsecond": 1.0, "ns": 1.0, "usecond": 1e3, "us": 1e3, "msecond": 
 
 
 def kernels(device: str = "cuda", tiny: bool = False) -> dict[str, Callable[[], object]]:
-    """One shape of each, of the benchmarks: a call for every name. Where a GPU has kernels of its own, the portable ones too."""
+    """A call for each kernel, on one shape of the benchmarks; on Hopper also for the portable kernels."""
     import bench_block_attention as blocks
     import bench_linear_compress as compress
     import torch
-    from bench_attention import our_kernels, self_attention, uniform_lengths
+    from bench_attention import self_attention
+    from inputs import our_kernels, uniform_lengths
 
     count, longest, batch, total = (4, 20, 10, 100) if tiny else (64, 2048, 1024, 704_106)
     attention = self_attention(device, torch.bfloat16, uniform_lengths(count, 1, longest), 4, 128).implementations
@@ -60,7 +61,7 @@ def kernels(device: str = "cuda", tiny: bool = False) -> dict[str, Callable[[], 
 
 
 def launch() -> None:
-    """Calls each once to compile it, then a few times in the range that ncu profiles."""
+    """Calls each kernel once to compile it, then a few times in the range that ncu profiles."""
     import torch
 
     for name, call in kernels().items():
@@ -83,9 +84,9 @@ def ncu_command(output: Path) -> list[str]:
 
 
 def parse(text: str) -> list[dict]:
-    """A row for every kernel in what ``ncu --csv`` printed: the median of its launches' metrics.
+    """A row for every kernel in the output of ``ncu --csv``: medians of its launches' metrics.
 
-    The CSV begins at the line with the headings, after messages of ncu and of the program, and has a line for each metric of a launch.
+    The CSV begins at the line of headings, after messages of ncu and of the program. It has a line for each metric of a launch.
     """
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), None)
@@ -105,7 +106,7 @@ def parse(text: str) -> list[dict]:
 
 
 def row_of(kernel: str, metrics: dict[str, float]) -> dict:
-    """The figures, and the stall reasons (warps that wait, per instruction issued), the longest first."""
+    """The figures, and the stall reasons (waiting warps per issued instruction), the longest first."""
     stalls = {reason: metrics[STALL.format(reason)] for reason in STALLS if STALL.format(reason) in metrics}
     longest = sorted(stalls.items(), key=lambda stall: -stall[1])
     return {"kernel": kernel, **{heading: metrics.get(metric) for heading, metric in FIGURES.items()}, "stalls": dict(longest)}
@@ -115,7 +116,7 @@ def markdown(rows: list[dict]) -> list[str]:
     lines = ["", "## What limits the kernels", ""]
     if not rows:
         return [*lines, "missing: profile_kernels.py was not run."]
-    lines += ["ncu, clocks left alone, medians of a few launches. Stalls: warps that wait for it, per instruction issued; the first three."]
+    lines += ["ncu without clock control, medians of a few launches. Stalls: waiting warps per issued instruction, the three largest."]
     lines += ["", f"| kernel | {' | '.join(FIGURES)} | stalls |", f"|{'---|' * (len(FIGURES) + 2)}"]
     for row in rows:
         stalls = ", ".join(f"{reason.replace('_', ' ')} {value:.2f}" for reason, value in list(row["stalls"].items())[:3])
@@ -125,8 +126,8 @@ def markdown(rows: list[dict]) -> list[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Profiles the main kernels under ncu.")
-    parser.add_argument("--launch", action="store_true", help="launch them, for an ncu that is there already")
-    parser.add_argument("--out", type=Path, help="folder for the file (default: results/<device>/ beside this file)")
+    parser.add_argument("--launch", action="store_true", help="only launch the kernels, for a running ncu")
+    parser.add_argument("--out", type=Path, help="folder for the file (default: results/<device>/runs/ beside this file)")
     options = parser.parse_args(argv)
     if options.launch:
         launch()
@@ -135,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("ncu (Nsight Compute) is not on PATH")
     import torch
 
-    folder = options.out or report.results_folder(torch.cuda.get_device_name())
+    folder = options.out or report.runs_folder(torch.cuda.get_device_name())
     folder.mkdir(parents=True, exist_ok=True)
     return subprocess.run(ncu_command(folder / f"{datetime.now(UTC):%Y-%m-%d}-profile.csv"), check=False).returncode
 

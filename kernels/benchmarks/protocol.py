@@ -1,4 +1,4 @@
-"""How measurements are taken, and the command line that says so and chooses the cases: of benchmarks and of compare.py."""
+"""The measurement protocol, and the command line of the benchmarks and compare.py: protocol and choice of cases."""
 
 import argparse
 import re
@@ -9,19 +9,18 @@ import torch
 
 PROTOCOL = """\
 Random inputs. All implementations of a case are measured in turn in one process, for {rounds} rounds (every other round in reverse
-order); each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The
-better round is reported, all are kept. On CUDA: events around each call, before which the L2 cache is overwritten and the device waits
-until the host has issued all of it, so that no launch gap counts; what the host takes to issue it is its own column. On the CPU:
-time.perf_counter. Forward runs without autograd;
-forward+backward is forward, then torch.autograd.grad for all inputs; backward alone is the latter on a graph that is kept. Peak memory is
-what one call allocates above its inputs at most. Errors are relative, of the worst sampled row, against float64; the bound is
-{error_factor} times the error of plain torch in the case's dtype."""
+order). Each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The better
+round is reported; all are saved. On CUDA, events around each call measure the device's time. Before each call the L2 cache is overwritten,
+and the device waits until the host has issued the whole call, so that launch gaps do not count. The host's time to issue the call has
+its own column. On the CPU: time.perf_counter. Forward runs without autograd. Forward+backward is forward, then torch.autograd.grad for all
+inputs; backward alone is the latter on a retained graph. Peak memory is what one call allocates above its inputs at most. Errors are
+relative, of the worst sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."""
 ERROR_FACTOR = 3.0
 
 
 @dataclass(frozen=True)
 class Protocol:
-    """How measurements are taken; kept with the results."""
+    """How measurements are taken; saved with the results."""
 
     device: str
     rounds: int = 2
@@ -35,7 +34,7 @@ class Protocol:
 
 
 def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> None:
-    """Device, cases and protocol; ``implementations``: the pattern of those that run by default."""
+    """Adds the options for device, cases and protocol. ``implementations``: the default of --impl."""
     protocol = Protocol("cpu")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
@@ -55,12 +54,12 @@ def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argp
 
 
 def named(cases: list) -> dict:
-    """Cases by what --only is matched with."""
+    """Cases by the text that --only is matched against."""
     return {f"{case.table}: {case.name}": case for case in cases}
 
 
 def choose(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Mapping) -> dict:
-    """The named cases that --only selects, one at least."""
+    """The cases that --only selects; exits with an error if it selects none."""
     chosen = {name: case for name, case in cases.items() if options.only.search(name)}
     if not chosen:
         parser.error(f"--only {options.only.pattern!r} selects no case")

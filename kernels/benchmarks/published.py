@@ -1,19 +1,24 @@
-"""What the sources publish, and which measured rows stand beside it: the tables of the record.
+"""The published figures, and the measured rows beside them: the tables of the record.
 
-Sources: the PyTorch blog on In-Kernel Broadcast Optimization (IKBO), the one on Generalized Dot-Product Attention (GDPA), the blog on
-TLX Block Attention, and the paper on Jagged Feature Interaction. "Earlier" are figures of peers that were measured on an H200 in
-another run than the record's.
+Sources: the PyTorch blog posts on In-Kernel Broadcast Optimization (IKBO) and Generalized Dot-Product Attention (GDPA), the blog post on
+TLX Block Attention, and the paper on Jagged Feature Interaction. "Earlier": figures of peers measured on an H200 in an earlier run than
+the record's.
 """
 
 from headline import Column, Headline, Row
+from names import (
+    DENSE,
+    DENSE_FLASH,
+    FA2_BLOCKS,
+    INPUT_REPLICATED,
+    OURS,
+    PADDED,
+    PORTABLE,
+    PRECISE,
+    UNFUSED,
+)
 
 FORK = "needs a forked compiler"
-OURS, PORTABLE, UNFUSED = "jagged_modules", "jagged_modules, triton", "jagged_modules, unfused"
-NO_WORKSPACE = "jagged_modules, backward_workspace(0)"
-BASELINE = "one product, input comes replicated"
-FA2_BLOCKS = "varlen_attn (FA2), a segment per block"
-PADDED = "torch, padded"
-DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
 JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
 NO_FLOPS = [*[""] * 7, "–"]  # counted of products alone
 NO_CUDA = ["", "", "–"]  # of FBGEMM
@@ -29,8 +34,8 @@ HEADLINES = [
         ),
         published="ms, forward. The figures of FBGEMM's Triton kernel and of Meta's TLX kernel on an H200 are of another, earlier run.",
         caveat=(
-            "The baseline's input comes replicated: what the copies cost (0.7 ms on an H200) is in none of the published figures; the "
-            "row below it has them. The fused published kernel rounds twice, its fourth stage needs a forked compiler, and neither has "
+            "The baseline's input is already replicated. The published figures do not include the copies (0.7 ms on an H200); the "
+            "row below it does. The fused published kernel rounds twice, its fourth stage needs a forked compiler, and neither has "
             "a backward."
         ),
         op="linear_compress",
@@ -40,13 +45,13 @@ HEADLINES = [
             Column("published speed-up"),
             Column("earlier, H200"),
             Column("here", "forward_ms"),
-            Column("speed-up here", "forward_ms", over=BASELINE),
+            Column("speed-up here", "forward_ms", over=INPUT_REPLICATED),
             Column("% of floor", "forward_floor_percent"),
             Column("forward + backward", "forward_backward_ms"),
         ],
         rows=[
-            Row("baseline: one product, input comes replicated", "B=1024", BASELINE, cells=["1.944", "1", "1.975"]),
-            Row("the same and the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
+            Row("baseline: one product, input already replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
+            Row("the same with the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
             Row("1 decomposed", "B=1024", "decomposed", cells=["1.389", "1.40", "1.224"]),
             Row("2 padded to multiples of 8", "B=1024", "padded", cells=["0.798", "2.44", "0.568"]),
             Row(
@@ -55,7 +60,7 @@ HEADLINES = [
                 "FBGEMM ikbo (Triton)",
                 cells=["0.580", "3.35", "0.567"],
             ),
-            Row("3 the same: this project's portable kernel", "B=1024", "jagged_modules, fused"),
+            Row("3 the same: this project's portable kernel", "B=1024", PORTABLE),
             Row("4 one persistent, warp-specialised launch: the published kernel", cells=["0.482", "4.03", "0.494"], instead=FORK),
             Row("4 the same: this project, by default", "B=1024", OURS),
         ],
@@ -70,12 +75,12 @@ HEADLINES = [
         table="candidates per user, B=1024",
         columns=[
             Column("FBGEMM / TLX, earlier"),
-            Column("baseline", "forward_ms", implementation=BASELINE),
+            Column("baseline", "forward_ms", implementation=INPUT_REPLICATED),
             Column("replicated", "forward_ms", implementation="replicated"),
             Column("padded", "forward_ms", implementation="padded"),
-            Column("portable", "forward_ms", implementation="jagged_modules, fused"),
+            Column("portable", "forward_ms", implementation=PORTABLE),
             Column("this project", "forward_ms", implementation=OURS),
-            Column("over the baseline", "forward_ms", implementation=OURS, over=BASELINE),
+            Column("over the baseline", "forward_ms", implementation=OURS, over=INPUT_REPLICATED),
             Column("over padded", "forward_ms", implementation=OURS, over="padded"),
             Column("forward + backward over padded", "forward_backward_ms", implementation=OURS, over="padded"),
         ],
@@ -99,10 +104,10 @@ HEADLINES = [
             "In-Kernel Broadcast Optimization (PyTorch blog), Table 2: 2048 candidates of 32 users, 64 query rows each, history 1024, "
             "H=2, D=128"
         ),
-        published="Forward. 2.4 times (with the replication 6.4 times) the throughput of FA4 without co-design.",
+        published="Forward. 2.4 times the throughput of FA4 on replicated K and V, 6.4 times with the replication.",
         caveat=(
             "The published kernels take histories of one length and 64 (or 32) query rows, and have no backward; TLX needs a forked "
-            'compiler. "Folded" takes a user\'s candidates as one query sequence: cuDNN can where all users have as many.'
+            'compiler. "Folded": a user\'s candidates are one query sequence, for cuDNN only if all users have as many.'
         ),
         op="attention",
         table="target attention",
@@ -120,7 +125,7 @@ HEADLINES = [
             Row("TLX FA3, K and V replicated", cells=["245", "0.561 + 0.912 to replicate"], instead=FORK),
             Row("FA4 (CuTe DSL), K and V replicated", cells=["250", "0.550 + 0.912 to replicate", "197"]),
             Row("TLX FA3, persistent, in-kernel broadcast", cells=["594", "0.230", "558"], instead=FORK),
-            Row("cuDNN, K and V come replicated", "history 1024", "SDPA cuDNN, replicated"),
+            Row("cuDNN, K and V already replicated", "history 1024", "SDPA cuDNN, replicated"),
             Row("replicate, then cuDNN", "history 1024", "replicate + SDPA cuDNN"),
             Row("FA2 (varlen_attn), folded", "history 1024", "varlen_attn (FA2), folded"),
             Row("FA3, folded", "history 1024", "FlashAttention-3, folded"),
@@ -135,8 +140,8 @@ HEADLINES = [
         title="Target attention against the history's length: IKBO's Fig. 12",
         source="the same, Fig. 12 and section 3.3",
         published=(
-            "TFLOP/s, forward. The figure's curves have no numbers, but for their largest, 621: that at 1024 is Table 2's, those at 512 "
-            "and 2048 are section 3.3's of two kernels, for self- and for target attention."
+            "TFLOP/s, forward. The figure names its largest value only, 621. The value at 1024 is from Table 2; those at 512 and 2048 "
+            "are from section 3.3, for two kernels, self- and target attention."
         ),
         caveat=(
             "The published generalised kernel takes odd candidate counts, but histories of one length only. FBGEMM's and Meta's kernels "
@@ -170,10 +175,10 @@ HEADLINES = [
     ),
     Headline(
         key="self_attention",
-        title="Jagged self-attention against what ships with torch",
-        source="no published table; the peers measured earlier on an H200 are in columns of their own",
+        title="Jagged self-attention against torch and other peers",
+        source="no published table; peers that were measured earlier on an H200 have their own columns",
         published="ms, forward / forward + backward, lengths uniform to N, bf16.",
-        caveat="Padded flash and cuDNN get no mask and no padding to make: right for full segments only.",
+        caveat="Padded flash and cuDNN get padded inputs and no mask: right for full segments only.",
         op="attention",
         table="jagged self-attention",
         columns=[
@@ -270,8 +275,7 @@ HEADLINES = [
         title="Block attention: Table 6",
         source="the same, Table 6: lengths and sparsities",
         published=(
-            'The source gives the table as a picture without numbers: "speedups are consistent regardless of distribution shape". ms, '
-            "forward / backward."
+            'The source has a picture without numbers: "speedups are consistent regardless of distribution shape". ms, forward / backward.'
         ),
         caveat="About 400,000 rows in every case here; published B=1152, and 768 above 7000.",
         op="block_attention",
@@ -321,7 +325,7 @@ HEADLINES = [
             Row("separate rotary, FA2", "1735537 rows, qkv", "separate rotary + varlen_attn (FA2), a segment per block"),
             Row("fused", "1735537 rows, qkv", OURS, cells=["1.819"]),
             Row("fused, portable", "1735537 rows, qkv", PORTABLE),
-            Row("fused, `Rotary.precise`", "1735537 rows, qkv", "jagged_modules, precise"),
+            Row("fused, `Rotary.precise`", "1735537 rows, qkv", PRECISE),
         ],
     ),
     Headline(
@@ -356,7 +360,7 @@ HEADLINES = [
             Row("separate rotary in fp32 arithmetic, FA2", "qkv", "separate rotary + varlen_attn (FA2), a segment per block"),
             Row("TLX block attention", cells=["0.1201", "0.1689", "0.0112", "0.000220"], instead=FORK),
             Row("this project", "qkv", OURS),
-            Row("this project, `Rotary.precise`", "qkv", "jagged_modules, precise"),
+            Row("this project, `Rotary.precise`", "qkv", PRECISE),
         ],
     ),
     Headline(
@@ -410,7 +414,7 @@ HEADLINES = [
         title="Jagged operators in other shapes",
         source="no published table; FBGEMM's Triton operators measured earlier on an H200",
         published="µs, forward, fp32 with tf32 products.",
-        caveat="FBGEMM has three of these in CUDA too, and takes those unless it is told otherwise.",
+        caveat="FBGEMM has three of these in CUDA too, and takes those by default.",
         op="jagged_ops",
         table="operators",
         columns=[
@@ -441,10 +445,8 @@ HEADLINES = [
         key="jagged_fig_2",
         title="Jagged flash attention: Fig. 2",
         source="Jagged Feature Interaction (paper), Fig. 2, bf16",
-        published="Times as fast, times less memory, forward.",
-        caveat=(
-            "The paper states the largest ratios only, neither its shapes nor its GPU; here one head, B=256, D=128, lengths uniform to N."
-        ),
+        published="Forward: speed-up, and how many times less memory.",
+        caveat="The paper states the largest ratios only, not its shapes or GPU. Here: one head, B=256, D=128, lengths uniform to N.",
         op="attention",
         table="ladder: dense, jagged, each unfused and fused",
         columns=[

@@ -1,11 +1,11 @@
-"""The record of a day's benchmarks on a device: one JSON file, one README with the published headlines beside ours, pictures.
+"""The record of a device's benchmarks: one JSON file, one README with the published headlines beside ours, pictures.
 
-    python kernels/benchmarks/record.py                             # of the GPU that is here, its latest day
-    python kernels/benchmarks/record.py FOLDER --date 2026-11-21    # of results that were brought here
+    python kernels/benchmarks/record.py                             # of the GPU of this machine
+    python kernels/benchmarks/record.py FOLDER --date 2026-11-21    # of FOLDER/record.json and FOLDER/runs, without runs of later days
 
-Reads ``<date>-*.json`` in the folder, for cases that the day left out those of days before, and ``<date>-profile.csv`` where
-profile_kernels.py left one. Of a case that several runs measured, the record has the rows of one: of the latest day that of the most
-implementations, the latest of those. Ratios are of one run then.
+Merges the runs in ``runs/`` into ``record.json``, whose rows count as runs too. If several runs measured a case, the record has the rows
+of one of them, so that ratios are of one run: of the latest day, of the run with most implementations, of the latest of those. The figures
+of ncu are those of the latest ``runs/<date>-profile.csv``.
 """
 
 import argparse
@@ -22,67 +22,76 @@ import report
 import torch
 from headline import Key
 from published import HEADLINES
+from unpublished import TABLES
 
 PREAMBLE = """\
-What this project and its peers measure here, beside what the sources publish of theirs, on other devices: compare ratios. "missing": no
-run of this record has it. "not installed": the peer. "unavailable": it does not run here. "% of floor": the time that the work and the
-bytes counted would take at what long products and large copies attain on this device, over the time taken; a short call may attain
-more. A run that "did not finish" was stopped, and holds the cases it completed."""
-DATED = re.compile(r"(\d{4}-\d\d-\d\d)-")
-RUN_FACTS = ("op", "file", "environment", "protocol", "complete", "seconds")
+Measurements of this project and its peers on this device, beside the figures that the sources publish for other devices: compare ratios.
+"missing": no run measured it. "not installed": the peer is not installed. "unavailable": it does not run here. "% of floor": the shortest
+time in which the device could do the counted work or move the counted bytes, over the measured time. The rates of long matrix products and
+large copies define the floor, so that a short call may exceed 100. A run that "did not finish" was stopped; its completed cases count."""
+RUN_FACTS = ("op", "environment", "protocol", "complete", "seconds")
+NO_RECORD = {"runs": [], "rows": [], "profile": []}
 
 
-# -- collect -----------------------------------------------------------------------------------------------------------
+# -- merge -------------------------------------------------------------------------------------------------------------
 
 
-def load_runs(folder: Path, date: str) -> list[dict]:
-    """The day's runs and those before, the earliest first, each with the name of its ``file``; rows of tables of another form among the
-    others."""
-    paths = [path for path in folder.glob("*.json") if (found := DATED.match(path.name)) and found[1] <= date]
-    if not any(path.name.startswith(date) for path in paths):
-        raise FileNotFoundError(f"no {date}-*.json in {folder}")
-    runs = [{"seconds": None, **json.loads(path.read_text()), "file": path.name} for path in paths]
-    for run in runs:
-        others = run.pop("other_tables", {})
-        rows = [*run["rows"], *(other_row(table, row) for table, rows in others.items() for row in rows)]
-        run["rows"] = [{"op": run["op"], **{key: value for key, value in row.items() if key != "traceback"}} for row in rows]
-        run["environment"] = {**run["environment"], "command": re.sub(r" --out \S+", "", run["environment"].get("command", ""))}
-    return sorted(runs, key=lambda run: (run["environment"]["date"], run["file"]))
+def load_run(path: Path) -> dict:
+    """A run with the rows of all its tables; each row has the ``op`` and the ``date`` of its run, which identify the run."""
+    run = {"seconds": None, **json.loads(path.read_text())}
+    environment = {**run["environment"], "command": re.sub(r" --out \S+", "", run["environment"].get("command", ""))}
+    others = [other_row(table, row) for table, rows in run.get("other_tables", {}).items() for row in rows]
+    origin = {"op": run["op"], "date": environment["date"]}
+    rows = [{**origin, **{key: value for key, value in row.items() if key != "traceback"}} for row in (*run["rows"], *others)]
+    return {**run, "environment": environment, "rows": rows}
 
 
 def other_row(table: str, row: Mapping) -> dict:
-    """A row of a table of another form: its texts, but for the implementation's, are the case."""
+    """A row of a table with columns of its own: its texts, except the implementation's, are the case."""
     texts = [value for key, value in row.items() if isinstance(value, str) and key not in ("implementation", "status", "traceback")]
     return {"table": table, "case": ", ".join(texts), "implementation": "(table)", "status": "ok", **row}
 
 
-def day_and_size(rows: list[dict]) -> tuple[str, int]:
-    return rows[0]["file"][:10], len(rows)
+def rank(rows: list[dict]) -> tuple[str, int, str]:
+    """Of several runs of a case, the one with the highest rank counts: its day, number of implementations, time."""
+    return rows[0]["date"][:10], len(rows), rows[0]["date"]
 
 
-def merge(runs: Iterable[dict]) -> list[dict]:
-    """All cases, each with the rows of the latest day's run that has most of them, the latest of those."""
-    cases: dict[tuple[str, str, str], list[dict]] = {}
-    for run in runs:
-        of_run: dict[tuple[str, str, str], list[dict]] = {}
-        for row in run["rows"]:
-            of_run.setdefault((row["op"], row["table"], row["case"]), []).append({**row, "file": run["file"]})
-        cases |= {case: rows for case, rows in of_run.items() if case not in cases or day_and_size(rows) >= day_and_size(cases[case])}
-    return [row for rows in cases.values() for row in rows]
+def merge(rows: Iterable[dict]) -> list[dict]:
+    """All cases, each with the rows of one run. Cases keep the order in which they are first seen."""
+    runs_of_case: dict[tuple[str, str, str], dict[str, dict[str, dict]]] = {}
+    for row in rows:
+        runs = runs_of_case.setdefault((row["op"], row["table"], row["case"]), {})
+        runs.setdefault(row["date"], {})[row["implementation"]] = row
+    return [row for runs in runs_of_case.values() for row in max((list(rows.values()) for rows in runs.values()), key=rank)]
 
 
-def make_record(folder: Path, date: str) -> dict:
-    runs = load_runs(folder, date)
-    profile = folder / f"{date}-profile.csv"
-    rows = merge(runs)
-    used = {row["file"] for row in rows}
-    runs = [run for run in runs if run["file"].startswith(date) or run["file"] in used]
+def identity(run: Mapping) -> tuple[str, str]:
+    """What identifies a run: the time of its beginning and its operator."""
+    return run["environment"]["date"], run["op"]
+
+
+def make_record(folder: Path, date: str | None = None) -> dict:
+    """The record of a device's folder with the runs until ``date``."""
+    saved = folder / "record.json"
+    record = json.loads(saved.read_text()) if saved.exists() else NO_RECORD
+    runs = [load_run(path) for path in (folder / "runs").glob("*.json")]
+    runs = [run for run in runs if date is None or run["environment"]["date"][:10] <= date]
+    if not runs and not record["runs"]:
+        raise FileNotFoundError(f"{folder} has no record.json and no runs/*.json" + (f" until {date}" if date else ""))
+    runs.sort(key=identity)
+    rows = merge([*record["rows"], *(row for run in runs for row in run["rows"])])
+    used = {(row["date"], row["op"]) for row in rows}
+    known = {identity(run): {fact: run[fact] for fact in RUN_FACTS} for run in (*record["runs"], *runs)}
+    runs = [known[run] for run in sorted(used)]
+    profiles = sorted(path for path in (folder / "runs").glob("*-profile.csv") if date is None or path.name[: len(date)] <= date)
+    newest = runs[-1]["environment"]
     return {
-        "device": runs[-1]["environment"]["device"],
-        "date": date,
-        "runs": [{fact: run[fact] for fact in RUN_FACTS} for run in runs],
+        "device": newest["device"],
+        "date": newest["date"][:10],
+        "runs": runs,
         "rows": rows,
-        "profile": profile_kernels.parse(profile.read_text()) if profile.exists() else [],
+        "profile": profile_kernels.parse(profiles[-1].read_text()) if profiles else record["profile"],
     }
 
 
@@ -94,50 +103,55 @@ def by_key(rows: Iterable[dict]) -> dict[Key, dict]:
 
 
 def markdown(record: dict, pictures: Iterable[str]) -> str:
-    """The README of a device's folder. ``pictures``: the files there are."""
-    measured = by_key(record["rows"])
+    """The README of a device's folder. ``pictures``: files beside it."""
     newest = record["runs"][-1]["environment"]
     facts = ", ".join(f"{name} {value}" for name, value in newest.items() if name not in ("command", "device", "date"))
-    file = f"{record['date']}.json"
-    lines = [f"# The record of {record['device']}, {record['date']}", "", f"{facts}. All rows: [{file}]({file}).", "", PREAMBLE, ""]
-    lines += [f"![{Path(name).stem}]({name})\n" for name in pictures]
-    for table in HEADLINES:
-        lines += headline.markdown(table, measured)
-    lines += profile_kernels.markdown(record["profile"])
-    lines += ["", "## Runs", "", "| run | begun | command | seconds | |", "|---|---|---|---|---|"]
+    lines = [f"# The record of {record['device']}, {record['date']}", "", f"{facts}. All rows: [record.json](record.json)."]
+    lines += tables_of_cpu(record) if record["device"].startswith("CPU") else tables_of_gpu(record, pictures)
+    lines += ["", "## Runs", "", "| benchmark | begun | command | seconds | |", "|---|---|---|---|---|"]
     for run in record["runs"]:
-        name, environment = run["file"].removesuffix(".json"), run["environment"]
+        environment = run["environment"]
         command = environment["command"].replace("|", r"\|")  # which would end the cell
-        cells = [f"[{name}]({name}.md)", environment["date"], f"`{command}`", report.number(run["seconds"])]
+        cells = [run["op"], environment["date"], f"`{command}`", report.number(run["seconds"])]
         lines.append(f"| {' | '.join([*cells, '' if run['complete'] else 'did not finish'])} |")
-    return "\n".join([*lines, "", record["runs"][-1]["protocol"]["text"]]) + "\n"
+    for protocol in dict.fromkeys(run["protocol"]["text"] for run in record["runs"]):
+        lines += ["", protocol]
+    return "\n".join(lines) + "\n"
+
+
+def tables_of_gpu(record: dict, pictures: Iterable[str]) -> list[str]:
+    """The published headlines beside ours, and the tables without published figures."""
+    measured = by_key(record["rows"])
+    lines = ["", PREAMBLE, "", *(f"![{Path(name).stem}]({name})\n" for name in pictures)]
+    for table in (*HEADLINES, *TABLES):
+        lines += headline.markdown(table, measured)
+    return lines + profile_kernels.markdown(record["profile"])
+
+
+def tables_of_cpu(record: dict) -> list[str]:
+    """All measured rows: nothing is published for CPUs."""
+    return [line for table, rows in report.by_table(record).items() for line in report.table_lines(table, report.columns(rows))]
 
 
 def save(record: dict, folder: Path) -> None:
     def write_json(path: Path) -> None:
         path.write_text(json.dumps(record, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
-    report.write_atomically(folder / f"{record['date']}.json", write_json)
-    pictures = record_pictures.save(record["rows"], folder, f"{record['device']}, {record['date']}")
+    report.write_atomically(folder / "record.json", write_json)
+    title, on_cpu = f"{record['device']}, {record['date']}", record["device"].startswith("CPU")
+    pictures = [] if on_cpu else record_pictures.save(record["rows"], folder, title)
     report.write_atomically(folder / "README.md", lambda path: path.write_text(markdown(record, pictures)))
-
-
-def latest_date(folder: Path) -> str:
-    dates = [found[1] for path in folder.glob("*.json") if (found := DATED.match(path.name))]
-    if not dates:
-        raise FileNotFoundError(f"no results in {folder}")
-    return max(dates)
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Writes the record of a device's benchmarks.")
-    parser.add_argument("folder", type=Path, nargs="?", help="results of a device (default: results/<the GPU here>/)")
-    parser.add_argument("--date", default="", help="default: the latest there is")
+    parser.add_argument("folder", type=Path, nargs="?", help="folder of a device, with runs/ (default: results/<the GPU here>/)")
+    parser.add_argument("--date", help="leave out the runs of later days, YYYY-MM-DD")
     options = parser.parse_args(argv)
     if options.folder is None and not torch.cuda.is_available():
         parser.error("torch sees no CUDA device: name the folder of the results")
-    folder = options.folder or report.results_folder(torch.cuda.get_device_name())
-    record = make_record(folder, options.date or latest_date(folder))
+    folder = options.folder or report.device_folder(torch.cuda.get_device_name())
+    record = make_record(folder, options.date)
     save(record, folder)
     print(f"{folder / 'README.md'}: {len(record['rows'])} rows of {len(record['runs'])} runs")
     return 0

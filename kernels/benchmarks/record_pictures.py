@@ -1,6 +1,6 @@
 """The pictures of the record: speed-up ladders, TFLOP/s against length, % of floor, latency against candidates per user.
 
-What was not measured is left out of a picture; the record's tables say that it is missing.
+Points without a measurement are left out; the record's tables say "missing".
 """
 
 import re
@@ -8,11 +8,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import report
-from published import BASELINE, DENSE, DENSE_FLASH, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
+from names import DENSE, DENSE_FLASH, INPUT_REPLICATED, NO_WORKSPACE, OURS, PORTABLE, UNFUSED
 
-NAMES = {OURS: "this project", PORTABLE: "this project, portable", f"{OURS}, fused": "this project, portable"}
-PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, f"{OURS}, fused": 1.944 / 0.580, OURS: 1.944 / 0.482}
-FLOORS = {  # op -> tables whose % of floor is drawn, by their beginning
+NAMES = {OURS: "this project", PORTABLE: "this project, portable"}
+PUBLISHED_STAGES = {"decomposed": 1.944 / 1.389, "padded": 1.944 / 0.798, PORTABLE: 1.944 / 0.580, OURS: 1.944 / 0.482}
+FLOORS = {  # op -> beginnings of the titles of the tables whose % of floor is drawn
     "linear_compress": ("batch size",),
     "attention": ("jagged self-attention", "target attention"),
     "gdpa": ("GDPA",),
@@ -22,7 +22,10 @@ FLOORS = {  # op -> tables whose % of floor is drawn, by their beginning
 
 
 def series(rows: Iterable[Mapping], op: str, table: str, pattern: str, value: str) -> dict[str, list[tuple[int, float]]]:
-    """Implementation -> its points: what ``pattern`` finds in the case, in order, and the value there. Table by its beginning."""
+    """Implementation -> its points, sorted: the number that ``pattern`` finds in the case, and the value there.
+
+    ``table``: the beginning of the table's title.
+    """
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         found = re.fullmatch(pattern, row["case"])
@@ -50,7 +53,7 @@ def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, 
 def ladders(figure, rows: list[dict]) -> None:
     left, right = figure.subplots(1, 2)
     of = {row["implementation"]: row.get("forward_ms") for row in rows if row["op"] == "linear_compress" and row["case"] == "B=1024"}
-    baseline = of.get(BASELINE)
+    baseline = of.get(INPUT_REPLICATED)
     here = {name: baseline / of[name] for name in PUBLISHED_STAGES if baseline and of.get(name)}
     stages = list(PUBLISHED_STAGES)
     for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, "here", here, "C0")):
@@ -91,21 +94,21 @@ def floors(figure, rows: list[dict]) -> None:
     backward = [row.get("backward_floor_percent") or row.get("forward_backward_floor_percent") or 0.0 for row in drawn]
     forward = [row["forward_floor_percent"] for row in drawn]
     for shift, label, widths in ((-0.2, "forward", forward), (0.2, "backward alone, or forward + backward", backward)):
-        axes.barh([place + shift for place in range(len(drawn))], widths, 0.4, label=label)
+        axes.barh([position + shift for position in range(len(drawn))], widths, 0.4, label=label)
     axes.set_yticks(range(len(drawn)), [f"{row['op']}: {row['case']}" for row in drawn], fontsize=6)
     axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
     axes.axvline(100, color="black", linewidth=0.8)
-    axes.set_xlabel("% of floor: the time that bytes and arithmetic need, over the time taken")
+    axes.set_xlabel("% of floor: the shortest possible time over the measured time")
     axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
 
 
 def candidates(figure, rows: list[dict]) -> None:
     points = series(rows, "linear_compress", "candidates per user", r"(\d+) per user", "forward_ms")
-    points.pop("padded, torch.matmul", None)  # so slow that the others would be flat
+    points.pop("padded, torch.matmul", None)  # so slow that the others would look flat
     draw_lines(figure.subplots(), points, "linear compression, forward", "candidates per user", "ms")
 
 
-PICTURES = {  # file -> what draws it, inches
+PICTURES = {  # file -> function that draws it, size in inches
     "ladders.png": (ladders, (11, 4.6)),
     "lengths.png": (lengths, (15, 5)),
     "floors.png": (floors, (9, 9)),

@@ -1,6 +1,6 @@
-"""What a benchmark run leaves behind: JSON with everything, a markdown table, a picture.
+"""The files of a benchmark run: JSON with everything, a markdown table, a picture.
 
-``python report.py results.json`` writes table and picture again from the JSON (of a run that was killed, say).
+``python report.py results.json`` writes table and picture from the JSON, for example of a run that was killed.
 """
 
 import json
@@ -12,12 +12,18 @@ from pathlib import Path
 MISSING = "–"
 
 
-def results_folder(device: str) -> Path:
+def device_folder(device: str) -> Path:
+    """Where the record of a device is."""
     return Path(__file__).parent / "results" / re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
 
 
+def runs_folder(device: str) -> Path:
+    """Where runs on a device are saved, for record.py to merge. git ignores it."""
+    return device_folder(device) / "runs"
+
+
 def write_atomically(path: Path, write) -> None:
-    """``write(temporary_path)``, then moves the file into place: a reader sees the old file or the new one, never half of one."""
+    """Calls ``write(temporary_path)`` and moves the file into place: a reader sees the old or the new file, never a partial one."""
     temporary = path.with_name(f".{path.name}.partial{path.suffix}")
     try:
         write(temporary)
@@ -106,7 +112,7 @@ def by_table(results: dict) -> dict[str, list[dict]]:
 
 
 def markdown(results: dict) -> str:
-    """The tables; a column nothing was measured for is left out."""
+    """The tables of a run, without empty columns."""
     facts = ", ".join(f"{name} {value}" for name, value in results["environment"].items() if name not in ("command", "device"))
     lines = [f"# {results['op']} on {results['environment']['device']}", "", f"`{results['environment']['command']}`; {facts}."]
     lines += ["", results["protocol"]["text"]]
@@ -115,13 +121,17 @@ def markdown(results: dict) -> str:
     for line in results.get("summary", []):
         lines += ["", line]
     for table, rows in by_table(results).items():
-        columns = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
-        columns = {heading: cells for heading, cells in columns.items() if set(cells) - {MISSING, ""}}
-        lines += table_lines(table, columns)
+        lines += table_lines(table, columns(rows))
     for table, rows in results.get("other_tables", {}).items():
         headings = dict.fromkeys(heading for row in rows for heading in row if heading != "traceback")
         lines += table_lines(table, {heading: [plain_cell(row.get(heading)) for row in rows] for heading in headings})
     return "\n".join(lines) + "\n"
+
+
+def columns(rows: list[dict]) -> dict[str, list[str]]:
+    """Heading -> cells, without empty columns."""
+    cells = {heading: [text(row) for row in rows] for heading, text in COLUMNS.items()}
+    return {heading: texts for heading, texts in cells.items() if set(texts) - {MISSING, ""}}
 
 
 def table_lines(title: str, columns: dict[str, list[str]]) -> list[str]:
@@ -131,7 +141,7 @@ def table_lines(title: str, columns: dict[str, list[str]]) -> list[str]:
 
 # -- picture -------------------------------------------------------------------------------------------------------
 
-PANELS = {  # axis label -> (column, unit, factor); the first one that was measured and fits the case's choice is drawn
+PANELS = {  # axis label -> (column, unit, factor); the first measured one that the case allows is drawn
     **{
         title: [
             (f"{key}_tflops", "TFLOP/s", 1),
@@ -146,7 +156,7 @@ PANELS = {  # axis label -> (column, unit, factor); the first one that was measu
 
 
 def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
-    """(title, column, unit, factor) of the panels that have something to show."""
+    """(title, column, unit, factor) of the panels that are not empty."""
     panels = []
     chosen = rows[0].get("picture", "")
     for title, choices in PANELS.items():
@@ -156,21 +166,21 @@ def measured_panels(rows: list[dict]) -> list[tuple[str, str, str, float]]:
 
 
 def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict) -> None:
-    """Grouped bars: a group per case, a bar per implementation in a fixed colour; what was not measured stays empty."""
+    """Grouped bars: a group per case, a bar per implementation in a fixed colour; no bar without a measurement."""
     cases = list(dict.fromkeys(row["case"] for row in rows))
     width = 0.8 / len(colours)
     for index, (name, colour) in enumerate(colours.items()):
         values = {row["case"]: row[column] * factor for row in rows if row["implementation"] == name and row.get(column) is not None}
         if not values:
             continue
-        places = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
-        axes.bar(places, list(values.values()), width, color=colour, label=name)
+        positions = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
+        axes.bar(positions, list(values.values()), width, color=colour, label=name)
     axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right", fontsize=8)
     axes.set_xlim(-0.5, len(cases) - 0.5)
 
 
 def save_picture(results: dict, stem: Path) -> None:
-    """Writes ``<stem>.png``: a row of panels per table that has something to draw."""
+    """Writes ``<stem>.png``: a row of panels per table."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -190,7 +200,7 @@ def save_picture(results: dict, stem: Path) -> None:
             draw_bars(axes, rows, column, factor, colours)
             axes.set_title(f"{table}: {title}", fontsize=10)
             axes.set_ylabel(unit)
-        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # a panel may lack some
+        bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # not every panel has all
         line[len(panels) - 1].legend(bars.values(), bars, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))

@@ -1,11 +1,11 @@
 """The runner every ``bench_<op>.py`` shares: check, measure, save.
 
-A benchmark lists its cases; the ``setup`` of a case makes the inputs and returns a :class:`Setup`. The runner then, case by case,
+A benchmark lists its cases; the ``setup`` of a case makes the inputs and returns a :class:`Setup`. For each case, the runner
 
 1. builds every implementation, calls it once (compilation), fills its outputs with NaN and frees them, calls it again and compares
-   output and gradients with a float64 reference on the sampled rows: what is wrong is never timed;
+   output and gradients with a float64 reference on the sampled rows; a wrong implementation is not timed;
 2. measures the implementations in turn (``PROTOCOL`` in protocol.py);
-3. saves the results, so that a run that is killed keeps every case it finished.
+3. saves the results, so that a killed run keeps every case it finished.
 """
 
 import argparse
@@ -43,12 +43,12 @@ class Implementation:
         inputs: the tensors ``forward`` reads, by name. Those that require a gradient are differentiated in forward+backward; where none
             does, the implementation is measured forward only.
         pick: ``pick(name, tensor)`` returns the rows of a result that the reference covers, ``{part: rows}``. ``name`` is "out", or "d"
-            and the name of an input. Compared with the reference's ``"name/part"``.
+            and the name of an input. The rows are compared with the reference's ``"name/part"``.
         grad_output: the gradient of the output, in its layout.
-        note: what a reader must know, printed beside the figures.
-        host_ms: named times on the host outside the measured call, in ms.
-        whole: False where it computes a part of the case's work: of what follows from its times, nothing is reported.
-        around: makes the context that each call runs in.
+        note: a remark printed beside the figures.
+        host_ms: times on the host outside the measured call, in ms, by name.
+        whole: False for an implementation of a part of the case's work: only its times are reported, no rates or speed-ups.
+        around: returns a context manager; each call runs in one.
     """
 
     forward: Callable[[], Tensor]
@@ -75,7 +75,7 @@ class Implementation:
         return torch.autograd.grad(out, tuple(self.differentiable.values()), self.grad_output, **options)
 
     def measured_call(self, key: str) -> Callable[[], object]:
-        """What is timed for the columns ``key``: "forward", "forward_backward" or "backward"."""
+        """The call to time for the columns ``key``: "forward", "forward_backward" or "backward"."""
         if key != "backward":
             return partial(self.run, key == "forward_backward")
         with self.around():
@@ -96,12 +96,12 @@ class Setup:
         implementations: builders by name, so that one that cannot be built is reported and does not stop the others.
         reference: the definition in plain torch, ``reference(dtype)`` -> ``{"name/part": rows}``, on a cheap sample.
         dtype: of the inputs.
-        flops: useful floating-point operations of the forward; 0 where they say nothing.
+        flops: useful floating-point operations of the forward; 0: not reported.
         backward_flops: of the backward alone.
-        bytes: what the forward must read and write at least.
-        backward_bytes: what the backward must read and write at least.
-        attainable: (bytes/s, FLOP/s) of the device, from which a floor of the time follows; None where they are not known.
-        baseline: the implementation over which the others' speed-up is reported.
+        bytes: the least that the forward can read and write.
+        backward_bytes: the least that the backward can read and write.
+        attainable: (bytes/s, FLOP/s) of the device, which give the shortest possible time; None for unknown devices.
+        baseline: the implementation over which speed-ups are reported.
     """
 
     implementations: Mapping[str, Callable[[], Implementation]]
@@ -117,8 +117,13 @@ class Setup:
 
 @dataclass(frozen=True)
 class Case:
-    """One row group of a table. ``timed=False`` takes peak memory only; ``backward_alone`` times that in place of forward+backward.
-    ``picture``: what the picture shows ("ms", "speedup"); where empty, work per time and memory."""
+    """A case of a table, with a row for each implementation.
+
+    Args:
+        timed: False: only peak memory is measured.
+        backward_alone: the backward is timed instead of forward+backward.
+        picture: column that the picture shows, "ms" or "speedup"; empty: work per time, and memory.
+    """
 
     table: str
     name: str
@@ -129,7 +134,7 @@ class Case:
 
 
 class WrongResult(Exception):
-    """An implementation whose results miss the reference by more than the bound."""
+    """A result that differs from the reference by more than the bound."""
 
 
 # -- correctness ---------------------------------------------------------------------------------------------------
@@ -146,9 +151,9 @@ def worst_row_error(actual: Tensor, expected: Tensor) -> float:
 
 
 def poison_and_free(results: dict[str, Tensor], inputs: Mapping[str, Tensor]) -> None:
-    """Fills results with NaN before their memory goes back to the allocator.
+    """Fills results with NaN and frees them.
 
-    The next call most likely gets that memory, and a row that nobody writes shows.
+    The next call most likely gets the same memory, so a row that it does not write is NaN.
     """
     kept = {x.untyped_storage().data_ptr() for x in inputs.values()}
     while results:
@@ -177,7 +182,7 @@ def compare(
 
 
 def peak_bytes(call: Callable[[], dict[str, Tensor]], device: str) -> tuple[dict[str, Tensor], int | None]:
-    """The results of a call and the most it held above what was allocated before; None on the CPU, where torch keeps no such count."""
+    """The results of a call, and its peak memory above what was allocated before; None on the CPU, where torch does not count."""
     if device != "cuda":
         return call(), None
     torch.cuda.synchronize()
@@ -189,7 +194,7 @@ def peak_bytes(call: Callable[[], dict[str, Tensor]], device: str) -> tuple[dict
 
 
 def check(implementation: Implementation, backward: bool, expected: dict[str, Tensor], bounds: dict[str, float], device: str) -> dict:
-    """Calls it twice, the second time on poisoned memory, and compares: errors and peak memory, as columns of the row."""
+    """Calls it twice, the second time on memory filled with NaN, and compares: peak memory and errors, as columns of the row."""
     poison_and_free(implementation.run(backward), implementation.inputs)
     results, peak = peak_bytes(partial(implementation.run, backward), device)
     errors = compare(implementation, results, expected, bounds)
@@ -201,12 +206,12 @@ def check(implementation: Implementation, backward: bool, expected: dict[str, Te
 
 
 def passes(implementation: Implementation) -> dict[str, bool]:
-    """What is checked: column prefix -> with backward."""
+    """The passes to check: column prefix -> whether it has a backward."""
     return {"forward": False, "forward_backward": True} if implementation.differentiable else {"forward": False}
 
 
 def host_median_ms(call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: float = 0.0) -> float:
-    """Median of perf_counter times of ``call``, after one call at least to warm up; 3 samples or more."""
+    """Median time of ``call`` on the host, of at least 3 samples, after at least one call to warm up."""
     start = time.perf_counter()
     call()
     while (time.perf_counter() - start) * 1e3 < warmup_ms:
@@ -220,11 +225,11 @@ def host_median_ms(call: Callable[[], object], rep_ms: float = 50.0, warmup_ms: 
 
 
 CACHE_BYTES = 256 * 2**20  # more than the L2 cache of any GPU
-CYCLES_PER_MS = 2e6  # at most, of the device's clock
+CYCLES_PER_MS = 2e6  # of the device, at its highest clock rate
 
 
 def device_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) -> tuple[float, float]:
-    """Medians of the device's time for ``call``, with an empty L2 cache and all of it issued before, and of the host's to issue it."""
+    """Median times in ms: of the device to run ``call``, with a cold L2 cache, once all of it is issued; of the host to issue it."""
     cache = torch.empty(CACHE_BYTES, dtype=torch.int8, device="cuda")
 
     def sample(head_start_ms: float) -> tuple[float, float]:
@@ -250,7 +255,7 @@ def device_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float
 
 
 def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, float | None]:
-    """One measurement under the protocol, pause included: its time, and on CUDA what the host took to issue it."""
+    """One measurement after the protocol's pause: its time, and on CUDA the host's time to issue it."""
     time.sleep(protocol.pause_s)
     if protocol.device == "cpu":
         return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms), None
@@ -261,7 +266,7 @@ def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, f
 
 
 def failure(error: Exception, during: str = "") -> dict:
-    """Status columns of an implementation that could not be checked or measured, with relative paths; ``during`` says in which pass."""
+    """Status columns of an implementation that failed in the pass ``during``, with relative paths."""
     kind, text = ("wrong", "") if isinstance(error, WrongResult) else ("unavailable", f"{type(error).__name__}: ")
     status = ": ".join(filter(None, [kind, during, text + " ".join(str(error).split())]))
     project = f"{Path(__file__).resolve().parents[2]}/"
@@ -269,8 +274,8 @@ def failure(error: Exception, during: str = "") -> dict:
 
 
 def build_and_check(build: Callable[[], Implementation], row: dict, *reference) -> dict[str, Implementation]:
-    """Fills the row with what the checks find; returns the implementation by the passes to measure: none after a failure, only the
-    forward after one in forward+backward."""
+    """Checks an implementation and adds the findings to its row. Returns the implementation by the passes to measure: none if the forward
+    failed, the forward alone if forward+backward failed."""
     right = {}
     during = ""
     try:
@@ -281,22 +286,22 @@ def build_and_check(build: Callable[[], Implementation], row: dict, *reference) 
             during = key.replace("_", "+")
             row |= {f"{key}_{column}": value for column, value in check(implementation, backward, *reference).items()}
             right[key] = implementation
-    except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+    except Exception as error:  # noqa: BLE001 any exception is reported in its row
         row |= failure(error, during)
     return right
 
 
 def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) -> list[dict]:
-    """Checks and measures a case: a row for every implementation the filter lets through, whatever became of it."""
+    """Checks and measures a case: a row for every implementation that the filter selects, also if it failed."""
     blank = {"table": case.table, "case": case.name, "picture": case.picture, "status": "ok"}
     try:
         setup = case.setup()
         expected = setup.reference(torch.float64)
         eager = setup.reference(setup.dtype)
-    except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+    except Exception as error:  # noqa: BLE001 any exception is reported in its row
         return [{**blank, "implementation": "(setup)", **failure(error)}]
-    # A row in which plain torch happens to be exact has room for a rounding. torch's fused CPU attention, which the CPU path calls, takes
-    # exponentials of up to 20 ulp of fp32.
+    # If plain torch happens to be exact in a row, others may still round once. The exponentials of torch's fused CPU attention, which the
+    # CPU path calls, are off by up to 20 ulp of fp32.
     exact = max(torch.finfo(setup.dtype).eps, 32 * torch.finfo(torch.float32).eps if protocol.device == "cpu" else 0.0)
     bounds = {key: max(protocol.error_factor * worst_row_error(eager[key], expected[key]), exact) for key in expected}
     del eager
@@ -306,8 +311,8 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
     ready = {name: build_and_check(build, rows[name], expected, bounds, protocol.device) for name, build in chosen.items()}
     del expected
 
-    for turn in range(protocol.rounds if case.timed else 0):
-        for name in list(ready)[:: -1 if turn % 2 else 1]:
+    for number in range(protocol.rounds if case.timed else 0):
+        for name in list(ready)[:: -1 if number % 2 else 1]:
             try:
                 for checked, implementation in ready[name].items():
                     key = checked.removeprefix("forward_") if case.backward_alone else checked
@@ -315,7 +320,7 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
                     rows[name].setdefault(f"{key}_rounds_ms", []).append(ms)
                     if host_ms is not None:
                         rows[name].setdefault(f"{key}_host_rounds_ms", []).append(host_ms)
-            except Exception as error:  # noqa: BLE001 whatever it raises is reported in its row
+            except Exception as error:  # noqa: BLE001 any exception is reported in its row
                 rows[name] |= failure(error, "timing")
                 del ready[name]
     baseline = rows[setup.baseline] if setup.baseline in ready else {}
@@ -325,7 +330,7 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
 
 
 def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:
-    """The reported figures: the better round, and what follows from it where the row's work is the ``whole`` of the setup's."""
+    """Adds the reported figures: the better round, and, for an implementation of the ``whole`` work, rates and speed-ups."""
     totals = {
         "forward": (setup.flops, setup.bytes),
         "backward": (setup.backward_flops, setup.backward_bytes),
@@ -356,7 +361,7 @@ def release_memory(device: str) -> None:
 def other_table(table: Callable[[str, bool], list[dict]], device: str, tiny: bool) -> list[dict]:
     try:
         return table(device, tiny)
-    except Exception as error:  # noqa: BLE001 whatever it raises stands in its place
+    except Exception as error:  # noqa: BLE001 any exception is reported in its place
         return [failure(error)]
 
 
@@ -372,9 +377,9 @@ def device_name(device: str) -> str:
 
 
 def environment(device: str) -> dict:
-    """Where and when: everything that a figure depends on besides the code."""
+    """Date, command, device and versions: what a figure depends on besides the code."""
     facts = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "date": datetime.now(UTC).isoformat(timespec="milliseconds"),
         "command": shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]]),
         "device": device_name(device),
         "python": platform.python_version(),
@@ -386,13 +391,13 @@ def environment(device: str) -> dict:
         facts["triton"] = triton.__version__
         if shutil.which("nvidia-smi"):
             query = ["nvidia-smi", "--query-gpu=driver_version,power.limit", "--format=csv,noheader", "--id=0"]
-            answer = subprocess.run(query, capture_output=True, text=True, check=False)
-            facts["driver and power limit"] = " ".join((answer.stdout + answer.stderr).split())
+            process = subprocess.run(query, capture_output=True, text=True, check=False)
+            facts["driver and power limit"] = " ".join((process.stdout + process.stderr).split())
     return facts
 
 
 def free_stem(folder: Path, date: str, op: str) -> Path:
-    """``<folder>/<date>-<op>``, with ``-2``, ``-3`` ... where that was run already: results are never overwritten."""
+    """``<folder>/<date>-<op>``, or with ``-2``, ``-3`` ... if that exists: results are never overwritten."""
     stem, number = folder / f"{date}-{op}", 1
     while stem.with_suffix(".json").exists():
         number += 1
@@ -401,7 +406,7 @@ def free_stem(folder: Path, date: str, op: str) -> Path:
 
 
 def measured_today(folder: Path, date: str, op: str) -> set[str]:
-    """What the day's runs of a benchmark left in the folder: its "table: case", and the titles of its other tables."""
+    """What runs of the day measured: "table: case", and the titles of other tables."""
     runs = [run for path in folder.glob(f"{date}-{op}*.json") if (run := json.loads(path.read_text()))["op"] == op]
     rows = [row for run in runs for row in run["rows"]]
     return {f"{row['table']}: {row['case']}" for row in rows}.union(*(run.get("other_tables", {}) for run in runs))
@@ -420,18 +425,18 @@ def main(
         op: the operator's stem, as in ``bench_<op>.py``.
         make_cases: ``make_cases(device, tiny)`` lists the cases.
         argv: arguments; those of the command line where None.
-        summary: ``summary(rows)`` -> lines that stand above the tables: what follows from several rows.
-        other_tables: tables of another form by title, ``table(device, tiny)`` -> rows, ``{heading: text or number}``.
+        summary: ``summary(rows)`` -> lines above the tables, about several rows.
+        other_tables: tables with columns of their own by title, ``table(device, tiny)`` -> rows, ``{heading: text or number}``.
 
     Returns:
         The exit status: 1 if an implementation gave a wrong result, else 0.
     """
     parser = argparse.ArgumentParser(description=f"Benchmark of {op}.")
     add_options(parser)
-    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/ beside this file)")
-    parser.add_argument("--resume", action="store_true", help="leave out what runs of the same day left in the folder")
+    parser.add_argument("--out", type=Path, help="folder for the results (default: results/<device>/runs/ beside this file)")
+    parser.add_argument("--resume", action="store_true", help="skip the cases that runs of the same day in the folder have")
     options, protocol = parse(parser, argv)
-    folder = options.out or report.results_folder(device_name(options.device))
+    folder = options.out or report.runs_folder(device_name(options.device))
     chosen = choose(parser, options, named(make_cases(options.device, options.tiny)) | dict(other_tables or {}))
     start = environment(options.device)
     done = measured_today(folder, start["date"][:10], op) if options.resume else set()

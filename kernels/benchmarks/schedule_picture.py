@@ -1,15 +1,14 @@
 """Load per worker of the attention kernels' tile schedule, before and after the zigzag (after Figure 5 of the GDPA post).
 
     python kernels/benchmarks/schedule_picture.py               # B=1152, maximum length 512, mean/max 0.3, 132 workers
-    python kernels/benchmarks/schedule_picture.py --batch 64 --max-length 1024
+    python kernels/benchmarks/schedule_picture.py --batch 64 --max-length 1024 --out schedule.png
 
-Three ways to deal the same work: *dense enumeration* takes a tile for every block up to the maximum length, in order, so that empty
-tiles (no work) take slots; *valid tiles* leaves those out; *zigzag* sorts by work and alternates direction (``jm.zigzag_schedule``).
-The figure of merit is makespan over mean: the load of the busiest worker over the average load, 1 at best.
+Three schedules of the same work: *dense enumeration* has a tile for every block up to the maximum length, in order, so that empty tiles
+take slots; *valid tiles* leaves those out; *zigzag* sorts tiles by work and assigns them in alternating directions
+(``jm.zigzag_schedule``). Makespan over mean is the load of the busiest worker over the average load; 1 is best.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -18,6 +17,8 @@ from report import write_atomically
 from torch import Tensor
 
 import jagged_modules as jm
+
+PICTURE = Path(__file__).parents[2] / "docs" / "decisions" / "zigzag-schedule.png"
 
 
 def cdiv(lengths: Tensor, block: int) -> Tensor:
@@ -30,7 +31,7 @@ def round_robin_loads(work: Tensor, num_workers: int) -> Tensor:
 
 
 def loads_per_worker(lengths: Tensor, max_length: int, num_heads: int, block_m: int, block_n: int, num_workers: int) -> dict[str, Tensor]:
-    """Key blocks that each worker visits in self-attention over segments of ``lengths``, by way of dealing; each ``[num_workers]``."""
+    """Key blocks that each worker visits in self-attention over segments of ``lengths``, ``[num_workers]`` for each schedule."""
     blocks = torch.arange(cdiv(torch.tensor(max_length), block_m))
     valid = (blocks < cdiv(lengths, block_m)[:, None]).repeat_interleave(num_heads, dim=0).flatten()  # segment, head, block
     work = valid * cdiv(lengths, block_n).repeat_interleave(num_heads * len(blocks))
@@ -48,7 +49,7 @@ def imbalance(loads: Tensor) -> float:
 
 
 def save_picture(loads: dict[str, Tensor], title: str, path: Path) -> None:
-    """A panel per way of dealing: a bar per worker, a line at the mean."""
+    """A panel per schedule: a bar per worker, a line at the mean."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -77,23 +78,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--block-n", type=int, default=64)
     parser.add_argument("--workers", type=int, default=132)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "schedule", help="folder for picture and figures")
+    parser.add_argument("--out", type=Path, default=PICTURE, help="file of the picture")
     options = parser.parse_args(argv)
 
     low, high = length_range(options.max_length, options.sparsity)
     lengths = torch.randint(low, high + 1, (options.batch,), generator=torch.Generator().manual_seed(options.seed))
     loads = loads_per_worker(lengths, options.max_length, options.heads, options.block_m, options.block_n, options.workers)
-    figures = {name: round(imbalance(load), 4) for name, load in loads.items()}
     title = f"B={options.batch}, lengths {low} to {high} of {options.max_length}, {options.heads} heads, {options.workers} workers"
 
-    options.out.mkdir(parents=True, exist_ok=True)
-    stem = options.out / f"schedule-B{options.batch}-N{options.max_length}-sparsity{options.sparsity}".replace(".", "_")
-    save_picture(loads, title, stem.with_suffix(".png"))
-    report = {"lengths": [low, high], "settings": {k: v for k, v in vars(options).items() if k != "out"}, "makespan_over_mean": figures}
-    write_atomically(stem.with_suffix(".json"), lambda path: path.write_text(json.dumps(report, indent=1) + "\n"))
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    save_picture(loads, title, options.out)
     print(title)
-    for name, value in figures.items():
-        print(f"{name:20s} makespan / mean {value:.3f}")
+    for name, load in loads.items():
+        print(f"{name:20s} makespan / mean {imbalance(load):.3f}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""A training step of each layer on batches of any lengths, for first_call.py and the tests of compilation."""
+"""A training step of each layer for batches of given lengths, for first_call.py and the tests of compilation."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _offsets(lengths: Lengths, device) -> Tensor:
 
 
 class _Steps:
-    """Makes steps on one device, in one dtype: forward, backward, and the update of all parameters."""
+    """Builds training steps on one device, in one dtype: forward, backward, and the update of all parameters."""
 
     def __init__(self, device, dtype: torch.dtype):
         self.device, self.dtype = device, dtype

@@ -3,6 +3,8 @@
 import re
 
 import bench_attention
+import inputs
+import names
 import pytest
 import runner
 import torch
@@ -29,7 +31,7 @@ def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
         "target attention, memory of a training step",
         LADDER,
     }
-    ours = [row for row in results["rows"] if row["implementation"] == bench_attention.OURS]
+    ours = [row for row in results["rows"] if row["implementation"] == names.OURS]
     assert len(ours) == len({(row["table"], row["case"]) for row in results["rows"]})
     for row in ours:
         assert row["status"] == "ok"
@@ -49,7 +51,7 @@ def test_what_needs_cuda_is_reported_and_the_rest_runs(tiny_run):
 def test_the_ladder_has_attention_dense_and_jagged_unfused_and_fused(tiny_run):
     results, _ = tiny_run
     ladder = [row for row in results["rows"] if row["table"] == LADDER]
-    steps = {bench_attention.DENSE, bench_attention.UNFUSED, bench_attention.DENSE_FLASH, bench_attention.OURS}
+    steps = {names.DENSE, names.UNFUSED, names.DENSE_FLASH, names.OURS}
     assert {(row["case"], row["implementation"]) for row in ladder} == {(f"B4 N{n} H1 D16", step) for n in (12, 24) for step in steps}
     cases = [case.name for case in bench_attention.make_cases("cuda", tiny=False) if case.table == LADDER]
     assert cases == [f"B256 N{n} H1 D128" for n in (128, 256, 512, 1024)]
@@ -84,8 +86,8 @@ def test_useful_flops_count_real_rows_only():
 def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, device, capability, count):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-    kernels = {bench_attention.OURS: "auto", bench_attention.PORTABLE: "triton"}
-    assert bench_attention.our_kernels(device) == dict(list(kernels.items())[:count])
+    kernels = {names.OURS: "auto", names.PORTABLE: "triton"}
+    assert inputs.our_kernels(device) == dict(list(kernels.items())[:count])
 
 
 def test_a_backward_that_takes_memory_is_measured_without_it_too(monkeypatch):
@@ -103,8 +105,8 @@ def test_a_backward_that_takes_memory_is_measured_without_it_too(monkeypatch):
 
         return runner.Implementation(forward, {"x": x}, lambda name, value: {}, torch.ones(3))
 
-    assert bench_attention.NO_WORKSPACE not in bench_attention.our_implementations("cuda", 64, build)
-    implementation = bench_attention.our_implementations("cuda", 128, build)[bench_attention.NO_WORKSPACE]()
+    assert names.NO_WORKSPACE not in inputs.our_implementations("cuda", 64, build)
+    implementation = inputs.our_implementations("cuda", 128, build)[names.NO_WORKSPACE]()
     for key in ("forward", "forward_backward", "backward"):
         implementation.measured_call(key)()
     assert set(limits) == {0} and jm.backward_workspace.current() is None
@@ -115,7 +117,7 @@ def test_the_schedule_has_the_tile_of_the_kernels_that_are_measured():
     sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "itemsize": 2}
     portable, hopper, here = (host_schedule(lengths, lengths, **sizes, hopper=hopper).block_m for hopper in (False, True, None))
     assert portable == here != hopper  # no GPU is in use here
-    assert bench_attention.timed_schedule(lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton")[0].block_m == portable
+    assert inputs.timed_schedule(lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton")[0].block_m == portable
 
 
 def test_full_sizes_are_those_of_the_tables():
@@ -125,7 +127,7 @@ def test_full_sizes_are_those_of_the_tables():
     assert names == ["B128 N1024 H4 D64", "B64 N2048 H4 D64", "B64 N2048 H4 D128", "B1024 N256 H4 D128"]
     assert [case.name for case in cases if case.table == "target attention"] == [f"history {2**n}" for n in range(9, 15)]
     for longest in (512, 4096):
-        lengths = bench_attention.uniform_lengths(32, int(0.4 * longest), longest)
+        lengths = inputs.uniform_lengths(32, int(0.4 * longest), longest)
         assert lengths.max() == longest
         assert lengths.double().mean().item() / longest == pytest.approx(0.7, abs=0.01)
     counts = bench_attention.odd_counts(2048, 32)

@@ -21,7 +21,7 @@ def test_every_case_is_right_and_measured_in_both_modes(tiny_run):
 def test_the_mode_is_on_where_it_is_measured_and_nowhere_else():
     seen = []
     build = bench.projection("cpu", 2, 3, 4).implementations[bench.OURS]
-    built = bench.in_the_mode(lambda: seen.append(jm.batch_invariant.current()) or build())
+    built = bench.invariant(lambda: seen.append(jm.batch_invariant.current()) or build())
     assert seen == [True] and not jm.batch_invariant.current()
     with built.around():
         assert jm.batch_invariant.current()

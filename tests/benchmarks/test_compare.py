@@ -1,4 +1,4 @@
-"""Checkouts in turn: figures of both, what fails in one of them, a process that gives no answer."""
+"""Checkouts in turn: figures of both, failures in one of them, a process that does not respond."""
 
 import json
 import shutil
@@ -46,15 +46,15 @@ def test_a_wrong_result_is_named_and_not_timed(changed_checkout, capsys):
 
 @pytest.mark.parametrize(
     "line, limit, status",
-    [("raise SystemExit(3)", "100", "ended with 3"), ("import time\n\ntime.sleep(1000)", "3", "no answer in 3 s")],
+    [("raise SystemExit(3)", "100", "ended with 3"), ("import time\n\ntime.sleep(1000)", "3", "no response in 3 s")],
     ids=["ends", "waits"],
 )
-def test_a_process_without_an_answer(changed_checkout, line, limit, status, capsys):
+def test_a_process_that_does_not_respond(changed_checkout, line, limit, status, capsys):
     assert compare.main(["jagged_ops", f"only={changed_checkout(line)}", *OPTIONS, "--limit", limit]) == 1
     assert f"| (none) | failed | {status} |" in capsys.readouterr().out
 
 
-def test_who_gave_no_answer_is_not_asked_again():
+def test_a_checkout_that_did_not_respond_is_not_measured_again():
     class Fake:
         def __init__(self, ms):
             self.ms, self.asked, self.ended = ms, [], False
@@ -63,7 +63,7 @@ def test_who_gave_no_answer_is_not_asked_again():
             self.asked.append(case)
             ms = self.ms.pop(0)
             if ms is None:
-                return [{"implementation": compare.NO_ANSWER, "status": "no answer"}]
+                return [{"implementation": compare.NO_RESPONSE, "status": "no response"}]
             return [{"implementation": "ours", "status": "ok", "forward_ms": ms}]
 
         def end(self):
@@ -75,12 +75,12 @@ def test_who_gave_no_answer_is_not_asked_again():
     assert [(row["case"], row["pass"], row["cells"]) for row in rows] == [
         ("a", "forward", {"good": 2.0, "bad": 4.0}),
         ("b", "forward", {"good": 5.0}),
-        ("b", "failed", {"bad": "no answer"}),
+        ("b", "failed", {"bad": "no response"}),
     ]
 
 
 @pytest.mark.parametrize("checkout", ["nowhere", f"name={ROOT / 'tests'}"])
-def test_what_is_no_checkout(checkout, capsys):
+def test_an_argument_without_a_checkout(checkout, capsys):
     with pytest.raises(SystemExit):
         compare.main(["jagged_ops", f"before={ROOT}", checkout])
     assert f"{checkout!r} is not NAME=FOLDER with the folder of a checkout" in capsys.readouterr().err

@@ -342,3 +342,10 @@ def test_a_failed_write_leaves_the_old_file(tmp_path):
 @pytest.mark.parametrize(("value", "text"), [(None, "–"), (0.12345, "0.123"), (3.0, "3"), (1234.5, "1234"), (45.67, "45.7")])
 def test_numbers_in_tables(value, text):
     assert report.number(value) == text
+
+
+def test_no_benchmark_imports_another():
+    """Except bench_batch_invariant, which measures the cases of the others."""
+    benches = set(Path(runner.__file__).parent.glob("bench_*.py"))
+    importing = {path.name for path in benches if re.search(r"^ *(from|import) bench_", path.read_text(), re.MULTILINE)}
+    assert len(benches) >= 6 and importing == {"bench_batch_invariant.py"}

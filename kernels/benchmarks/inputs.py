@@ -1,0 +1,96 @@
+"""What the benchmarks share: random jagged inputs, this project's kernels to measure, attention in plain torch and FlashAttention-2."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from names import NO_WORKSPACE, OURS, PORTABLE
+from runner import Implementation, host_median_ms
+from torch import Tensor
+
+import jagged_modules as jm
+from jagged_modules.schedule import host_schedule
+
+BACKWARD_FLOPS = 2.5  # the backward of attention has five matrix products of the forward's size, the forward two
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}  # bytes/s of large copies, FLOP/s of long 16-bit matrix products
+
+
+# -- inputs --------------------------------------------------------------------------------------------------------
+
+
+def uniform_lengths(count: int, low: int, high: int) -> Tensor:
+    """Host lengths spread evenly over low..high, both included, in random order. The mean is not random."""
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))
+    return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
+
+
+def offsets_of(lengths: Tensor) -> Tensor:
+    """int32 ``[B + 1]`` host offsets."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def sample_segments(lengths: Tensor) -> list[int]:
+    """The segments to check: the longest, the one of median length, and the last."""
+    by_length = lengths.argsort().tolist()
+    return sorted({by_length[-1], by_length[len(lengths) // 2], len(lengths) - 1})
+
+
+def random_tensors(device: str, dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(shape, device=device, dtype=dtype, generator=generator) for shape in shapes]
+
+
+def leaves(**tensors: Tensor) -> dict[str, Tensor]:
+    """The tensors by name, as contiguous leaves that require a gradient."""
+    return {name: x.detach().contiguous().requires_grad_() for name, x in tensors.items()}
+
+
+def pad(values: Tensor, valid: Tensor) -> Tensor:
+    """``[L, H, D]`` -> ``[B, N, H, D]`` with zeros where ``valid`` ``[B, N]`` is False."""
+    padded = values.new_zeros(*valid.shape, *values.shape[1:])
+    padded[valid] = values
+    return padded
+
+
+# -- implementations -----------------------------------------------------------------------------------------------
+
+
+def our_kernels(device: str) -> dict[str, str]:
+    """Name -> ``implementation``: "auto", and on compute capability 9.0 also the portable kernels."""
+    both = device == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+    return {OURS: "auto", PORTABLE: "triton"} if both else {OURS: "auto"}
+
+
+def our_implementations(device: str, head_dim: int, build: Callable[[str], Implementation]) -> dict[str, Callable[[], Implementation]]:
+    """``build`` for each of our kernels, and on Hopper also without the workspace in which the backward stores dS."""
+    implementations = {name: partial(build, kernels) for name, kernels in our_kernels(device).items()}
+    if PORTABLE in implementations and head_dim > 64:
+        implementations[NO_WORKSPACE] = lambda: dataclasses.replace(build("auto"), around=partial(jm.backward_workspace, 0))
+    return implementations
+
+
+def timed_schedule(
+    q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
+) -> tuple[jm.TileSchedule, dict[str, float]]:
+    """The schedule of forward and backward on q's device, and ``{name: ms}`` of building it on the host."""
+    hopper = False if implementation == "triton" else None
+    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
+    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, hopper=hopper, **sizes)
+    return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
+
+
+def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    """softmax(q kᵀ / sqrt(D)) v on ``[..., N, D]`` in plain torch; False in ``mask`` hides a key."""
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ v
+
+
+def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int) -> Tensor:
+    """FlashAttention-2 with offsets, as torch ships it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv)

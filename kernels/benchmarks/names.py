@@ -1,0 +1,12 @@
+"""Names of implementations, as the benchmarks report them and the record looks them up."""
+
+OURS = "jagged_modules"
+PORTABLE = f"{OURS}, triton"
+UNFUSED = f"{OURS}, unfused"
+NO_WORKSPACE = f"{OURS}, backward_workspace(0)"
+PRECISE = f"{OURS}, precise"
+INVARIANT = f"{OURS}, batch_invariant"
+DENSE, DENSE_FLASH = "math, padded + mask", "SDPA flash, padded"
+FA2_BLOCKS = "varlen_attn (FA2), a segment per block"
+PADDED = "torch, padded"
+INPUT_REPLICATED = "one product, input comes replicated"
