@@ -84,7 +84,8 @@ class AttentionMask:
     def from_spec(cls, spec: list[int], num_targets: Tensor | None) -> AttentionMask:
         """The mask of `spec`."""
         causal, left, right, _, *sizes = spec
-        return cls(bool(causal), tuple(None if side < 0 else side for side in (left, right)), num_targets, *sizes)
+        window = None if left < 0 else left, None if right < 0 else right
+        return cls(bool(causal), window, num_targets, *sizes)
 
     def hides_nothing(self) -> bool:
         """Whether every row sees every column."""

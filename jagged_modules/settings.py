@@ -57,8 +57,8 @@ class _Setting:
 
     def __enter__(self):
         state = self._state()
-        just_constructed = state.switched is not None and state.switched.setting is self
-        before = state.switched.before if just_constructed else state.value
+        last = state.switched
+        before = last.before if last is not None and last.setting is self else state.value
         self._states.set(_State(self._value, (*state.entered, _Change(self, before))))
         return self
 

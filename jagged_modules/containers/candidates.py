@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 
 import torch
 from jagged_kernels.common.one_thread import one_thread
@@ -186,8 +187,9 @@ class CandidateIndex:
         """The index in page-locked memory. DataLoader calls it."""
         return self._map(Tensor.pin_memory)
 
-    def _map(self, move) -> CandidateIndex:
-        offsets, order, inverse = (None if x is None else move(x) for x in (self.offsets, self.order, self.inverse))
+    def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
+        offsets = move(self.offsets)
+        order, inverse = (None if x is None else move(x) for x in (self.order, self.inverse))
         self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
         remember(offsets, self._segmentation)
         moved = CandidateIndex(offsets, order, inverse)

@@ -60,7 +60,7 @@ def softmax_backward_cpu(
     dp = out.new_zeros(out.shape)
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
         block, block_grad = (_take(x, scores).view(-1, *shape) for x in (out, grad))
-        scores.put(dp, torch._softmax_backward_data(block_grad, block, 1 if columns else 2, block.dtype))
+        scores.put(dp, torch.ops.aten._softmax_backward_data(block_grad, block, 1 if columns else 2, block.dtype))
     return dp
 
 

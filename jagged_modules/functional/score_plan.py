@@ -74,12 +74,13 @@ class ScorePlan:
         return ScorePlan(x_offsets, y_offsets, move(self.p_offsets), self.x_rows, self.y_rows, self.total)
 
 
-def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> list[Tensor]:
+def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The plan's offsets on the device of the argument x, called `name`."""
     if not isinstance(plan, ScorePlan):
         raise TypeError(f"plan must be a ScorePlan, got {type(plan).__name__}")
     check_device("plan", plan.p_offsets, x.device, f"{name}'s")
-    return [offsets.to(x.device, non_blocking=True) for offsets in plan.offsets]
+    x_offsets, y_offsets, p_offsets = (offsets.to(x.device, non_blocking=True) for offsets in plan.offsets)
+    return x_offsets, y_offsets, p_offsets
 
 
 def check_plan_rows(name: str, x: Tensor, what: str, rows: int) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
@@ -87,7 +87,9 @@ class BlockDiagonalSelfAttention(nn.Module):
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
-        rotary = None if self.rotary is None else Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
+        rotary = None
+        if self.tables is not None and self.rotary is not None:
+            rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
 
@@ -102,6 +104,9 @@ class _RotaryTables(nn.Module):
     A layer built on the meta device keeps them on the host: DistributedModelParallel zeroes buffers on meta, and resets only modules that
     own parameters. It moves host buffers to the device with the rest of the model.
     """
+
+    cos: Tensor
+    sin: Tensor
 
     def __init__(self, head_dim: int, max_seqlen: int, device=None) -> None:
         super().__init__()

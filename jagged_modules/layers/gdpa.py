@@ -185,8 +185,14 @@ class JaggedGDPA(nn.Module):
             k, v, schedule = self.key_weights, self.value_weights, None
         else:
             k, v = self.kv_proj(keys.values).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
-            sizes = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=v.dtype)
-            schedule = keys.schedule(queries=config.num_seeds or jagged, mask=mask, **sizes)
+            schedule = keys.schedule(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=v.dtype,
+                queries=config.num_seeds or jagged,
+                mask=mask,
+            )
         out = jagged_attention(
             self.q_norm(q),
             self.k_norm(k),

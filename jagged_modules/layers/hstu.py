@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -179,17 +180,19 @@ class HSTULayer(nn.Module):
 
     def _attend(self, q, k, v, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int) -> Tensor:
         """`[rows of queries, H · Dv]`."""
-        sizes = dict(num_heads=self.num_heads, head_dim=max(self.head_dim, self.linear_dim), dtype=q.dtype)
-        schedule = keys.schedule(queries=queries, mask=mask, **sizes)
-        flags = dict(activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule)
-        return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
+        head_dim = max(self.head_dim, self.linear_dim)
+        schedule = keys.schedule(num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask)
+        return jagged_attention(
+            q, k, v, queries.offsets, keys.offsets, activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule
+        ).flatten(1)
 
     def _attend_with_cache(self, q, k, v, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
         """Targets' attention to cached histories plus attention to their own group: without softmax the two are independent sums."""
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
-        scaling_seqlen, cached = self._scaling_seqlen(cache), cache.values.split([self.head_dim, self.linear_dim], dim=2)
-        of_history = self._attend(q, *cached, targets, cache, None, scaling_seqlen)
+        scaling_seqlen = self._scaling_seqlen(cache)
+        cached_k, cached_v = cache.values.split([self.head_dim, self.linear_dim], dim=2)
+        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen)
         return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen)
 
     @fixed_rows
@@ -242,7 +245,8 @@ class HSTUStack(nn.Module):
     def __init__(self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device=None) -> None:
         super().__init__()
         check_size("num_layers", num_layers)
-        self.layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        self.layers: Sequence[HSTULayer] = layers  # pyright: ignore[reportAttributeAccessIssue] - torch's ModuleList has no type of element
         self.config = self.layers[0].config
 
     def reset_parameters(self) -> None:
@@ -270,7 +274,7 @@ class HSTUStack(nn.Module):
             return _in_container_of(x, jagged)
         if num_targets is not None:
             raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
-        return self._cache(x) if return_cache else self._score(x, cache)
+        return self._cache(x) if return_cache or cache is None else self._score(x, cache)
 
     def cache(self, history) -> HSTUCache:
         """Run histories once and keep what targets need of them: each layer's keys and values.
@@ -365,13 +369,13 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
 class _RowNorm(nn.LayerNorm):
     """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm_rows(x, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm_rows(input, self.weight, self.bias, self.eps)
 
 
 def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device=None) -> nn.Linear:
     """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
-    linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=torch.empty(0, device=device).device)
+    linear = nn.Linear(in_features, out_features, bias, device="meta").to_empty(device=torch.empty(0, device=device).device)
     linear.reset_parameters = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear

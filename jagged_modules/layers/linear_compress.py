@@ -64,14 +64,15 @@ class LinearCompressEmbedding(nn.Module):
             check_size("num_user_embeddings", num_user_embeddings, at_least=0)
             shared = [num_user_embeddings] if num_user_embeddings else []
         self.num_embeddings, self.num_compressed = [*shared, num_candidate_embeddings], num_compressed
+        features: Sequence[object] = [user_features]
         if user_features is None:
-            user_features = [None] * len(shared)
-        elif not several_levels:
-            user_features = [user_features]
-        if len(user_features) != len(shared):
-            raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {user_features}")
+            features = [None] * len(shared)
+        elif several_levels:
+            features = user_features
+        if len(features) != len(shared):
+            raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {features}")
         names = [*_names("user_features", len(shared)), "candidate_features"]
-        self.features = [*map(_checked_features, names, [*user_features, candidate_features], self.num_embeddings)]
+        self.features = [*map(_checked_features, names, [*features, candidate_features], self.num_embeddings)]
         self.weights = _Weights(torch.empty(num_compressed, size, device=device) for size in self.num_embeddings)
         self.reset_parameters()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor, nn
 
@@ -73,14 +75,14 @@ class JaggedTargetAttention(nn.Module):
         targets = wait_for(targets)
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
-        sizes = dict(num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
+        schedule_for = functools.partial(history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
             q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
             candidates.check(q.shape[0], history.num_segments, names=("targets have", "the history has"))
             check_device("candidates", candidates.offsets, q.device, "targets'")
-            schedule = history.schedule(queries=candidates, rows_per_candidate=q.shape[1], **sizes)
+            schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))
 
         if isinstance(targets, Tensor) and not targets.is_nested:
@@ -89,14 +91,14 @@ class JaggedTargetAttention(nn.Module):
                 raise ValueError(f"targets must have one row per history segment, {history.num_segments}, got {q.shape[0]}")
             rows = q.shape[1]
             offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
-            schedule = history.schedule(queries=rows, **sizes)
+            schedule = schedule_for(queries=rows)
             out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
         jagged_targets = Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
-        schedule = history.schedule(queries=jagged_targets, **sizes)
+        schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
