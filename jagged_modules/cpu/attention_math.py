@@ -13,13 +13,13 @@ from torch import Tensor
 
 from ..activations import POINTWISE
 from ..masks import AttentionMask
+from .buckets import softmax_gradient
 
 ROWS = 128  # of a block: fewer see fewer columns, more take fewer passes over k and v
 MOST_SCORES = 2**21  # of the query heads of a key head, where ROWS of a very long segment would have more
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-_softmax_gradient = torch.ops.aten._softmax_backward_data
 
 
 def scores_at_a_time() -> int:
@@ -144,7 +144,7 @@ def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
 def _score_gradients(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
     """dS, 0 where hidden. Softmax: P ∘ (dP - rowsum(P ∘ dP))."""
     if activation == "softmax":
-        return _hide(_softmax_gradient(_hide(dp, hidden), p, -1, dp.dtype), hidden)
+        return _hide(softmax_gradient(_hide(dp, hidden), p, -1, dp.dtype), hidden)
     return _hide(POINTWISE[activation].backward(dp, scores), hidden)
 
 
