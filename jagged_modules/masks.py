@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from .scalars import check_flag, check_size
 from .validation import check_device, check_integers, values_are_checkable
@@ -91,7 +92,7 @@ class AttentionMask:
         """Whether every row sees every column."""
         return self.spec[:4] == [0, -1, -1, 0] and not self.max_attn_len
 
-    def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device=None) -> Tensor:
+    def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]` of a segment with `num_targets` targets: what each row sees. The written rule, literally."""
         return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
@@ -48,7 +52,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         num_heads: int,
         block_size: int = 64,
         rotary: str | None = "qk",
-        device=None,
+        device: Device = None,
         *,
         max_seqlen: int = 8192,
     ) -> None:
@@ -73,7 +77,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         reset_all(self.children())
 
     @fixed_rows
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         """Attend.
 
         Args:
@@ -108,7 +112,7 @@ class _RotaryTables(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, head_dim: int, max_seqlen: int, device=None) -> None:
+    def __init__(self, head_dim: int, max_seqlen: int, device: Device = None) -> None:
         super().__init__()
         self.sizes = head_dim, max_seqlen
         self._make(torch.empty(0, device=device).device)
@@ -122,7 +126,7 @@ class _RotaryTables(nn.Module):
         """Compute the tables again, for callers that replace buffers by uninitialised memory."""
         self._make(self.cos.device)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RotaryTables:
         device = fn(self.cos[:0]).device  # fn is used for its device only: it may also round (half) or drop the values (to_empty)
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)

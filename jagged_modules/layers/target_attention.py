@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
@@ -40,7 +42,7 @@ class JaggedTargetAttention(nn.Module):
         out = attention(torch.randn(4, 1, 32), history, candidates)            # [4, 1, 32]
     """
 
-    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device=None) -> None:
+    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None) -> None:
         super().__init__()
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
@@ -55,7 +57,7 @@ class JaggedTargetAttention(nn.Module):
         reset_all(self.children())
 
     @fixed_rows
-    def forward(self, targets, history, candidates: CandidateIndex | Tensor | None = None):
+    def forward(self, targets: Any, history: Any, candidates: CandidateIndex | Tensor | None = None) -> Any:
         """Attend.
 
         Args:
@@ -102,7 +104,7 @@ class JaggedTargetAttention(nn.Module):
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
-    def _project(self, targets, dim: int, shape: str) -> Tensor:
+    def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         """Queries `[..., H, D]` of the targets."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
