@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, library
+
+if TYPE_CHECKING:  # torch.library does not export the class
+    from torch._library.custom_ops import CustomOpDef
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
@@ -20,14 +24,14 @@ def autocast(x: Tensor) -> Tensor:
     return x.to(autocast_dtype(x))
 
 
-def host_operator(name: str) -> Callable[[Callable], Callable]:
+def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Decorator: an operator of host tensors, whose body computes in its tensors' dtypes also where autocast is on: a backward may be run
     inside it, where nn.Linear's takes no harm. Nor do modes of torch functions reach into it, `batch_invariant`'s of layers for one."""
 
-    def register(body: Callable) -> Callable:
+    def register(body: Callable[..., object]) -> CustomOpDef:
         schema = library.infer_schema(body, mutates_args=())
 
-        def alone(*args):
+        def alone(*args: Any) -> object:
             with torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
                 return body(*args)
 

@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from .scalars import check_flag, check_size
 from .validation import check_device, check_integers, values_are_checkable
@@ -84,13 +85,14 @@ class AttentionMask:
     def from_spec(cls, spec: list[int], num_targets: Tensor | None) -> AttentionMask:
         """The mask of `spec`."""
         causal, left, right, _, *sizes = spec
-        return cls(bool(causal), tuple(None if side < 0 else side for side in (left, right)), num_targets, *sizes)
+        window = None if left < 0 else left, None if right < 0 else right
+        return cls(bool(causal), window, num_targets, *sizes)
 
     def hides_nothing(self) -> bool:
         """Whether every row sees every column."""
         return self.spec[:4] == [0, -1, -1, 0] and not self.max_attn_len
 
-    def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device=None) -> Tensor:
+    def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]` of a segment with `num_targets` targets: what each row sees. The written rule, literally."""
         return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
 

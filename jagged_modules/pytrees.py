@@ -8,6 +8,7 @@ rebuilt container finds them by its offsets tensor if that is the same tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.serialization import add_safe_globals
 from torch.utils._pytree import GetAttrKey, register_pytree_node
@@ -39,7 +40,7 @@ def _register(
         given = {name: child for name, child in given.items() if child is not None}
         return list(given.values()), (tuple(given), tuple(getattr(x, name) for name in constants))
 
-    def flatten_with_keys(x):
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:  # Any: to checkers torch's GetAttrKey is no KeyEntry
         values, context = flatten(x)
         return [(GetAttrKey(name), value) for name, value in zip(context[0], values)], context
 

@@ -38,7 +38,8 @@ def attention_reference(
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)
         if mask is not None:
-            hidden = ~mask.keep(*scores.shape[1:], num_targets[b] if num_targets and b < len(num_targets) else 0, q.device)
+            targets = num_targets[b] if num_targets and b < len(num_targets) else 0
+            hidden = ~mask.keep(scores.shape[1], scores.shape[2], targets, q.device)
         if activation == "softmax":
             nothing_seen = hidden.all(-1, keepdim=True) if hidden.dim() else hidden
             scores = scores.masked_fill(hidden & ~nothing_seen, float("-inf"))

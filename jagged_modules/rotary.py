@@ -6,8 +6,9 @@ import dataclasses
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
-from .scalars import check_flag, check_number, check_size
+from .scalars import check_flag, check_kind, check_number, check_size
 from .validation import check_device, check_integers, check_offsets, check_tensor, values_are_checkable
 
 
@@ -52,7 +53,7 @@ class Rotary:
         check_flag("precise", self.precise)
 
     @classmethod
-    def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device=None) -> Rotary:
+    def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device: Device = None) -> Rotary:
         """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables `[max_seqlen, head_dim / 2]` in fp32.
 
         Raises:
@@ -66,8 +67,7 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
     """Raise unless it can rotate q `[L, H, D]` of segments at `offsets`; values on a device are looked at under debug_checks."""
     if rotary is None:
         return
-    if not isinstance(rotary, Rotary):
-        raise TypeError(f"rotary must be a Rotary, got {type(rotary).__name__}")
+    check_kind("rotary", rotary, Rotary, "a Rotary")
     rows, _, dim = q.shape
     if dim % 2 or rotary.cos.shape[1] != dim // 2:
         raise ValueError(f"rotary's cos and sin must have shape [P, D / 2] with D = {dim} even, got {list(rotary.cos.shape)}")
@@ -87,7 +87,7 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
         raise ValueError(f"rotary's positions must be 0 to {limit - 1}, the rows of cos, got {found}")
 
 
-def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple:
+def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, bool]:
     """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position, precise."""
     if rotary is None:
         return None, None, None, False, False, False
@@ -96,7 +96,7 @@ def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple:
     return cos, sin, positions, rotary.rotate == "qkv", rotary.linear, rotary.precise
 
 
-def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device=None) -> tuple[Tensor, Tensor]:
+def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device: Device = None) -> tuple[Tensor, Tensor]:
     """cos and sin `[max_seqlen, head_dim / 2]`, fp32."""
     check_size("head_dim", head_dim)
     check_size("max_seqlen", max_seqlen)

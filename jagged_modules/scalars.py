@@ -1,4 +1,4 @@
-"""Checks of arguments that are numbers or switches."""
+"""Checks of arguments that are numbers or switches, and of any argument's kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 
 
-def check_size(name: str, value, at_least: int = 1) -> None:
+def check_size(name: str, value: object, at_least: int = 1) -> None:
     """TypeError unless value is an int (a symbolic one included), ValueError unless it is `at_least` that much."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
@@ -15,7 +15,7 @@ def check_size(name: str, value, at_least: int = 1) -> None:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 
 
-def check_number(name: str, value, low: float = -math.inf, high: float = math.inf) -> None:
+def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
     """TypeError unless value is a number (a symbolic one included), ValueError unless it is `low` to `high`."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
@@ -23,7 +23,12 @@ def check_number(name: str, value, low: float = -math.inf, high: float = math.in
         raise ValueError(f"{name} must be {low} to {high}, got {value}")
 
 
-def check_flag(name: str, value) -> None:
+def check_kind(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+    """TypeError unless value is of the kind, which the message calls `expected`."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
+
+
+def check_flag(name: str, value: object) -> None:
     """TypeError unless value is a bool: any other, such as "off", would count as True or False without notice."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__}")
+    check_kind(name, value, bool, "a bool")

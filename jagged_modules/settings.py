@@ -9,11 +9,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
 from .scalars import check_flag, check_size
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class _Change(NamedTuple):
@@ -55,14 +58,14 @@ class _Setting:
         state = self._state()
         self._states.set(_State(value, state.entered, _Change(self, state.value)))
 
-    def __enter__(self):
+    def __enter__(self) -> _Setting:
         state = self._state()
-        just_constructed = state.switched is not None and state.switched.setting is self
-        before = state.switched.before if just_constructed else state.value
+        last = state.switched
+        before = last.before if last is not None and last.setting is self else state.value
         self._states.set(_State(self._value, (*state.entered, _Change(self, before))))
         return self
 
-    def __exit__(self, *exc) -> None:
+    def __exit__(self, *exc: object) -> None:
         state = self._state()
         ours = [i for i, change in enumerate(state.entered) if change.setting is self]
         if not ours:  # the block was entered in another thread or task, by a generator that is closed in this one
@@ -73,14 +76,14 @@ class _Setting:
             inner[0] = inner[0]._replace(before=before)
         self._states.set(_State(state.value if inner else before, (*state.entered[:index], *inner)))
 
-    def __call__(self, function: Callable) -> Callable:
+    def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
         """As a decorator: the value holds while the function runs. Constructing the decorator changes nothing then."""
         state = self._state()
         if state.switched is not None and state.switched.setting is self:
             self._states.set(_State(state.switched.before, state.entered))
 
         @functools.wraps(function)
-        def with_setting(*args, **kwargs):
+        def with_setting(*args: P.args, **kwargs: P.kwargs) -> R:
             with type(self)(self._value):
                 return function(*args, **kwargs)
 
@@ -96,7 +99,7 @@ class _Setting:
         return cls._state().value
 
 
-def _flag(enabled) -> bool:
+def _flag(enabled: bool) -> bool:
     check_flag("enabled", enabled)
     return enabled
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import torch
 from jagged_kernels.common.one_thread import one_thread
@@ -34,7 +35,7 @@ def check_dense(name: str, x: Tensor) -> None:
         raise ValueError(f"{name} must be a dense tensor, got {'a nested tensor' if x.is_nested else x.layout}")
 
 
-def check_tensor(name: str, x, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
+def check_tensor(name: str, x: object, dim: int, shape: str, function: str | None = None, implementation: str = "auto") -> None:
     """Check type, dtype and number of dimensions of a floating-point argument.
 
     Args:
@@ -102,7 +103,7 @@ def _triton_interprets() -> bool:
     return knobs.runtime.interpret
 
 
-def check_integers(name: str, x) -> None:
+def check_integers(name: str, x: object) -> None:
     """TypeError unless x is an int32 or int64 tensor, ValueError unless it is 1-D and dense."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -127,13 +128,18 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
         raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
 
 
+def transforms_are_active() -> bool:
+    """Whether a torch.func transform (vmap, grad, jvp) runs."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def refuse_transforms(what: str) -> None:
     """RuntimeError where the derivatives of a transform or of forward mode would be silently zero."""
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    if transforms_are_active() or forward_ad._current_level >= 0:
         raise RuntimeError(f'{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode; implementation="reference" does')
 
 
-def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
+def check_offsets(name: str, offsets: Any, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
     """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`. longest: what the
     caller calls max_seqlen.
 
@@ -148,7 +154,7 @@ def check_offsets(name: str, offsets, total: int | None = None, max_seqlen: int 
         _check_offset_values(name, offsets, total, max_seqlen, longest)
 
 
-def check_offsets_shape(name: str, offsets) -> None:
+def check_offsets_shape(name: str, offsets: Any) -> None:
     """TypeError unless offsets are an int32 or int64 tensor, ValueError unless it is `[B + 1]`."""
     check_integers(name, offsets)
     if offsets.shape[0] < 1:
@@ -176,7 +182,7 @@ def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None
 
 
 def checked_offsets(
-    name: str, offsets, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
+    name: str, offsets: Any, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
     """The offsets on the device of `like`, `whose` tensor, after `check_offsets` and `check_device`."""
     check_offsets(name, offsets, total, max_seqlen, longest)

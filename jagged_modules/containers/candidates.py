@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
-from ..scalars import check_size
+from ..scalars import check_kind, check_size
 from ..validation import check_integers, check_offsets, values_are_checkable
 from .offsets import rows_and_segments
 from .segmentation import Segmentation, remember, segmentation_of
@@ -45,8 +47,7 @@ class CandidateIndex:
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
-        if not isinstance(candidates, Tensor):
-            raise TypeError(f"candidates must be a CandidateIndex or a torch.Tensor, got {type(candidates).__name__}")
+        check_kind("candidates", candidates, Tensor, "a CandidateIndex or a torch.Tensor")
         return cls.from_map(candidates, num_users, name="candidates")
 
     @classmethod
@@ -101,7 +102,7 @@ class CandidateIndex:
         return cls(candidate_offsets)
 
     @classmethod
-    def from_jagged(cls, x) -> CandidateIndex:
+    def from_jagged(cls, x: Any) -> CandidateIndex:
         """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
 
         Raises:
@@ -176,7 +177,7 @@ class CandidateIndex:
         """`[num_users]` query rows per user on the host, or None."""
         return None if self.host_counts is None else self.host_counts * rows_per_candidate
 
-    def to(self, device, non_blocking: bool = False) -> CandidateIndex:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CandidateIndex:
         """The index with its tensors on `device`; self where they are there already. host_counts stay on the host."""
         if self.offsets.device == torch.device(device):
             return self
@@ -186,8 +187,9 @@ class CandidateIndex:
         """The index in page-locked memory. DataLoader calls it."""
         return self._map(Tensor.pin_memory)
 
-    def _map(self, move) -> CandidateIndex:
-        offsets, order, inverse = (None if x is None else move(x) for x in (self.offsets, self.order, self.inverse))
+    def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
+        offsets = move(self.offsets)
+        order, inverse = (None if x is None else move(x) for x in (self.order, self.inverse))
         self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
         remember(offsets, self._segmentation)
         moved = CandidateIndex(offsets, order, inverse)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..activations import POINTWISE
 from ..masks import AttentionMask
+from .buckets import softmax_gradient
 
 ROWS = 128  # of a block: fewer see fewer columns, more take fewer passes over k and v
 MOST_SCORES = 2**21  # of the query heads of a key head, where ROWS of a very long segment would have more
@@ -43,6 +44,7 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
     out, lse = unfused_forward(q, k, v, *flags, "softmax")
+    assert lse is not None  # as with every softmax
     return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # other rows stay bitwise equal
 
 
@@ -61,7 +63,8 @@ def softmax_backward(
     fused = _fused_backward(do_, q_, k_, v_, out_, lse.masked_fill(affected, 0.0), *flags)
     unfused = unfused_backward(do, q, k, v, *flags, "softmax")
     choices = (affected, affected_keys, affected_keys)
-    return tuple(torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
+    dq, dk, dv = (torch.where(rows[..., None], x, y) for rows, x, y in zip(choices, unfused, fused))
+    return dq, dk, dv
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
@@ -100,7 +103,7 @@ def unfused_forward(
         if lse is not None:
             lse[some, :, rows] = _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
         p, value = _weights(scores, hidden, activation), values[some, columns]
-        result = p @ value if finite else _visible_product(p, value, hidden.repeat(queries.shape[1], 1))
+        result = p @ value if finite or hidden is None else _visible_product(p, value, hidden.repeat(queries.shape[1], 1))
         out[some, :, rows] = result.view_as(out[some, :, rows])
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
 
@@ -118,7 +121,7 @@ def unfused_backward(
         scores = query @ key.mT
         p = _weights(scores, hidden, activation)
         ds = _score_gradients(grad @ value.mT, scores, p, hidden, activation)
-        if finite:
+        if finite or hidden is None:
             dv[some, columns].baddbmm_(p.mT, grad)
             dk[some, columns].baddbmm_(ds.mT, query)
             block = ds @ key
@@ -128,7 +131,7 @@ def unfused_backward(
             dk[some, columns] += _visible_product(ds.mT, query, no_pair.mT)
             block = _visible_product(ds, key, no_pair)
         dq[some, :, rows] = block.view_as(dq[some, :, rows])
-    return _unfold(dq, k) * scale, *(x.unflatten(0, k.shape[:2]) for x in (dk, dv))
+    return _unfold(dq, k) * scale, dk.unflatten(0, k.shape[:2]), dv.unflatten(0, k.shape[:2])
 
 
 def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
@@ -141,7 +144,7 @@ def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
 def _score_gradients(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
     """dS, 0 where hidden. Softmax: P ∘ (dP - rowsum(P ∘ dP))."""
     if activation == "softmax":
-        return _hide(torch._softmax_backward_data(_hide(dp, hidden), p, -1, dp.dtype), hidden)
+        return _hide(softmax_gradient(_hide(dp, hidden), p, -1, dp.dtype), hidden)
     return _hide(POINTWISE[activation].backward(dp, scores), hidden)
 
 
@@ -195,28 +198,36 @@ def _visible_product(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
     return p @ x.masked_fill(not_finite, 0.0) + torch.where(terms == 0, 0.0, others)
 
 
-def _blocks(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Query rows, the columns that any of them sees, and a boolean `[rows, columns]` of what is hidden nevertheless."""
-    segments, heads, num_queries, _ = q.shape
-    kv_heads, num_keys = k.shape[1:3]
-    at_a_time = ROWS if mask is not None else max(ROWS, scores_at_a_time() // (segments * heads * num_keys))
-    at_a_time = max(1, min(at_a_time, MOST_SCORES * kv_heads // (heads * num_keys)))
+def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
+    """Query rows, at most `at_a_time`, and fewer where they would have more than MOST_SCORES."""
+    num_queries = q.shape[2]
+    at_a_time = max(1, min(at_a_time, MOST_SCORES * k.shape[1] // (q.shape[1] * k.shape[2])))
     for start in range(0, num_queries, at_a_time):
-        rows, columns, hidden = slice(start, min(start + at_a_time, num_queries)), slice(0, num_keys), None
-        if mask is not None:
-            keep = mask.rule(torch.arange(rows.start, rows.stop) + (num_keys - num_queries), num_keys, num_targets)
-            seen = keep.any(0).nonzero()
-            if not len(seen):
-                continue
+        yield slice(start, min(start + at_a_time, num_queries))
+
+
+def _blocks(q: Tensor, k: Tensor, mask: AttentionMask, num_targets: int) -> Iterator[tuple[slice, slice, Tensor]]:
+    """Query rows, the columns that any of them sees, and a boolean `[rows, columns]` of what is hidden nevertheless."""
+    num_queries, num_keys = q.shape[2], k.shape[2]
+    for rows in _row_blocks(q, k, ROWS):
+        keep = mask.rule(torch.arange(rows.start, rows.stop) + (num_keys - num_queries), num_keys, num_targets)
+        seen = keep.any(0).nonzero()
+        if len(seen):
             columns = slice(int(seen[0]), int(seen[-1]) + 1)
-            hidden = ~keep[:, columns]
-        yield rows, columns, hidden
+            yield rows, columns, ~keep[:, columns]
+
+
+def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]]:
+    """`_blocks` without a mask."""
+    segments, heads, num_keys = q.shape[0], q.shape[1], k.shape[2]
+    for rows in _row_blocks(q, k, max(ROWS, scores_at_a_time() // (segments * heads * num_keys))):
+        yield rows, slice(0, num_keys), None
 
 
 def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
-    """`_blocks`, each for some of the key heads of all segments at a time."""
+    """The blocks, each for some of the key heads of all segments at a time."""
     segments, kv_heads = k.shape[:2]
-    for rows, columns, hidden in _blocks(q, k, mask, num_targets):
+    for rows, columns, hidden in _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets):
         scores = q.shape[1] // kv_heads * (rows.stop - rows.start) * (columns.stop - columns.start)
         at_a_time = max(1, scores_at_a_time() // scores)
         for start in range(0, segments * kv_heads, at_a_time):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+softmax_gradient = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage] - torch's __init__ does not declare it
 GATHERED = 2048  # elements of a scattered segment up to which gathering it costs less than a product by itself
 
 

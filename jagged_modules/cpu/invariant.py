@@ -62,6 +62,11 @@ def _(grad, x, activation):
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
+def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
+    """Σ_b do[b] `[M, N]` @ x[b]ᵀ `[N, K]` as one product, `[M, K]`."""
+    return torch.tensordot(do, x, dims=([0, 2], [0, 2]))  # pyright: ignore[reportArgumentType] - torch hides its overloads from checkers
+
+
 def _setup_products(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
@@ -70,8 +75,7 @@ def _products_backward(ctx, do):
     """dW is a sum over the batch, so it cannot be batch-invariant."""
     weight, x = ctx.saved_tensors
     wants_weight, wants_x = ctx.needs_input_grad
-    dweight = torch.tensordot(do, x, dims=([0, 2], [0, 2])) if wants_weight else None
-    return dweight, products_cpu(weight.mT, do) if wants_x else None
+    return weight_gradient(do, x) if wants_weight else None, products_cpu(weight.mT, do) if wants_x else None
 
 
 def _setup_pointwise(ctx, inputs, output):

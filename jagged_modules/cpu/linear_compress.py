@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .invariant import products_cpu
+from .invariant import products_cpu, weight_gradient
 
 
 def linear_compress_decomposed(
@@ -39,10 +39,10 @@ class _SharedProduct(torch.autograd.Function):
         return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
     @staticmethod
-    def backward(ctx, do: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        weight, embedding = ctx.saved_tensors
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        (do,), (weight, embedding) = grads, ctx.saved_tensors
         wants_weight, wants_embedding = ctx.needs_input_grad
         return (
-            torch.tensordot(do, embedding, dims=([0, 2], [0, 2])) if wants_weight else None,
+            weight_gradient(do, embedding) if wants_weight else None,
             torch.bmm(weight.T.expand(do.shape[0], -1, -1), do) if wants_embedding else None,
         )

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..autocast import host_operator
-from .buckets import Rows, compute_dtype, groups
+from .buckets import Rows, compute_dtype, groups, softmax_gradient
 
 
 @host_operator("jagged_modules::outer_cpu")
@@ -60,7 +60,7 @@ def softmax_backward_cpu(
     dp = out.new_zeros(out.shape)
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
         block, block_grad = (_take(x, scores).view(-1, *shape) for x in (out, grad))
-        scores.put(dp, torch._softmax_backward_data(block_grad, block, 1 if columns else 2, block.dtype))
+        scores.put(dp, softmax_gradient(block_grad, block, 1 if columns else 2, block.dtype))
     return dp
 
 

@@ -57,8 +57,8 @@ def block_diagonal_attention(
         check_tensor(name, x, 3, "[L, H, D]", "block_diagonal_attention", implementation)
     q, k, v = (autocast(x) for x in (q, k, v))
     _check_block_attention(q, k, v, "q", offsets, block_size, scale, rotary, schedule, implementation)
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    return _block_attention(q, k, v, offsets.to(q.device, non_blocking=True), block_size, scale, rotary, implementation)
+    factor = q.shape[2] ** -0.5 if scale is None else float(scale)
+    return _block_attention(q, k, v, offsets.to(q.device, non_blocking=True), block_size, factor, rotary, implementation)
 
 
 def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Rotary | None, implementation: str) -> Tensor:

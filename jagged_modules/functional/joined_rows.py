@@ -29,5 +29,6 @@ class _JoinedRows(torch.autograd.Function):
         return x.detach().as_strided((sum(ctx.rows), *x.shape[1:]), x.stride())
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad.split(ctx.rows)
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dy = grads[0].split(ctx.rows)
+        return dx, dy

@@ -40,5 +40,5 @@ def layer_norm_rows(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: 
     if x.device.type != "cpu":
         return nnf.layer_norm(x, x.shape[-1:], weight, bias, eps)
     # torch would sum the gradients of weight and bias in x's dtype: in bf16 a sum of ones stops at 256
-    wide = [None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (x, weight, bias)]
-    return nnf.layer_norm(wide[0], x.shape[-1:], *wide[1:], eps).to(x.dtype)
+    weight, bias = (None if tensor is None else tensor.to(compute_dtype(tensor)) for tensor in (weight, bias))
+    return nnf.layer_norm(x.to(compute_dtype(x)), x.shape[-1:], weight, bias, eps).to(x.dtype)

@@ -116,8 +116,8 @@ def _check_linear_compress(weights, embeddings, indices, implementation, weight_
                 raise ValueError(f"{name} must have shape {shape}, got {list(embedding.shape)}")
     check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False)
     for level, index in enumerate(indices):
-        candidates, shared = ((names.embeddings[of], embeddings[of]) for of in (-1, level))
-        _check_index(names.indices[level], index, candidates, shared)
+        candidates_name, shared_name = names.embeddings[-1], names.embeddings[level]
+        _check_index(names.indices[level], index, candidates_name, embeddings[-1], shared_name, embeddings[level].shape[0])
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
@@ -129,10 +129,9 @@ def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise WrongDtype(f"{name} must have {whose} dtype, {other.dtype}, got {x.dtype}")
 
 
-def _check_index(name: str, index, candidates: tuple[str, Tensor], shared: tuple[str, Tensor]) -> None:
-    """Raise unless the index maps each row of the candidates' embeddings to a row of the shared ones. Both are (name, tensor)."""
-    (candidates_name, candidates), (shared_name, shared) = candidates, shared
-    rows, size = candidates.shape[0], shared.shape[0]
+def _check_index(name: str, index, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:
+    """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of the shared ones."""
+    rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):
         index.check(rows, size, names=(f"{candidates_name} has", f"{shared_name} has"), name=name)
         check_device(name, index.offsets, candidates.device, "the embeddings'")

@@ -9,7 +9,7 @@ from ..dtypes import uses_kernels
 from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor, refuse_transforms
 
 
-def checked_operands(function: str, implementation: str, cast: bool = True, **named: tuple[Tensor, str]) -> list[Tensor]:
+def checked_operands(function: str, implementation: str, cast: bool = True, /, **named: tuple[Tensor, str]) -> list[Tensor]:
     """The function's named tensors after checks of type, dtype and shape; in autocast's dtype if `cast`."""
     for name, (x, shape) in named.items():
         check_tensor(name, x, shape.count(",") + 1, shape, function, implementation)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..containers.offsets import rows_and_segments
-from ..scalars import check_size
+from ..scalars import check_kind, check_size
 from ..validation import (
     check_dense,
     check_device,
@@ -53,8 +53,7 @@ def jagged_to_padded(
     """
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
-    if not isinstance(padding_value, (int, float, complex, torch.SymInt, torch.SymFloat)):
-        raise TypeError(f"padding_value must be a number, got {type(padding_value).__name__}")
+    check_kind("padding_value", padding_value, (int, float, complex, torch.SymInt, torch.SymFloat), "a number")
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
@@ -144,8 +143,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         values, offsets = F.jagged_concat([history, targets], [history_offsets, target_offsets])
     """
     for name, x in (("values", values), ("offsets", offsets)):
-        if not isinstance(x, (list, tuple)):
-            raise TypeError(f"{name} must be a sequence of tensors, got {type(x).__name__}")
+        check_kind(name, x, (list, tuple), "a sequence of tensors")
     values, offsets = list(values), list(offsets)
     if not values or len(values) != len(offsets):
         raise ValueError(f"values and offsets must be as many and at least one, got {len(values)} and {len(offsets)}")
@@ -246,8 +244,7 @@ def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    check_kind(name, x, Tensor, "a torch.Tensor")
     check_dtype(name, x, function)
     check_dense(name, x)
     if x.dim() < dim:

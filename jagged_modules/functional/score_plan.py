@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 from torch.nn import functional as nnf
 
+from ..scalars import check_kind
 from ..validation import check_device, check_offsets, values_are_checkable
 
 
@@ -60,7 +62,7 @@ class ScorePlan:
     def offsets(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.x_offsets, self.y_offsets, self.p_offsets
 
-    def to(self, device, non_blocking: bool = False) -> ScorePlan:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ScorePlan:
         """The plan with its tensors on `device`."""
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
@@ -74,12 +76,12 @@ class ScorePlan:
         return ScorePlan(x_offsets, y_offsets, move(self.p_offsets), self.x_rows, self.y_rows, self.total)
 
 
-def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> list[Tensor]:
+def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The plan's offsets on the device of the argument x, called `name`."""
-    if not isinstance(plan, ScorePlan):
-        raise TypeError(f"plan must be a ScorePlan, got {type(plan).__name__}")
+    check_kind("plan", plan, ScorePlan, "a ScorePlan")
     check_device("plan", plan.p_offsets, x.device, f"{name}'s")
-    return [offsets.to(x.device, non_blocking=True) for offsets in plan.offsets]
+    x_offsets, y_offsets, p_offsets = (offsets.to(x.device, non_blocking=True) for offsets in plan.offsets)
+    return x_offsets, y_offsets, p_offsets
 
 
 def check_plan_rows(name: str, x: Tensor, what: str, rows: int) -> None:

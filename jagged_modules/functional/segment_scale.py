@@ -23,8 +23,8 @@ class _ExpandToRows(torch.autograd.Function):
         return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
         from jagged_kernels.matmul.op import triton_jagged_sum
 
-        (offsets,) = ctx.saved_tensors
+        (grad,), (offsets,) = grads, ctx.saved_tensors
         return triton_jagged_sum(grad.unsqueeze(1), offsets).squeeze(1), None, None

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
@@ -48,7 +52,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         num_heads: int,
         block_size: int = 64,
         rotary: str | None = "qk",
-        device=None,
+        device: Device = None,
         *,
         max_seqlen: int = 8192,
     ) -> None:
@@ -73,7 +77,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         reset_all(self.children())
 
     @fixed_rows
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         """Attend.
 
         Args:
@@ -87,7 +91,9 @@ class BlockDiagonalSelfAttention(nn.Module):
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
-        rotary = None if self.rotary is None else Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
+        rotary = None
+        if self.tables is not None and self.rotary is not None:
+            rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
 
@@ -103,7 +109,10 @@ class _RotaryTables(nn.Module):
     own parameters. It moves host buffers to the device with the rest of the model.
     """
 
-    def __init__(self, head_dim: int, max_seqlen: int, device=None) -> None:
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_seqlen: int, device: Device = None) -> None:
         super().__init__()
         self.sizes = head_dim, max_seqlen
         self._make(torch.empty(0, device=device).device)
@@ -117,7 +126,7 @@ class _RotaryTables(nn.Module):
         """Compute the tables again, for callers that replace buffers by uninitialised memory."""
         self._make(self.cos.device)
 
-    def _apply(self, fn, recurse=True):
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RotaryTables:
         device = fn(self.cos[:0]).device  # fn is used for its device only: it may also round (half) or drop the values (to_empty)
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..activations import ACTIVATIONS
 from ..containers.jagged import check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..functional.attention import MAX_HEAD_DIM
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_flag, check_number, check_size
+from ..scalars import check_flag, check_kind, check_number, check_size
 from ..validation import resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
@@ -101,12 +103,11 @@ class JaggedGDPA(nn.Module):
         activation: str = "gelu_tanh",
         mask: AttentionMask | None = None,
         config: GDPAConfig | None = None,
-        device=None,
+        device: Device = None,
     ) -> None:
         super().__init__()
         config = GDPAConfig() if config is None else config
-        if not isinstance(config, GDPAConfig):
-            raise TypeError(f"config must be a GDPAConfig, got {type(config).__name__}")
+        check_kind("config", config, GDPAConfig, "a GDPAConfig")
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         self.num_kv_heads = num_heads if config.num_kv_heads is None else config.num_kv_heads
         if num_heads % self.num_kv_heads:
@@ -115,8 +116,8 @@ class JaggedGDPA(nn.Module):
             raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
         if activation == "softmax" and config.output_scale != 1:
             raise ValueError(f"output_scale must be 1 with softmax, got {config.output_scale}")
-        if mask is not None and not isinstance(mask, AttentionMask):
-            raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
+        if mask is not None:
+            check_kind("mask", mask, AttentionMask, "an AttentionMask")
         if mask is not None and (config.num_seeds or config.num_weights):
             raise ValueError("mask must be None with num_seeds or num_weights: learned rows have no position")
         self.embedding_dim, self.num_heads, self.activation, self.mask, self.config = embedding_dim, num_heads, activation, mask, config
@@ -152,7 +153,7 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
     @fixed_rows
-    def forward(self, x, context=None, num_targets: Tensor | None = None):
+    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
         """Attend.
 
         Args:
@@ -185,8 +186,14 @@ class JaggedGDPA(nn.Module):
             k, v, schedule = self.key_weights, self.value_weights, None
         else:
             k, v = self.kv_proj(keys.values).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
-            sizes = dict(num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_dim=self.head_dim, dtype=v.dtype)
-            schedule = keys.schedule(queries=config.num_seeds or jagged, mask=mask, **sizes)
+            schedule = keys.schedule(
+                num_heads=self.num_heads,
+                num_kv_heads=self.num_kv_heads,
+                head_dim=self.head_dim,
+                dtype=v.dtype,
+                queries=config.num_seeds or jagged,
+                mask=mask,
+            )
         out = jagged_attention(
             self.q_norm(q),
             self.k_norm(k),
@@ -232,7 +239,7 @@ class GDPABlock(nn.Module):
         activation: str = "gelu_tanh",
         mask: AttentionMask | None = None,
         config: GDPAConfig | None = None,
-        device=None,
+        device: Device = None,
     ) -> None:
         super().__init__()
         self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device)
@@ -244,7 +251,7 @@ class GDPABlock(nn.Module):
         """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
         reset_all(self.children())
 
-    def forward(self, x, context=None, num_targets: Tensor | None = None):
+    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
         """Update every row. Arguments, result and errors are those of `JaggedGDPA.forward`; context is not normalised."""
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)

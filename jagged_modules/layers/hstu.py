@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as nnf
+from torch.types import Device
 
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..functional.attention import MAX_HEAD_DIM
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_number, check_size
+from ..scalars import check_kind, check_number, check_size
 from ..validation import check_integers, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
@@ -86,11 +89,10 @@ class HSTULayer(nn.Module):
         values, offsets = layer(x, num_targets=torch.tensor([1, 1]))           # the last of each is a target
     """
 
-    def __init__(self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device=None) -> None:
+    def __init__(self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device: Device = None) -> None:
         super().__init__()
         config = HSTUConfig() if config is None else config
-        if not isinstance(config, HSTUConfig):
-            raise TypeError(f"config must be an HSTUConfig, got {type(config).__name__}")
+        check_kind("config", config, HSTUConfig, "an HSTUConfig")
         self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
@@ -107,13 +109,13 @@ class HSTULayer(nn.Module):
 
     def forward(
         self,
-        x,
+        x: Any,
         num_targets: Tensor | None = None,
         *,
         cache: Jagged | None = None,
         cache_rows: Tensor | slice | None = None,
         update: bool = True,
-    ):
+    ) -> Any:
         """Update every row.
 
         Args:
@@ -139,8 +141,8 @@ class HSTULayer(nn.Module):
             check_layer_input("cache's values", cache.values, self.uvqk_proj)
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
-        elif cache_rows is not None and not isinstance(cache_rows, slice):
-            raise TypeError(f"cache_rows must be a torch.Tensor or a slice, got {type(cache_rows).__name__}")
+        elif cache_rows is not None:
+            check_kind("cache_rows", cache_rows, slice, "a torch.Tensor or a slice")
         u, q, k, v = self._project(jagged)
         out = None
         if update:
@@ -151,13 +153,12 @@ class HSTULayer(nn.Module):
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
-    def _wrap(self, name: str, x) -> Jagged:
+    def _wrap(self, name: str, x: Any) -> Jagged:
         return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
 
     def _check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
         """TypeError or ValueError unless the cache holds this layer's keys and values for each segment of x, which errors call `name`."""
-        if not isinstance(cache, Jagged):
-            raise TypeError(f"cache must be a Jagged of keys and values, got {type(cache).__name__}")
+        check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         shape = [self.num_heads, self.head_dim + self.linear_dim]
         if list(cache.values.shape[1:]) != shape:
@@ -177,19 +178,23 @@ class HSTULayer(nn.Module):
         u, v, q, k = self.uvqk_proj(self.input_norm(x)).split(widths, dim=1)
         return u, q.unflatten(1, (heads, -1)), k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))
 
-    def _attend(self, q, k, v, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int
+    ) -> Tensor:
         """`[rows of queries, H · Dv]`."""
-        sizes = dict(num_heads=self.num_heads, head_dim=max(self.head_dim, self.linear_dim), dtype=q.dtype)
-        schedule = keys.schedule(queries=queries, mask=mask, **sizes)
-        flags = dict(activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule)
-        return jagged_attention(q, k, v, queries.offsets, keys.offsets, **flags).flatten(1)
+        head_dim = max(self.head_dim, self.linear_dim)
+        schedule = keys.schedule(num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask)
+        return jagged_attention(
+            q, k, v, queries.offsets, keys.offsets, activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule
+        ).flatten(1)
 
-    def _attend_with_cache(self, q, k, v, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
+    def _attend_with_cache(self, q: Tensor, k: Tensor, v: Tensor, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
         """Targets' attention to cached histories plus attention to their own group: without softmax the two are independent sums."""
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
-        scaling_seqlen, cached = self._scaling_seqlen(cache), cache.values.split([self.head_dim, self.linear_dim], dim=2)
-        of_history = self._attend(q, *cached, targets, cache, None, scaling_seqlen)
+        scaling_seqlen = self._scaling_seqlen(cache)
+        cached_k, cached_v = cache.values.split([self.head_dim, self.linear_dim], dim=2)
+        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen)
         return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen)
 
     @fixed_rows
@@ -214,11 +219,6 @@ class HSTUCache:
     layers: tuple[Jagged, ...]
 
 
-def _check_cache_kind(cache) -> None:
-    if not isinstance(cache, HSTUCache):
-        raise TypeError(f"cache must be an HSTUCache, got {type(cache).__name__}")
-
-
 class HSTUStack(nn.Module):
     """HSTU layers, one after another.
 
@@ -239,17 +239,20 @@ class HSTUStack(nn.Module):
             values, offsets = hstu.score(targets, cache)                       # [4, 32]
     """
 
-    def __init__(self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device=None) -> None:
+    def __init__(
+        self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device: Device = None
+    ) -> None:
         super().__init__()
         check_size("num_layers", num_layers)
-        self.layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        self.layers: Sequence[HSTULayer] = layers  # pyright: ignore[reportAttributeAccessIssue] - torch's ModuleList has no type of element
         self.config = self.layers[0].config
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a stack built on the meta device."""
         reset_all(self.layers)
 
-    def forward(self, x, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False):
+    def forward(self, x: Any, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False) -> Any:
         """Update every row in every layer.
 
         Args:
@@ -270,9 +273,9 @@ class HSTUStack(nn.Module):
             return _in_container_of(x, jagged)
         if num_targets is not None:
             raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
-        return self._cache(x) if return_cache else self._score(x, cache)
+        return self._cache(x) if return_cache or cache is None else self._score(x, cache)
 
-    def cache(self, history) -> HSTUCache:
+    def cache(self, history: Any) -> HSTUCache:
         """Run histories once and keep what targets need of them: each layer's keys and values.
 
         Args:
@@ -287,7 +290,7 @@ class HSTUStack(nn.Module):
         """
         return self(history, return_cache=True)
 
-    def score(self, targets, cache: HSTUCache):
+    def score(self, targets: Any, cache: HSTUCache) -> Any:
         """Run targets against cached histories: their rows of `forward` over [history, targets] of each user, at the targets' cost.
 
         Args:
@@ -300,10 +303,10 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; a cache of another stack.
         """
-        _check_cache_kind(cache)  # forward takes None
+        check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward takes None
         return self(targets, cache=cache)
 
-    def _cache(self, history) -> HSTUCache:
+    def _cache(self, history: Any) -> HSTUCache:
         wrapped = self.layers[0]._wrap("history", history)
         jagged, kept = wrapped.with_values(wrapped.values), []
         rows, offsets = _rows_seen_by_targets(jagged, self.config)
@@ -313,8 +316,8 @@ class HSTUStack(nn.Module):
         segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
         return HSTUCache(tuple(segments.with_values(x) for x in kept))
 
-    def _score(self, targets, cache: HSTUCache):
-        _check_cache_kind(cache)
+    def _score(self, targets: Any, cache: HSTUCache) -> Any:
+        check_kind("cache", cache, HSTUCache, "an HSTUCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         wrapped = self.layers[0]._wrap("targets", targets)
@@ -327,14 +330,14 @@ class HSTUStack(nn.Module):
 
 
 @torch.fx.wrap
-def _without_container(x) -> Jagged:
+def _without_container(x: Any) -> Jagged:
     """x as a Jagged: torch's fully_shard finds the tensors in it that layers pass on, but not those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     return jagged.with_values(jagged.values)
 
 
 @torch.fx.wrap
-def _in_container_of(x, jagged: Jagged):
+def _in_container_of(x: Any, jagged: Jagged) -> Any:
     return Jagged.wrap(x).unwrap(jagged.values)
 
 
@@ -365,13 +368,13 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
 class _RowNorm(nn.LayerNorm):
     """A LayerNorm that sums the gradients of its weight and bias in fp32 or fp64 on the CPU too."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        return layer_norm_rows(x, self.weight, self.bias, self.eps)
+    def forward(self, input: Tensor) -> Tensor:
+        return layer_norm_rows(input, self.weight, self.bias, self.eps)
 
 
-def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device=None) -> nn.Linear:
+def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device: Device = None) -> nn.Linear:
     """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
-    linear = nn.utils.skip_init(nn.Linear, in_features, out_features, bias, device=torch.empty(0, device=device).device)
+    linear = nn.Linear(in_features, out_features, bias, device="meta").to_empty(device=torch.empty(0, device=device).device)
     linear.reset_parameters = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear

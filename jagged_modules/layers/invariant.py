@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,15 +15,18 @@ from ..cpu.invariant import pointwise_rows_cpu
 from ..functional import jagged_linear
 from ..settings import is_batch_invariant
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def fixed_rows(forward: Callable) -> Callable:
+
+def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
     """Decorator for a layer's method: under `batch_invariant`, its modules' results for a row do not depend on the other rows.
 
     The modules are still called, so that their hooks run and they may be replaced by other modules.
     """
 
     @functools.wraps(forward)
-    def method(*args, **kwargs):
+    def method(*args: P.args, **kwargs: P.kwargs) -> R:
         if not is_batch_invariant():
             return forward(*args, **kwargs)
         with _FixedRows():
@@ -32,20 +36,20 @@ def fixed_rows(forward: Callable) -> Callable:
 
 
 class _FixedRows(TorchFunctionMode):
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
-            function = torch.unflatten
-        return _FIXED.get(function, function)(*args, **(kwargs or {}))
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None):
+        if func is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
+            func = torch.unflatten
+        return _FIXED.get(func, func)(*args, **(kwargs or {}))
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return jagged_linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1]) if x.dim() > 2 else jagged_linear(x, weight, bias)
 
 
-def _pointwise(function: Callable, activation: str) -> Callable:
+def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
     """The function by rows on the CPU, where elements that do not fill a vector are computed by other instructions. GPUs need no change."""
 
-    def fixed(x: Tensor, **options) -> Tensor:
+    def fixed(x: Tensor, **options: Any) -> Tensor:
         if x.device.type != "cpu":
             return function(x, **options)
         name = "gelu_tanh" if options.get("approximate") == "tanh" else activation
@@ -54,7 +58,7 @@ def _pointwise(function: Callable, activation: str) -> Callable:
     return fixed
 
 
-_FIXED = {
+_FIXED: dict[Callable[..., Any], Callable[..., Tensor]] = {
     nnf.linear: _linear,
     nnf.silu: _pointwise(nnf.silu, "silu"),
     nnf.gelu: _pointwise(nnf.gelu, "gelu"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..containers.jagged import is_keyed_tensor, wait_for
 from ..functional import linear_compress
@@ -47,7 +49,7 @@ class LinearCompressEmbedding(nn.Module):
         num_candidate_embeddings: int,
         num_compressed: int,
         num_user_embeddings: int | Sequence[int] = 0,
-        device=None,
+        device: Device = None,
         *,
         candidate_features: Sequence[str] | None = None,
         user_features: Sequence[str] | Sequence[Sequence[str] | None] | None = None,
@@ -64,14 +66,15 @@ class LinearCompressEmbedding(nn.Module):
             check_size("num_user_embeddings", num_user_embeddings, at_least=0)
             shared = [num_user_embeddings] if num_user_embeddings else []
         self.num_embeddings, self.num_compressed = [*shared, num_candidate_embeddings], num_compressed
+        features: Sequence[object] = [user_features]
         if user_features is None:
-            user_features = [None] * len(shared)
-        elif not several_levels:
-            user_features = [user_features]
-        if len(user_features) != len(shared):
-            raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {user_features}")
+            features = [None] * len(shared)
+        elif several_levels:
+            features = user_features
+        if len(features) != len(shared):
+            raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {features}")
         names = [*_names("user_features", len(shared)), "candidate_features"]
-        self.features = [*map(_checked_features, names, [*user_features, candidate_features], self.num_embeddings)]
+        self.features = [*map(_checked_features, names, [*features, candidate_features], self.num_embeddings)]
         self.weights = _Weights(torch.empty(num_compressed, size, device=device) for size in self.num_embeddings)
         self.reset_parameters()
 
@@ -79,7 +82,7 @@ class LinearCompressEmbedding(nn.Module):
         """Initialise all weights as nn.Linear does with the embeddings of all levels as its inputs."""
         self.weights.reset_parameters()
 
-    def forward(self, candidate_embeddings, user_embeddings=None, candidates=None) -> Tensor:
+    def forward(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor:
         """Compress.
 
         Args:
@@ -119,7 +122,7 @@ class _Weights(nn.ParameterList):
             nn.init.uniform_(weight, -bound, bound)
 
 
-def _levels(x) -> list:
+def _levels(x: Any) -> list[Any]:
     return [] if x is None else list(x) if isinstance(x, (list, tuple)) else [x]
 
 
@@ -128,7 +131,7 @@ def _names(argument: str, levels: int) -> list[str]:
     return [argument] if levels == 1 else [f"{argument}[{level}]" for level in range(levels)]
 
 
-def _checked_features(name: str, features, size: int) -> tuple[str, ...] | None:
+def _checked_features(name: str, features: Any, size: int) -> tuple[str, ...] | None:
     if features is None:
         return None
     if not isinstance(features, (list, tuple)) or not all(isinstance(feature, str) for feature in features):
@@ -139,7 +142,7 @@ def _checked_features(name: str, features, size: int) -> tuple[str, ...] | None:
 
 
 @torch.fx.wrap
-def _dense(name: str, x, features: tuple[str, ...] | None):
+def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
     """x, or the values `[B, K · N]` of a KeyedTensor as `[B, K, N]`; a view if its features are in order."""
     x = wait_for(x)
     if not is_keyed_tensor(x):

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import nn
+from torch.types import Device
 
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
@@ -32,7 +34,7 @@ class JaggedMLP(nn.Module):
         values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # values [5, 16]
     """
 
-    def __init__(self, dims: Sequence[int], activation: str = "relu", device=None) -> None:
+    def __init__(self, dims: Sequence[int], activation: str = "relu", device: Device = None) -> None:
         super().__init__()
         if isinstance(dims, str) or not isinstance(dims, Sequence):
             raise TypeError(f"dims must be a sequence of ints, got {type(dims).__name__}")
@@ -50,7 +52,7 @@ class JaggedMLP(nn.Module):
         reset_all(self.layers)
 
     @fixed_rows
-    def forward(self, x):
+    def forward(self, x: Any) -> Any:
         """Apply the layers.
 
         Args:

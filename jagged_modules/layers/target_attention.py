@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
@@ -38,7 +42,7 @@ class JaggedTargetAttention(nn.Module):
         out = attention(torch.randn(4, 1, 32), history, candidates)            # [4, 1, 32]
     """
 
-    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device=None) -> None:
+    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None) -> None:
         super().__init__()
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
@@ -53,7 +57,7 @@ class JaggedTargetAttention(nn.Module):
         reset_all(self.children())
 
     @fixed_rows
-    def forward(self, targets, history, candidates: CandidateIndex | Tensor | None = None):
+    def forward(self, targets: Any, history: Any, candidates: CandidateIndex | Tensor | None = None) -> Any:
         """Attend.
 
         Args:
@@ -73,14 +77,14 @@ class JaggedTargetAttention(nn.Module):
         targets = wait_for(targets)
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
         k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
-        sizes = dict(num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
+        schedule_for = functools.partial(history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
             q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
             candidates.check(q.shape[0], history.num_segments, names=("targets have", "the history has"))
             check_device("candidates", candidates.offsets, q.device, "targets'")
-            schedule = history.schedule(queries=candidates, rows_per_candidate=q.shape[1], **sizes)
+            schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))
 
         if isinstance(targets, Tensor) and not targets.is_nested:
@@ -89,18 +93,18 @@ class JaggedTargetAttention(nn.Module):
                 raise ValueError(f"targets must have one row per history segment, {history.num_segments}, got {q.shape[0]}")
             rows = q.shape[1]
             offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
-            schedule = history.schedule(queries=rows, **sizes)
+            schedule = schedule_for(queries=rows)
             out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
         jagged_targets = Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
-        schedule = history.schedule(queries=jagged_targets, **sizes)
+        schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
-    def _project(self, targets, dim: int, shape: str) -> Tensor:
+    def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         """Queries `[..., H, D]` of the targets."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
