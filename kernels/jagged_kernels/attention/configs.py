@@ -1,5 +1,5 @@
-"""Tiles and launch configurations of attention: static tables by head dim, dtype and GPU generation, which select.py reads. No triton import,
-no tuning."""
+"""Tiles and launch configurations of attention: static tables by head dim, dtype and GPU generation, which select.py reads. No tuning, and
+no triton import."""
 
 from __future__ import annotations
 
