@@ -157,9 +157,9 @@ class CandidateIndex:
         return users if self.inverse is None else users[self.inverse]
 
     @property
-    def token(self) -> bytes:
-        """Identifies the candidates' segmentation: equal for all copies of the index, in every process and thread."""
-        return self._segmentation.token
+    def segmentation_id(self) -> bytes:
+        """Equal for all copies of the index, in every process and thread."""
+        return self._segmentation.id
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
         """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""

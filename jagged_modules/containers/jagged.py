@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.common.device import mean_rows
+from jagged_kernels.attention.select import AttentionProblem
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
 from ..scalars import check_size
-from ..schedule import TileSchedule, chooses_hopper, device_schedule, host_schedule
+from ..schedule import TileSchedule, device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, values_are_checkable
 from .candidates import CandidateIndex
@@ -234,47 +234,50 @@ class Jagged:
         self, queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads, prepares: bool = False
     ) -> TileSchedule | None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim)
-        for name, size in dict(**sizes, rows_per_candidate=rows_per_candidate).items():
+        for name, size in dict(
+            num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rows_per_candidate=rows_per_candidate
+        ).items():
             check_size(name, size)
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
-        sizes["itemsize"] = dtype.itemsize
         queries = self if queries is None else queries
         if not isinstance(queries, (Jagged, CandidateIndex, int)):
             raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
         if mask is not None and not isinstance(mask, AttentionMask):
             raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
-        token = queries.token if isinstance(queries, (Jagged, CandidateIndex)) else queries
         mask = None if mask is None or mask.hides_nothing() else mask
-        sizes["batch_invariant"] = is_batch_invariant()
-        key = (token, rows_per_candidate, *sizes.values(), *(mask.spec if mask else ()))
+        sizes = _Sizes(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant())
+        segments = queries if isinstance(queries, int) else queries.segmentation_id
+        key = (segments, rows_per_candidate, *sizes, *(mask.spec if mask else ()))
         schedule = self._segmentation.schedules.get(key)
         if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), prepares)
             with torch.inference_mode(False):  # a later call may save it for its backward
-                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes)
+                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype)
             if schedule is None:
                 return None
         schedule = schedule.to(self.values.device, non_blocking=True)
         self._segmentation.keep(key, schedule)
         return schedule
 
-    def _build_schedule(self, queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: dict[str, int]) -> TileSchedule | None:
-        offsets, lengths, total = self._query_segments(queries, rows_per_candidate)
-        if lengths is not None and self.host_lengths is not None:
-            return host_schedule(lengths, self.host_lengths, mask=mask, **sizes)
-        if total is None:
+    def _build_schedule(
+        self, queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes, dtype: torch.dtype
+    ) -> TileSchedule | None:
+        q_offsets, q_lengths, q_rows = self._query_segments(queries, rows_per_candidate)
+        heads = dict(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads)
+        if q_lengths is not None and self.host_lengths is not None:
+            options = dict(head_dim=sizes.head_dim, dtype=dtype, mask=mask, batch_invariant=sizes.batch_invariant)
+            return host_schedule(q_lengths, self.host_lengths, **heads, **options)
+        if q_rows is None:
             return None  # candidates' offsets on a device: only the operator knows their number, from q's shape
-        offsets, kv_offsets = (x.to(self.values.device, non_blocking=True) for x in (offsets, self.offsets))
-        on_device = dict(mask=mask.spec if mask else None, num_targets=self._device_targets(mask))
-        rows = (mean_rows(n, x, sizes["batch_invariant"]) for n, x in ((total, offsets), (self.values.shape[0], kv_offsets)))
-        on_device["hopper"] = offsets.is_cuda and chooses_hopper(offsets.device, *rows)
-        return device_schedule(offsets, kv_offsets, total, self.values.shape[0], **on_device, **sizes)
-
-    def _device_targets(self, mask: AttentionMask | None) -> Tensor | None:
-        targets = None if mask is None else mask.num_targets
-        return None if targets is None else targets.to(self.values.device, non_blocking=True)
+        device = self.values.device
+        problem = AttentionProblem(
+            sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant
+        )  # fmt: skip
+        spec, targets = (None, None) if mask is None else (mask.spec, mask.num_targets)
+        targets = None if targets is None else targets.to(device, non_blocking=True)
+        offsets = (x.to(device, non_blocking=True) for x in (q_offsets, self.offsets))
+        return device_schedule(problem, *offsets, q_rows, self.values.shape[0], **heads, mask=spec, num_targets=targets)
 
     def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
         """Query offsets, host lengths if known, and number of rows if known."""
@@ -288,14 +291,24 @@ class Jagged:
         return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries
 
     @property
-    def token(self) -> bytes:
-        """Names the segmentation: equal for all Jagged of the same segments, in every process."""
-        return self._segmentation.token
+    def segmentation_id(self) -> bytes:
+        """Equal for all Jagged of the same segments, in every process."""
+        return self._segmentation.id
 
 
-def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: dict[str, int]) -> str:
+class _Sizes(NamedTuple):
+    """What of an attention a schedule is built for and found by, besides its segments and mask."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+    batch_invariant: bool
+
+
+def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes) -> str:
     """What a schedule is built for, as text for a warning."""
-    parts = [f"{name}={size}" for name, size in sizes.items()]
+    parts = [f"{name}={size}" for name, size in sizes._asdict().items()]
     parts.append(f"queries={queries if isinstance(queries, int) else type(queries).__name__}")
     if isinstance(queries, CandidateIndex):
         parts.append(f"rows_per_candidate={rows_per_candidate}")

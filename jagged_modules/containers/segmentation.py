@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..schedule import TileSchedule, new_token
+from ..schedule import TileSchedule
 from ..validation import values_are_checkable
 
 MAX_SCHEDULES = 16  # kept with a segmentation
 
 
 class Segmentation:
-    """Host lengths, tile schedules, and a token that survives copying and pickling.
+    """Host lengths, tile schedules, and an id that survives copying and pickling.
 
     Attributes:
         host_lengths: `[B]` lengths on the host, None until they are known.
@@ -29,9 +30,12 @@ class Segmentation:
         self.prepared: dict[str, None] = {}  # an ordered set
 
     @property
-    def token(self) -> bytes:
-        """Equal for all copies of this segmentation, in every process and thread."""
-        return vars(self).setdefault("_token", new_token())
+    def id(self) -> bytes:
+        """Equal for all copies of this segmentation, in every process and thread.
+
+        Random: process ids are reused, and forked processes would continue a counter from the same number.
+        """
+        return vars(self).setdefault("_id", os.urandom(16))
 
     def keep(self, key: tuple, schedule: TileSchedule) -> None:
         """Store a schedule, and drop the oldest beyond MAX_SCHEDULES: cached histories outlive their batch and would collect them.

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import rows_in_place
-from jagged_kernels.schedule.host import num_lists
+from jagged_kernels.schedule.host import TileList, num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -14,7 +16,7 @@ from ..containers.candidates import CandidateIndex
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask, check_num_targets
 from ..reference import attention_reference
-from ..schedule import TileSchedule, attention_tile, device_schedule
+from ..schedule import TileSchedule, device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 from ..validation import (
     IMPLEMENTATIONS,
@@ -60,8 +62,8 @@ def jagged_attention(
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
         k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
             D and Dv: 1 to 256.
-        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`; or `[n · B + 1]`, n lists of
-            segments one after the other: segments b, B + b, 2B + b, ... of q all read keys and values of segment b, which stay one copy.
+        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`; or `[n · B + 1]`, n query groups
+            of B segments: segments b, B + b, 2B + b, ... of q all read keys and values of segment b, which stay one copy.
         kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
             Offsets may be host tensors.
         max_seqlen_q, max_seqlen_kv: the longest segments. Host offsets are checked against them; they never truncate.
@@ -71,7 +73,7 @@ def jagged_attention(
         output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
             With a tensor, fp16 operands are computed in fp32 where segments share keys. torch.compile recompiles for another number, but
             not for other values of a tensor.
-        mask: what each query row sees; everything if None. Not with shared keys or several lists.
+        mask: what each query row sees; everything if None. Not with shared keys or several query groups.
         schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
             device without a sync if they are there. Triton only; the other implementations need none.
         implementation: "auto" (kernels on CUDA, segments of equal lengths together on the CPU), "reference", "triton", or "hopper": those
@@ -101,9 +103,9 @@ def jagged_attention(
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q, "max_seqlen_q")
         if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
-    lists = 1
+    groups = 1
     if not q_shared and not kv_shared:
-        lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
+        groups = num_query_groups("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
     _check_output_scale(output_scale, q_offsets.shape[0] - 1, q.device)
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
@@ -111,9 +113,9 @@ def jagged_attention(
         mask = None
 
     row_scale = None
-    if isinstance(output_scale, Tensor) and (kv_shared or (lists > 1 or output_scale.requires_grad) and implementation != "reference"):
+    if isinstance(output_scale, Tensor) and (kv_shared or (groups > 1 or output_scale.requires_grad) and implementation != "reference"):
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        alike = 1 if kv_shared else q_offsets.shape[0] - 1 if lists > 1 else None  # where a tile of keys meets queries of several segments
+        alike = 1 if kv_shared else q_offsets.shape[0] - 1 if groups > 1 else None  # where a tile of keys meets queries of several segments
         output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
         output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
         if dtype == torch.float16 and alike is not None:  # results before their segment's scale may overflow fp16
@@ -133,14 +135,21 @@ def jagged_attention(
         out = attention_reference(q, k, v, q_offsets, kv_offsets, **flags)
     else:
         refuse_transforms("jagged_attention does")
-        flags = dict(scale=scale, q_shared=q_shared, kv_shared=kv_shared, activation=activation)
-        flags |= dict(mask=None if mask is None else mask.spec, num_targets=None if mask is None else mask.num_targets)
-        flags |= dict(segment_scale=output_scale if isinstance(output_scale, Tensor) else None)
-        flags |= dict(output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale))
+        by_segment = isinstance(output_scale, Tensor)
+        params = AttentionParams(
+            scale=scale,
+            q_shared=q_shared,
+            activation=activation,
+            mask=None if mask is None else mask.spec,
+            num_targets=None if mask is None else mask.num_targets,
+            segment_scale=output_scale if by_segment else None,
+            output_scale=1.0 if by_segment else float(output_scale),
+            batch_invariant=batch_invariant,
+        )
         if implementation == "auto" and q.device.type != "cuda":
-            out = _cpu_attention(q, k, v, q_offsets, kv_offsets, batch_invariant=batch_invariant, **flags)
+            out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, *params)
         else:
-            out = _triton_attention(q, k, v, q_offsets, kv_offsets, schedule, implementation, batch_invariant=batch_invariant, **flags)
+            out = _triton_attention(q, k, v, q_offsets, kv_offsets, params, kv_shared, schedule, implementation)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -159,42 +168,49 @@ def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool)
     return factor if alike is None else factor.expand(alike), output_scale / factor
 
 
-def _cpu_attention(q, k, v, q_offsets, kv_offsets, *, scale, q_shared, kv_shared, batch_invariant, **flags) -> Tensor:
-    out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, scale, q_shared, *flags.values(), batch_invariant)
-    return out
-
-
 def _triton_attention(
-    q, k, v, q_offsets, kv_offsets, schedule, implementation, *, scale, q_shared, kv_shared, batch_invariant=False, **flags
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_offsets: Tensor,
+    kv_offsets: Tensor,
+    params: AttentionParams,
+    kv_shared: bool,
+    schedule: TileSchedule | None,
+    implementation: str,
 ) -> Tensor:
-    from jagged_kernels.attention.op import attention_on_hopper, hopper_pays, triton_attention
+    from jagged_kernels.attention.op import triton_attention
 
-    hopper = attention_on_hopper(implementation, q.shape[2], v.shape[2], q.dtype, q.device)
-    q, k, v = (rows_in_place(x) for x in (q, k, v))
-    if scale <= 0 and flags["activation"] == "softmax":  # the kernels take the row maximum before scaling
-        q, scale = q * scale, 1.0
-    q_offsets, kv_offsets = (x.to(q.device, non_blocking=True) for x in (q_offsets, kv_offsets))
-    if flags["num_targets"] is not None:
-        flags["num_targets"] = flags["num_targets"].to(q.device, non_blocking=True).contiguous()
-    if flags["segment_scale"] is not None:
-        flags["segment_scale"] = flags["segment_scale"].to(q.device, torch.float32, non_blocking=True).contiguous()
-    head_dim, itemsize = max(q.shape[2], v.shape[2]), q.element_size()
+    device = q.device
+    q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
+    if params.scale <= 0 and params.activation == "softmax":  # the kernels take the row maximum before scaling
+        q, params = q * params.scale, params._replace(scale=1.0)
+    q_offsets, kv_offsets = q_offsets.to(device, non_blocking=True), kv_offsets.to(device, non_blocking=True)
+    if params.num_targets is not None:
+        params = params._replace(num_targets=params.num_targets.to(device, non_blocking=True).contiguous())
+    if params.segment_scale is not None:
+        params = params._replace(segment_scale=params.segment_scale.to(device, torch.float32, non_blocking=True).contiguous())
     if schedule is None or kv_shared:
-        total_q = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        if implementation == "auto" and not torch.compiler.is_compiling():  # where choosing by sizes would compile anew
-            hopper = hopper and hopper_pays(q, k, q_offsets, kv_offsets, q_shared, flags["activation"], batch_invariant)
-        sizes = dict(num_heads=q.shape[1], num_kv_heads=k.shape[1], head_dim=head_dim, itemsize=itemsize, hopper=hopper)
-        sizes |= dict(batch_invariant=batch_invariant)
-        schedule = device_schedule(q_offsets, kv_offsets, total_q, None, mask=flags["mask"], num_targets=flags["num_targets"], **sizes)
-    schedule = schedule.to(q.device, non_blocking=True)
-    _check_schedule(schedule, q_offsets)
-    keys = schedule.backward
-    key_schedule = (
-        (None, None, attention_tile(head_dim, itemsize, None, hopper).key) if keys is None else (keys.tiles, keys.num_tiles, keys.block_m)
-    )
+        problem = AttentionProblem(
+            q.shape[2],
+            v.shape[2],
+            q.dtype,
+            implementation=implementation,
+            activation=params.activation,
+            masked=params.mask is not None,
+            batch_invariant=params.batch_invariant,
+        )
+        q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
+        options = dict(mask=params.mask, num_targets=params.num_targets, backward=False)
+        schedule = device_schedule(
+            problem, q_offsets, kv_offsets, q_rows, k.shape[0], num_heads=q.shape[1], num_kv_heads=k.shape[1], **options
+        )  # fmt: skip
+    else:
+        schedule = schedule.to(device, non_blocking=True)
+        _check_schedule(schedule, q_offsets)
+    key_tiles = TileList(None, None, None) if schedule.backward is None else schedule.backward.tile_list
     out, _ = triton_attention(
-        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, schedule.block_m, *key_schedule, scale, q_shared, kv_shared,
-        *flags.values(), implementation, backward_workspace.current(), batch_invariant,
+        q, k, v, q_offsets, kv_offsets, *schedule.tile_list, *key_tiles, kv_shared, implementation, backward_workspace.current(), *params
     )  # fmt: skip
     return out
 
@@ -274,7 +290,7 @@ def target_attention(
 def self_target_attention(
     q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options
 ) -> tuple[Tensor, Tensor]:
-    """A user's own rows and the user's candidates attend to the user's history, as `jagged_attention` of two lists of queries does it: one
+    """A user's own rows and the user's candidates attend to the user's history, as `jagged_attention` of two query groups does it: one
     launch of each kernel for both, no copy of k and v, and dk and dv summed over both where they arise.
 
     Args:
@@ -283,7 +299,7 @@ def self_target_attention(
         k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. offsets: `[B + 1]`.
         candidate_offsets: `[B + 1]`, of the rows of q_candidates.
         options: those of `jagged_attention` but a mask. A tensor output_scale is `[2 · B]`, the factors of the users' own rows first; a
-            schedule is that of both lists of lengths, one after the other, against the histories'.
+            schedule is that of both groups' lengths, one after the other, against the histories'.
 
     Returns:
         `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.

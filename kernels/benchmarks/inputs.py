@@ -75,9 +75,8 @@ def timed_schedule(
     q_lengths: Tensor, kv_lengths: Tensor, q: Tensor, mask: jm.AttentionMask | None = None, implementation: str = "auto"
 ) -> tuple[jm.TileSchedule, dict[str, float]]:
     """The schedule of forward and backward on q's device, and ``{name: ms}`` of building it on the host."""
-    hopper = False if implementation == "triton" else None
-    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "itemsize": q.element_size()}
-    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, hopper=hopper, **sizes)
+    sizes = {"num_heads": q.shape[-2], "num_kv_heads": q.shape[-2], "head_dim": q.shape[-1], "dtype": q.dtype}
+    build = partial(host_schedule, q_lengths, kv_lengths, mask=mask, implementation=implementation, **sizes)
     return build().to(q.device), {"schedule on the host": host_median_ms(build, rep_ms=5.0)}
 
 

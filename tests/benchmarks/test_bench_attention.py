@@ -114,8 +114,9 @@ def test_a_backward_that_takes_memory_is_measured_without_it_too(monkeypatch):
 
 def test_the_schedule_has_the_tile_of_the_kernels_that_are_measured():
     lengths = torch.tensor([300, 200])
-    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "itemsize": 2}
-    portable, hopper, here = (host_schedule(lengths, lengths, **sizes, hopper=hopper).block_m for hopper in (False, True, None))
+    sizes = {"num_heads": 2, "num_kv_heads": 2, "head_dim": 64, "dtype": torch.float16}
+    choices = {"implementation": "triton"}, {"capability": (9, 0)}, {}
+    portable, hopper, here = (host_schedule(lengths, lengths, **sizes, **choice).block_m for choice in choices)
     assert portable == here != hopper  # no GPU is in use here
     assert inputs.timed_schedule(lengths, lengths, torch.empty(500, 2, 64).half(), implementation="triton")[0].block_m == portable
 

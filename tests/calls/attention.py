@@ -46,7 +46,7 @@ def _schedule(o: dict, case: Case, q_lengths: list[int], kv_lengths: list[int], 
         return None
     sizes = dict(num_heads=o["heads"][0], num_kv_heads=o["heads"][1], head_dim=max(o["head_dim"], o["v_dim"] or 0))
     lengths = (torch.tensor(x, dtype=torch.int64) for x in (q_lengths, kv_lengths))
-    return host_schedule(*lengths, **sizes, itemsize=getattr(torch, case.dtype).itemsize, mask=mask)
+    return host_schedule(*lengths, **sizes, dtype=getattr(torch, case.dtype), mask=mask)
 
 
 def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:

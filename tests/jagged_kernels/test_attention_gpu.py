@@ -9,7 +9,8 @@ from functools import partial
 
 import pytest
 import torch
-from jagged_kernels.attention.configs import hopper_attention_fits
+from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.select import hopper_is_supported
 from torch import library
 
 import jagged_modules as jm
@@ -41,7 +42,7 @@ def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=No
         return False
     dims, dtype = case or (dims, dtype)
     dims = (dims, dims) if isinstance(dims, int) else dims
-    return hopper_attention_fits(*(dims or (dim or 64,) * 2), dtype.itemsize, (9, 0))
+    return hopper_is_supported(*(dims or (dim or 64,) * 2), dtype, (9, 0))
 
 
 def alternate(number, values):
@@ -66,7 +67,7 @@ def kernels(request, monkeypatch):
     """Implementations, Hopper's also with the blocks that it takes for long segments, and keeping the scores' gradients for dq."""
     implementation, *variant = request.param.split("-")
     if variant == ["long"]:
-        monkeypatch.setattr("jagged_kernels.attention.hopper_forward.hopper_keys_are_long", lambda *_: True)
+        monkeypatch.setattr("jagged_kernels.attention.select.long_key_blocks_are_faster", lambda *_: True)
     if variant == ["kept"]:
         monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1))
     return implementation
@@ -89,8 +90,8 @@ def check_attention(check_attention, kernels, request):
     "dim, activation, segments", [(24, "softmax", 2), (64, "softmax", 2), (64, "silu", 2), (64, "gelu", 2), (64, "softmax", 20)]
 )
 def test_auto_takes_hoppers_kernels_where_they_are_faster(offsets, dim, activation, segments, dtype):
-    fits = hopper_attention_fits(dim, dim, dtype.itemsize, torch.cuda.get_device_capability())
-    applies = fits and activation != "gelu" and segments == 2
+    supported = hopper_is_supported(dim, dim, dtype, torch.cuda.get_device_capability())
+    applies = supported and activation != "gelu" and segments == 2
     q, k, v = (torch.randn(200, 2, dim, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         F.jagged_attention(q, k, v, offsets([200 // segments] * segments, "cuda"), activation=activation).sum().backward()
@@ -155,7 +156,7 @@ def test_user_rows_and_candidates_together(check_self_target_attention, kernels,
 def test_runs_and_schedules_of_several_lists_agree_bit_for_bit(offsets, kernels, activation, dim):
     queries, keys = (torch.randint(0, 400, (n,), generator=torch.Generator().manual_seed(5)) for n in (96, 32))
     q, k, v = (torch.randn(int(n.sum()), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys))
-    schedule = host_schedule(queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, itemsize=2)
+    schedule = host_schedule(queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=torch.bfloat16)
     segments, grad, runs = [offsets(x.tolist(), "cuda") for x in (queries, keys)], torch.randn_like(q), []
     for option in (schedule, None, None):
         out = F.jagged_attention(q, k, v, *segments, activation=activation, schedule=option, implementation=kernels)
@@ -329,7 +330,7 @@ def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
     q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     segments = offsets(lengths.tolist(), "cuda")
-    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, itemsize=2)
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16)
     results = []
     for option in (schedule, None):
         out = F.jagged_attention(q, k, v, segments, schedule=option, implementation=kernels)
@@ -374,7 +375,7 @@ def test_tiles_of_one_block_and_of_many(check_attention, activation, dim):
 def test_debug_checks_look_at_device_values(offsets):
     q = torch.randn(300, 4, 64, device="cuda", dtype=torch.bfloat16)
     lengths, segments = torch.tensor([70, 100, 130]), offsets([70, 100, 130], "cuda")
-    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, itemsize=2)
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=4, head_dim=64, dtype=torch.bfloat16)
     with jm.debug_checks(True):
         F.jagged_attention(q, q, q, segments, schedule=schedule)
         with pytest.raises(ValueError, match="schedule was built for other lengths"):
@@ -509,8 +510,8 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
     tiles = *tile_list(segments, segments, 300, 4, 128, 64, mask, targets), 128
     key_tiles = *tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True), 64
-    arguments = q, k, v, segments, segments, *tiles, *key_tiles, 0.125, False, False, activation, mask, targets, None, 0.5, kernels
-    library.opcheck(triton_attention, arguments)
+    params = AttentionParams(0.125, False, activation, mask, targets, None, 0.5, batch_invariant=False)
+    library.opcheck(triton_attention, (q, k, v, segments, segments, *tiles, *key_tiles, False, kernels, None, *params))
 
 
 def test_several_streams_at_once(offsets, kernels):

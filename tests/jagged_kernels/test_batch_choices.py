@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from jagged_kernels.attention.configs import hopper_attention_pays, hopper_keys_are_long
 from jagged_kernels.common import device as launch
 
 from jagged_modules.schedule import host_schedule
@@ -19,8 +18,6 @@ def test_parts_of_long_segments():
 
 def test_means_are_not_known():
     assert launch.mean_rows(30, torch.empty(4)) == 10 and launch.mean_rows(30, torch.empty(4), True) is None
-    assert hopper_attention_pays(None, None) and hopper_attention_pays(None, 3) and not hopper_attention_pays(None, None, 64, "gelu")
-    assert not hopper_keys_are_long(None, 128, False)
 
 
 def test_a_single_row_is_aligned_as_many_are():
@@ -29,24 +26,10 @@ def test_a_single_row_is_aligned_as_many_are():
     assert single == many == (1, [5, 0])
 
 
-@pytest.mark.parametrize("hopper", [False, True])
-def test_tiles_of_schedules(hopper):
-    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, itemsize=2, hopper=hopper)
-
-    def tiles(lengths, batch_invariant):
-        return host_schedule(lengths, lengths, **sizes, batch_invariant=batch_invariant).block_m
-
-    short, long = torch.tensor([3, 5]), torch.tensor([300, 500])
-    assert tiles(short, True) == tiles(long, True) == tiles(long, False)
-    assert hopper or tiles(short, False) != tiles(long, False)
-
-
-def test_whether_schedules_are_for_hopper(monkeypatch):
-    from jagged_modules import schedule
-
-    monkeypatch.setattr(schedule, "_first_gpu_is_hopper", lambda: True)
-    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, itemsize=2)
+@pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
+def test_tiles_of_schedules(capability):
+    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, capability=capability)
     short, long = torch.tensor([3, 5]), torch.tensor([300, 500])
     by_length = [host_schedule(x, x, **sizes).block_m for x in (short, long)]
     fixed = [host_schedule(x, x, **sizes, batch_invariant=True).block_m for x in (short, long)]
-    assert by_length == [64, 192] and fixed == [192, 192]
+    assert by_length == ([64, 192] if capability == (9, 0) else [64, 128]) and fixed == [by_length[1]] * 2

@@ -81,9 +81,10 @@ def test_a_backward_in_a_thread_of_autograd_takes_the_mode_of_its_forward(monkey
     from jagged_kernels.attention import op as attention
 
     seen, backward = [], attention.triton_attention_backward
-    monkeypatch.setattr(attention, "triton_attention_backward", lambda *args: seen.append(args[-2:]) or backward(*args))
+    names = [argument.name for argument in backward._schema.arguments]
+    monkeypatch.setattr(attention, "triton_attention_backward", lambda *args: seen.append(dict(zip(names, args))) or backward(*args))
     q = torch.randn(7, 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     with jm.batch_invariant(True), jm.backward_workspace(2**20):
         out = F.jagged_attention(q, q, q, torch.tensor([0, 3, 7]))
     out.sum().backward()
-    assert seen == [(2**20, True)]
+    assert [(arguments["workspace"], arguments["batch_invariant"]) for arguments in seen] == [(2**20, True)]

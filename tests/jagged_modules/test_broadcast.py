@@ -109,11 +109,11 @@ def test_users_under_compile():
 
 def test_copies_keep_the_name_of_the_segmentation():
     index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
-    assert pickle.loads(pickle.dumps(index)).token != index.token, "nobody had asked for the name when it was pickled"
-    assert pickle.loads(pickle.dumps(index)).token == index.token
-    assert index.to("meta").token == index.token
+    assert pickle.loads(pickle.dumps(index)).segmentation_id != index.segmentation_id, "nobody had asked for the name when it was pickled"
+    assert pickle.loads(pickle.dumps(index)).segmentation_id == index.segmentation_id
+    assert index.to("meta").segmentation_id == index.segmentation_id
     assert index.to("meta").host_counts.tolist() == [1, 2]
-    assert jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2).token != index.token
+    assert jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2).segmentation_id != index.segmentation_id
 
 
 BAD = [

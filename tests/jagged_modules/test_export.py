@@ -300,7 +300,7 @@ def test_the_same_offsets_keep_the_segmentation(kind):
     lengths = (lambda x: x.host_lengths) if kind is jm.Jagged else (lambda x: x.host_counts)
     for x in (made, made.to("meta")):
         copy = tree_map(lambda tensor: tensor, x)
-        assert copy is not x and copy.token == x.token
+        assert copy is not x and copy.segmentation_id == x.segmentation_id
         assert lengths(copy).tolist() == [2, 3]
         assert copy._segmentation is x._segmentation
 
@@ -308,9 +308,9 @@ def test_the_same_offsets_keep_the_segmentation(kind):
 def test_other_offsets_are_another_segmentation():
     x = jm.Jagged(torch.randn(5, 4), OFFSETS)
     zeros = tree_map(torch.zeros_like, x)
-    assert zeros.token != x.token and zeros.host_lengths.tolist() == [0, 0]
+    assert zeros.segmentation_id != x.segmentation_id and zeros.host_lengths.tolist() == [0, 0]
     moved = tree_map(lambda tensor: tensor.to("meta"), x)
-    assert moved.token != x.token and moved.host_lengths is None, "only the device knows what the map did"
+    assert moved.segmentation_id != x.segmentation_id and moved.host_lengths is None, "only the device knows what the map did"
     offsets = OFFSETS.clone()
     x = jm.Jagged(torch.randn(5, 4), offsets)
     leaves, structure = tree_flatten(x)

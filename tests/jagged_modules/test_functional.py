@@ -646,7 +646,7 @@ BAD = [
     (dict(kv_offsets=torch.tensor([0, 2, 4, 6])), ValueError, "q_offsets must describe as many segments as kv_offsets, .*, got 2 and 3"),
     (LISTS | dict(kv_offsets=torch.tensor([0, 2, 6])), ValueError, "q_offsets must describe .* or a multiple of them, got 3 and 2"),
     (LISTS | NO_KEYS, ValueError, "q_offsets must describe as many segments as kv_offsets, or a multiple of them, got 3 and 0"),
-    (LISTS | dict(mask=jm.AttentionMask()), ValueError, "mask must be None with several lists .*, got 3 segments of q_offsets, 1 of"),
+    (LISTS | dict(mask=jm.AttentionMask()), ValueError, "mask must be None with several query groups, got 3 segments of q_offsets, 1 of"),
     (LISTS | SILU | dict(output_scale=torch.ones(1)), ValueError, r"output_scale must have shape \[B\] = \[3\], got \[1\]"),
     (dict(kv_offsets=torch.tensor([0, 3, 7])), ValueError, "kv_offsets must end at the number of rows, 6, got 7"),
     (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than max_seqlen_q = 3"),

@@ -53,10 +53,10 @@ def test_what_torch_does_not_count_as_written_makes_another_segmentation():
     rows, buffer = torch.randn(4, 8), torch.tensor([0, 2, 4]).numpy()
     offsets = torch.from_numpy(buffer)
     before = jm.Jagged(rows, offsets)
-    assert jm.Jagged(rows, offsets).token == before.token and before.host_lengths.tolist() == [2, 2]
+    assert jm.Jagged(rows, offsets).segmentation_id == before.segmentation_id and before.host_lengths.tolist() == [2, 2]
     buffer[1] = 3
     after = jm.Jagged(rows, offsets)
-    assert after.token != before.token and after.host_lengths.tolist() == [3, 1]
+    assert after.segmentation_id != before.segmentation_id and after.host_lengths.tolist() == [3, 1]
 
 
 def test_an_empty_jagged_tensor():
@@ -152,11 +152,11 @@ def test_no_rows_and_no_segments():
 
 def test_copies_share_the_segmentation(values, offsets):
     jagged = jm.Jagged(values, offsets)
-    token = jagged.token
+    token = jagged.segmentation_id
     for copy in (jagged.with_values(values.double()), jagged.to("meta"), pickle.loads(pickle.dumps(jagged))):
-        assert copy.token == token
+        assert copy.segmentation_id == token
         assert copy.host_lengths.tolist() == LENGTHS, "known on the host though the copy may be on a device"
-    assert jm.Jagged(values, offsets.clone()).token != token
+    assert jm.Jagged(values, offsets.clone()).segmentation_id != token
 
 
 # -- schedules -----------------------------------------------------------------------------------------------------------------
@@ -229,8 +229,8 @@ def test_layers_share_one_schedule_of_other_containers(kind, builds, values, off
 def test_nested_tensors_share_the_schedules_of_their_offsets(values, offsets):
     nested = torch.nested.nested_tensor_from_jagged(values, offsets)
     jagged = jm.Jagged.wrap(nested).prepare(**SIZES)
-    assert jm.Jagged.wrap(jagged.unwrap(values * 2)).token == jagged.token
-    assert jm.Jagged.wrap(nested + 1).token == jagged.token
+    assert jm.Jagged.wrap(jagged.unwrap(values * 2)).segmentation_id == jagged.segmentation_id
+    assert jm.Jagged.wrap(nested + 1).segmentation_id == jagged.segmentation_id
 
 
 def test_candidates_share_one_schedule(builds, values, offsets):
@@ -254,7 +254,7 @@ def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets
 
 def test_the_schedule_is_that_of_the_lengths(values, offsets, offsets_of):
     history = jm.Jagged(values, offsets)
-    sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16, itemsize=4)
+    sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     for queries, q_lengths in (
         (None, LENGTHS),
         (5, [5] * 4),

@@ -122,7 +122,7 @@ def test_a_copy_finds_the_schedules():
     jagged = _prepared()
     for way in WAYS.values():
         twin = way(jagged)
-        assert twin.token == jagged.token and len(twin._segmentation.schedules) == 1
+        assert twin.segmentation_id == jagged.segmentation_id and len(twin._segmentation.schedules) == 1
 
 
 def test_nothing_public_is_missing():

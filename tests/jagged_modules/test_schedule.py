@@ -2,10 +2,11 @@
 
 import pytest
 import torch
-from jagged_kernels.attention.configs import attention_tile
+from jagged_kernels.attention.select import AttentionProblem, select
+from jagged_kernels.common import device
 
-from jagged_modules import schedule
-from jagged_modules.functional import attention as functional
+from jagged_modules import functional
+from jagged_modules.schedule import host_schedule
 
 
 class Driver:
@@ -29,16 +30,25 @@ def no_driver(name):
     raise OSError(name)
 
 
-@pytest.mark.parametrize("capability, hopper", [((9, 0), True), ((8, 0), False), (None, False), ("no driver", False)], ids=str)
-def test_tiles_are_those_of_the_machines_gpu(monkeypatch, capability, hopper):
-    monkeypatch.setattr(schedule.ctypes, "CDLL", no_driver if capability == "no driver" else lambda name: Driver(capability))
-    monkeypatch.setattr(schedule.torch.cuda, "is_initialized", lambda: False)
-    monkeypatch.setattr(schedule, "_first_gpu_is_hopper", schedule._first_gpu_is_hopper.__wrapped__)
-    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, itemsize=2)
-    for rows in (100, 5):  # kernels for compute capability 9.0 are not taken for segments so short
-        made = schedule.host_schedule(torch.tensor([rows, rows]), torch.tensor([rows, rows]), **sizes)
-        expected = attention_tile(64, 2, rows, hopper and rows == 100)
-        assert (made.block_m, made.backward.block_m) == (expected.query, expected.key)
+@pytest.mark.parametrize("capability, seen", [((9, 0), (9, 0)), ((8, 0), (8, 0)), (None, None), ("no driver", None)], ids=str)
+def test_tiles_are_those_of_the_machines_gpu(monkeypatch, capability, seen):
+    monkeypatch.setattr(device.ctypes, "CDLL", no_driver if capability == "no driver" else lambda name: Driver(capability))
+    monkeypatch.setattr(device.torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(device, "_driver_capability", device._driver_capability.__wrapped__)
+    assert device.gpu_capability() == seen
+    sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16)
+    for rows in (100, 5):
+        lengths = torch.tensor([rows, rows])
+        made = host_schedule(lengths, lengths, **sizes)
+        problem = AttentionProblem(64, 64, torch.bfloat16, seen, q_rows=2 * rows, q_segments=2, kv_rows=2 * rows, kv_segments=2)
+        tile = select(problem).tile
+        assert (made.block_m, made.backward.block_m) == (tile.query, tile.key)
+
+
+def test_head_dims_that_hoppers_kernels_do_not_support_get_the_portable_tile():
+    sizes = dict(num_heads=2, num_kv_heads=2, dtype=torch.bfloat16, capability=(9, 0))
+    lengths = torch.tensor([300, 500])
+    assert [host_schedule(lengths, lengths, head_dim=head_dim, **sizes).block_m for head_dim in (64, 60)] == [192, 128]
 
 
 class Made(Exception):
@@ -46,33 +56,36 @@ class Made(Exception):
 
 
 @pytest.mark.parametrize(
-    "rows, activation, head_dim, implementation, q_shared, hopper",
+    "rows, activation, head_dim, implementation, q_shared, tile",
     [
-        (200, "softmax", 128, "auto", False, True),
-        (5, "softmax", 128, "auto", False, False),
-        (5, "softmax", 128, "hopper", False, True),
-        (200, "gelu", 128, "auto", False, True),
-        (200, "gelu", 64, "auto", False, False),
-        (20, "softmax", 64, "auto", True, True),
+        (200, "softmax", 128, "auto", False, 128),
+        (5, "softmax", 128, "auto", False, 64),
+        (5, "softmax", 128, "hopper", False, 128),
+        (200, "gelu", 128, "auto", False, 128),
+        (200, "gelu", 64, "auto", False, 128),
+        (200, "softmax", 64, "auto", False, 192),
+        (200, "softmax", 64, "triton", False, 128),
+        (20, "softmax", 64, "auto", True, 192),
+        (2, "softmax", 64, "auto", True, 64),
     ],
 )
 def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
-    monkeypatch, rows, activation, head_dim, implementation, q_shared, hopper
+    monkeypatch, offsets_of, rows, activation, head_dim, implementation, q_shared, tile
 ):
     kernels = pytest.importorskip("jagged_kernels.attention.op")
+    pytest.importorskip("triton")
+    from ..jagged_kernels.launches import recorded_launches
 
-    def made(*args, hopper, **sizes):
-        raise Made(hopper)
+    seen, operator = [], kernels.triton_attention
 
-    monkeypatch.setattr(kernels, "attention_on_hopper", lambda *args: True)
-    monkeypatch.setattr(functional, "device_schedule", made)
-    segments = 4
-    offsets = torch.arange(segments + 1) * rows
-    q = torch.zeros((60 if q_shared else segments * rows, 2, head_dim), dtype=torch.bfloat16)
-    k = torch.zeros((segments * rows, 2, head_dim), dtype=torch.bfloat16)
-    flags = dict(activation=activation, mask=None, num_targets=None, segment_scale=None, output_scale=1.0)
-    with pytest.raises(Made) as schedule_of:
-        functional._triton_attention(
-            q, k, k, offsets, offsets, None, implementation, scale=1.0, q_shared=q_shared, kv_shared=False, **flags
-        )
-    assert schedule_of.value.args == (hopper,)
+    def record(*args):
+        seen.append(dict(zip((argument.name for argument in operator._schema.arguments), args)))
+        return operator(*args)
+
+    monkeypatch.setattr(kernels, "triton_attention", record)
+    q, k = (torch.zeros((n, 2, head_dim), dtype=torch.bfloat16) for n in (60 if q_shared else 4 * rows, 4 * rows))
+    with recorded_launches((9, 0)) as launches:
+        offsets, options = offsets_of([rows] * 4), dict(activation=activation, implementation=implementation)
+        functional.jagged_attention(q, k, k, "shared" if q_shared else offsets, offsets, **options)
+    assert seen[0]["block_m"] == tile
+    assert [launch.kernel for launch in launches].count("_tile_list_kernel") == 1, "the kernels take the list as it is"

@@ -171,7 +171,7 @@ BAD = [
     (dict(offsets="shared"), TypeError, "offsets must be a torch.Tensor, got str"),
     (dict(candidate_offsets=torch.tensor([0, 3, 5])), ValueError, "candidate_offsets must end at the number of rows, 4, got 5"),
     (dict(candidate_offsets=torch.tensor([0, 4])), ValueError, "must describe the same number of segments, got 2 and 1"),
-    (dict(mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several lists .*, got 4 segments of q_offsets, 2 of"),
+    (dict(mask=jm.AttentionMask(causal=True)), ValueError, "mask must be None with several query groups, got 4 .* of q_offsets, 2 of"),
     (dict(activation="silu", output_scale=torch.ones(2)), ValueError, r"output_scale must have shape \[B\] = \[4\], got \[2\]"),
 ]
 

@@ -72,7 +72,7 @@ def test_threads_ask_for_one_name():
         for _ in range(50):
             index = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))
             jagged = jm.Jagged(torch.randn(4, 2), torch.tensor([0, 3, 4]))
-            assert len(set(in_threads(lambda _, index=index, jagged=jagged: (index.token, jagged.token)))) == 1
+            assert len(set(in_threads(lambda _, index=index, jagged=jagged: (index.segmentation_id, jagged.segmentation_id)))) == 1
     finally:
         sys.setswitchinterval(before)
 

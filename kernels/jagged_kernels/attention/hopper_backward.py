@@ -10,6 +10,7 @@ registers where they arise. What one warpgroup computes between its products ove
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
@@ -37,7 +38,8 @@ from ..common.pipeline import (
     vector_layout,
 )
 from ..common.ptxas import safe_ptxas
-from ..schedule.device import fitting_tiles, query_lists
+from ..schedule.device import kernel_tiles
+from ..schedule.host import Segments, TileList
 from .hopper_common import (
     as_factor,
     descriptor,
@@ -67,6 +69,8 @@ from .hopper_ds import (
     write_delta,
 )
 from .mask import num_partial_blocks
+from .params import AttentionParams, Gradients, Operands
+from .select import Selection
 
 # -- dq -----------------------------------------------------------------------------------------------------------------------------
 
@@ -265,68 +269,95 @@ def attention_bwd_dq_hopper_kernel(
 # -- launcher -----------------------------------------------------------------------------------------------------------------------
 
 
-def backward(
-    do, q, k, v, out, lse, delta, dq, dk, dv, query_schedule, key_schedule, scale, q_shared, kv_shared, activation, mask, num_targets,
-    segment_scale, output_scale, workspace,
-) -> None:  # fmt: skip
-    """Launch the kernels for dq and for dk, dv. Arguments are those of the portable kernels; workspace: at most so many bytes for dS."""
-    do = do if has_descriptor(do) else do.contiguous()
-    out = do if out is None else out.contiguous()
-    value_factor, slope_factor = activation_factors(activation, q.dtype == torch.bfloat16, scale)
-    flags = q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, activation, mask and tuple(mask), q_shared
-    (query_config, query_constants), (key_config, key_constants) = (launch_constants(kernel, *flags) for kernel in ("dq", "dkdv"))
-    operands = q_desc, do_desc, k_desc, v_desc = [descriptor(x, 64) for x in (q, do, k, v)]
-    if key_config.block != 64:
-        q_desc, do_desc = descriptor(q, key_config.block), descriptor(do, key_config.block)
-    dq_desc, dk_desc, dv_desc = (result_descriptor(x) for x in (dq, dk, dv))
-    lists, num_segments = query_lists(*query_schedule[:2])
+class _Launches:
+    """The kernels of one backward, with what all of their launches share."""
 
-    def query_tiles(q_offsets, kv_offsets, *schedule):
-        sizes = dq.shape[0], q.shape[1], query_config.tile, query_config.block
-        return fitting_tiles(*schedule, q_offsets, kv_offsets, *sizes, mask, num_targets)
+    def __init__(self, operands: Operands, grads: Gradients, params: AttentionParams, kv_shared: bool, selection: Selection) -> None:
+        q, k, v, out, _ = operands
+        do = grads.do if has_descriptor(grads.do) else grads.do.contiguous()
+        self.grads = grads._replace(do=do)
+        self.operands = operands._replace(out=do if out is None else out.contiguous())
+        self.params, self.kv_shared, self.selection = params, kv_shared, selection
+        self.value_factor, self.slope_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+        self.q_desc, self.do_desc, self.k_desc, self.v_desc = (descriptor(x, 64) for x in (q, do, k, v))
+        self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
 
-    def launch_dq(q_offsets, kv_offsets, tiles, num_tiles, segment_scale, places=None):
+    def query_tiles(self, segments: Segments) -> TileList:
+        dq, config = self.grads.dq, self.selection.dq
+        return TileList(*kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params), config.tile)
+
+    def dq(self, segments: Segments, segment_scale: Tensor | None, places: Tensor | None = None) -> None:
+        """dq; given workspace offsets, of the segments that have none. Tiles are query_tiles."""
+        tiles, num_tiles, _ = segments.tiles
+        params, lse, delta = self.params, self.operands.lse, self.grads.delta
         if blocks := grid(tiles):
             attention_bwd_dq_hopper_kernel[blocks](
-                *operands, dq_desc, out, dq, lse, delta,
-                q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale, scale, slope_factor, output_scale,
-                lse.stride(0), places,
-                HEAD_DIM=q.shape[2], **query_constants,
+                self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,
+                segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
+                params.scale, self.slope_factor, params.output_scale, lse.stride(0), places,
+                HEAD_DIM=self.operands.q.shape[2], **launch_constants(self.selection.dq, self.operands, params),
             )  # fmt: skip
 
-    def launch_dkdv(q_offsets, kv_offsets, *schedule, segment_scale, kept=None, places=None):
-        sizes = dk.shape[0], k.shape[1], key_config.tile, key_config.block
-        tiles, num_tiles = fitting_tiles(*schedule, kv_offsets, q_offsets, *sizes, mask, num_targets, True)
+    def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, places: Tensor | None = None) -> None:
+        """dk and dv; given a workspace, also dS of the segments that have an offset there."""
+        q, lse, delta = self.operands.q, self.operands.lse, self.grads.delta
+        dk, dv = self.grads.dk, self.grads.dv
+        params, config = self.params, self.selection.dkdv
+        q_desc, do_desc = self.q_desc, self.do_desc
+        if config.block != 64:
+            q_desc, do_desc = descriptor(q, config.block), descriptor(self.grads.do, config.block)
+        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_tiles=True)
         if blocks := grid(tiles):
             attention_bwd_dkdv_hopper_kernel[blocks](
-                q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk, dv, lse, delta,
-                q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale,
-                scale, value_factor, slope_factor, output_scale, lse.stride(0), kept, places,
-                HEAD_DIM=q.shape[2], KV_SHARED=kv_shared, LISTS=lists, **key_constants,
+                q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
+                segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
+                params.scale, self.value_factor, self.slope_factor, params.output_scale, lse.stride(0), ds, places,
+                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, LISTS=segments.query_groups,
+                **launch_constants(config, self.operands, params),
             )  # fmt: skip
 
-    num_blocks, parts = 0, []
-    if mask is None and lists == 1 and not (q_shared or kv_shared):
-        num_blocks, parts = plan_workspace(q, k, *query_schedule[:2], workspace, dq, dk, dv)
-    if not num_blocks:
-        launch_dq(*query_schedule[:2], *query_tiles(*query_schedule), segment_scale)
-        launch_dkdv(*key_schedule, segment_scale=segment_scale)
-        return
-    if activation == "softmax":
-        write_delta(do, out, delta)
-    kept = q.new_empty((num_blocks * 64, 1, 64))
-    for start, end in parts:
-        of_part = None if segment_scale is None else segment_scale[start:end]
-        queries, keys = query_schedule, key_schedule
-        if len(parts) > 1:
-            queries = keys = *(offsets[start : end + 1] for offsets in query_schedule[:2]), None, None, 0
-        offsets, (tiles, num_tiles) = queries[:2], query_tiles(*queries)
-        places, num_other_tiles = find_places(*offsets, num_tiles, num_blocks, q.shape[1], key_config.block)
-        launch_dkdv(*keys, segment_scale=of_part, kept=kept, places=places)
+    def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, places: Tensor) -> None:
+        """dq of the segments that have an offset in the workspace. Tiles are query_tiles."""
+        tiles, num_tiles, _ = segments.tiles
         if blocks := grid(tiles):
             attention_bwd_dq_of_kept_hopper_kernel[blocks](
-                descriptor(kept, 64), operands[2], dq_desc, dq, places, *offsets, tiles, num_tiles, of_part,
-                scale, slope_factor, output_scale,
-                QUERY_BLOCK=key_config.block, **kept_constants(q, k, activation),
+                descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, places, segments.q_offsets, segments.kv_offsets,
+                tiles, num_tiles, segment_scale, self.params.scale, self.slope_factor, self.params.output_scale,
+                QUERY_BLOCK=self.selection.dkdv.block, **kept_constants(self.selection.dq_from_ds, self.operands),
             )  # fmt: skip
-        launch_dq(*offsets, tiles, num_other_tiles, of_part, places)
+
+
+def backward(
+    operands: Operands, grads: Gradients, queries: Segments, keys: Segments, params: AttentionParams, kv_shared: bool,
+    selection: Selection, workspace: int | None,
+) -> None:  # fmt: skip
+    """Launch the kernels for dq and for dk, dv; or where the workspace, at most so many bytes, has room for dS, those that store it there
+    and read it."""
+    launches = _Launches(operands, grads, params, kv_shared, selection)
+    num_blocks, parts = 0, []
+    if params.mask is None and queries.query_groups == 1 and not (params.q_shared or kv_shared):
+        num_blocks, parts = plan_workspace(
+            operands.q, operands.k, queries.q_offsets, queries.kv_offsets, workspace, grads.dq, grads.dk, grads.dv
+        )  # fmt: skip
+    if not num_blocks:
+        launches.dq(queries._replace(tiles=launches.query_tiles(queries)), params.segment_scale)
+        launches.dkdv(keys, params.segment_scale)
+        return
+    if params.activation == "softmax":
+        write_delta(launches.grads.do, launches.operands.out, grads.delta)
+    ds = operands.q.new_empty((num_blocks * 64, 1, 64))
+    for start, end in parts:
+        segment_scale = None if params.segment_scale is None else params.segment_scale[start:end]
+        if len(parts) > 1:
+            offsets = (x[start : end + 1] for x in (queries.q_offsets, queries.kv_offsets))
+            queries_of_part = keys_of_part = Segments(*offsets, TileList(None, None, None))
+        else:
+            queries_of_part, keys_of_part = queries, keys
+        queries_of_part = queries_of_part._replace(tiles=launches.query_tiles(queries_of_part))
+        places, num_other_tiles = find_places(
+            queries_of_part.q_offsets, queries_of_part.kv_offsets, queries_of_part.tiles.num_tiles, num_blocks, operands.q.shape[1],
+            selection.dkdv.block,
+        )  # fmt: skip
+        launches.dkdv(keys_of_part, segment_scale, ds, places)
+        launches.dq_from_ds(queries_of_part, segment_scale, ds, places)
+        launches.dq(queries_of_part._replace(tiles=queries_of_part.tiles._replace(num_tiles=num_other_tiles)), segment_scale, places)

@@ -18,7 +18,7 @@ from ..common.gluon_api import thread_barrier
 from ..common.loads import load_tile as read_tile
 from ..common.loads import zigzag_waves
 from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, product_layout
-from .configs import HopperConfig, hopper_attention_config
+from .configs import HopperConfig
 from .mask import (
     column_blocks,
     first_target_column,
@@ -29,6 +29,7 @@ from .mask import (
     row_blocks,
     visible_columns,
 )
+from .params import AttentionParams, MaskParams, Operands
 
 TILE_FIELDS = gl.constexpr(8)
 TILE_SLOTS = gl.constexpr(4)  # tiles of one block follow each other quickly
@@ -204,13 +205,24 @@ def launch_options(config: HopperConfig) -> dict:
     )
 
 
+def launch_constants(config: HopperConfig, operands: Operands, params: AttentionParams) -> dict:
+    """The launch arguments that all kernels share."""
+    q, k, v, _, _ = operands
+    return _constants(config, q.shape[1], k.shape[1], v.shape[2], q.dtype, params.activation, params.mask, params.q_shared)
+
+
 @functools.cache
-def launch_constants(
-    kernel, heads, kv_heads, head_dim, v_dim, dtype, activation, mask, q_shared, long=False
-) -> tuple[HopperConfig, dict]:  # fmt: skip
-    """A kernel's configuration, and the constant arguments that all kernels share."""
-    config = hopper_attention_config(kernel, head_dim, activation, mask is not None, long)
-    return config, launch_options(config) | dict(
+def _constants(
+    config: HopperConfig,
+    heads: int,
+    kv_heads: int,
+    v_dim: int,
+    dtype: torch.dtype,
+    activation: str,
+    mask: MaskParams | None,
+    q_shared: bool,
+) -> dict:
+    return launch_options(config) | dict(
         HEADS=heads,
         GROUP=heads // kv_heads,
         V_DIM=v_dim,

@@ -37,7 +37,7 @@ from ..common.pipeline import (
     release,
 )
 from ..common.ptxas import safe_ptxas
-from .configs import hopper_attention_config, score_gradients_pay
+from .configs import HopperConfig
 from .hopper_common import (
     end_tile,
     key_blocks,
@@ -51,6 +51,8 @@ from .hopper_common import (
     visited_block,
 )
 from .mask import num_partial_blocks
+from .params import Operands
+from .select import storing_ds_is_faster
 
 SIDE = gl.constexpr(64)  # keys and queries of a block
 BLOCK_BYTES = 64 * 64 * 2
@@ -114,7 +116,7 @@ def plan_workspace(
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
     most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if workspace is None else workspace
     room = most // BLOCK_BYTES
-    if not score_gradients_pay(num_blocks, 64 * min(queries, keys), q.shape[2]) or PART * num_blocks > room * num_segments:
+    if not storing_ds_is_faster(num_blocks, 64 * min(queries, keys), q.shape[2]) or PART * num_blocks > room * num_segments:
         return 0, []
     parts = math.ceil(num_blocks / room)
     bounds = sorted({min(PART * math.ceil(part * num_segments / parts / PART), num_segments) for part in range(parts + 1)})
@@ -295,9 +297,10 @@ def attention_bwd_dq_of_kept_hopper_kernel(
         ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
-def kept_constants(q: Tensor, k: Tensor, activation: str) -> dict:
+def kept_constants(config: HopperConfig, operands: Operands) -> dict:
     """Constant arguments and launch of attention_bwd_dq_of_kept_hopper_kernel, but for QUERY_BLOCK."""
-    options = launch_options(hopper_attention_config("dq_of_kept", q.shape[2], activation, masked=False))
+    q, k, *_ = operands
+    options = launch_options(config)
     del options["ROW_STAGES"]  # dS has as many buffers as the keys
     return options | dict(HEADS=q.shape[1], GROUP=q.shape[1] // k.shape[1], HEAD_DIM=q.shape[2])
 

@@ -13,7 +13,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.activations import activation_factors
-from ..common.device import mean_rows
 from ..common.pipeline import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
@@ -35,8 +34,9 @@ from ..common.pipeline import (
     rows_of,
 )
 from ..common.ptxas import safe_ptxas
-from ..schedule.device import fitting_tiles, query_lists
-from .configs import hopper_keys_are_long
+from ..schedule.device import kernel_tiles
+from ..schedule.host import Segments
+from .configs import HopperConfig
 from .hopper_common import (
     as_factor,
     descriptor,
@@ -58,6 +58,7 @@ from .hopper_common import (
     visited_block,
 )
 from .mask import num_partial_blocks
+from .params import AttentionParams, Operands
 
 SUMS = gl.constexpr(8)  # of a row, until the tile ends: two for each of the four threads that hold it
 
@@ -446,22 +447,15 @@ def attention_fwd_hopper_kernel(
 # -- launcher -----------------------------------------------------------------------------------------------------------------------
 
 
-def forward(
-    q, k, v, out, lse, q_offsets, kv_offsets, tiles, num_tiles, block_m, scale, q_shared, activation, mask, num_targets, segment_scale,
-    output_scale, batch_invariant,
-) -> None:  # fmt: skip
-    """Launch the forward kernel; arguments as those of the portable one."""
-    dims = q.shape[1], k.shape[1], q.shape[2], v.shape[2]
-    long = hopper_keys_are_long(mean_rows(k.shape[0], kv_offsets, batch_invariant), q.shape[2], mask is not None)
-    config, constants = launch_constants("fwd", *dims, q.dtype, activation, mask and tuple(mask), q_shared, long)
-    sizes = out.shape[0], q.shape[1], config.tile, config.block
-    tiles, num_tiles = fitting_tiles(tiles, num_tiles, block_m, q_offsets, kv_offsets, *sizes, mask, num_targets)
-    _, num_segments = query_lists(q_offsets, kv_offsets)
-    value_factor, _ = activation_factors(activation, q.dtype == torch.bfloat16, scale)
+def forward(operands: Operands, segments: Segments, params: AttentionParams, config: HopperConfig) -> None:
+    """Launch the forward kernel."""
+    q, k, v, out, lse = operands
+    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
+    value_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     if blocks := grid(tiles):
         attention_fwd_hopper_kernel[blocks](
             descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), result_descriptor(out), out, lse,
-            q_offsets, kv_offsets, num_segments, tiles, num_tiles, num_targets, segment_scale,
-            scale, value_factor, output_scale, lse.stride(0),
-            Q_REGISTERS=config.rows_in_registers, **constants,
+            segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets,
+            params.segment_scale, params.scale, value_factor, params.output_scale, lse.stride(0),
+            Q_REGISTERS=config.rows_in_registers, **launch_constants(config, operands, params),
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 
@@ -25,6 +26,29 @@ def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
     if device.type != "cuda":
         return (9, 0), 4
     return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def gpu_capability() -> tuple[int, int] | None:
+    """Compute capability of the machine's first GPU, None without one. Does not initialise CUDA: a data loader's worker must not."""
+    if torch.cuda.is_initialized():
+        return device_properties(torch.device("cuda", 0))[0]
+    return _driver_capability()
+
+
+@functools.cache
+def _driver_capability() -> tuple[int, int] | None:
+    """That of the driver's management library."""
+    try:
+        library = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:  # no driver, no GPU
+        return None
+    device, major, minor = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    failed = (
+        library.nvmlInit_v2()
+        or library.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device))
+        or library.nvmlDeviceGetCudaComputeCapability(device, ctypes.byref(major), ctypes.byref(minor))
+    )
+    return None if failed else (major.value, minor.value)
 
 
 def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:

@@ -1,6 +1,6 @@
-"""How many blocks an attention tile visits under a mask: what `masks.column_blocks` and `masks.row_blocks` say in the kernels, in torch.
+"""How many blocks an attention tile visits under a mask: what `mask.column_blocks` and `mask.row_blocks` say in the kernels, in torch.
 
-`mask` is `AttentionMask.spec`; all tensors int32, one element per tile, on one device. Positions are columns of the segment.
+All tensors int32, one element per tile, on one device. Positions are columns of the segment.
 """
 
 from __future__ import annotations
@@ -8,9 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..attention.params import MaskParams
+
 
 def query_tile_work(
-    block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: list[int], block_m: int, block_n: int
+    block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: MaskParams, block_m: int, block_n: int
 ) -> Tensor:
     """Key blocks that the block-th tile of `block_m` query rows visits.
 
@@ -19,7 +21,7 @@ def query_tile_work(
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
     ends = torch.stack([first, torch.minimum(first + block_m, q_len) - 1]) + kv_len - q_len
-    steps = torch.stack([torch.full_like(first, mask[5] - 1), first_target - mask[7]]).clamp(*ends)
+    steps = torch.stack([torch.full_like(first, mask.context - 1), first_target - mask.full_attn_len]).clamp(*ends)
     low, high, own_low = _visible_columns(torch.cat([ends, steps]), first_target, mask)
     start = low.amin(0).clamp(min=0) // block_n
     count = (cdiv(high.amax(0).clamp(min=0), block_n) - start).clamp(min=0)
@@ -33,7 +35,7 @@ def _row_id(row: Tensor, first_target: Tensor, context: int) -> Tensor:
     return torch.minimum(row, first_target)
 
 
-def _visible_columns(row: Tensor, first_target: Tensor, mask: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+def _visible_columns(row: Tensor, first_target: Tensor, mask: MaskParams) -> tuple[Tensor, Tensor, Tensor]:
     """(low, high, own_low): a row sees the columns [low, high) and [own_low, row]."""
     causal, left, right, has_targets, group_size, context, max_attn_len, full = mask
     id, last_id = _row_id(row, first_target, context), _row_id(first_target, first_target, context)
@@ -62,7 +64,7 @@ def _visible_columns(row: Tensor, first_target: Tensor, mask: list[int]) -> tupl
 
 
 def key_tile_work(
-    block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: list[int], block_m: int, block_n: int
+    block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: MaskParams, block_m: int, block_n: int
 ) -> Tensor:
     """Query blocks of `block_n` rows that the block-th tile of `block_m` keys visits."""
     causal, left, right, _, group_size, context, max_attn_len, full = mask

@@ -7,10 +7,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .host import masked_tiles, num_lists, tile_capacity
+from .host import Segments, masked_tiles, num_query_groups, tile_capacity
 
 
 @triton.jit
@@ -78,48 +79,47 @@ def tile_list(
     offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
     mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The tiles of `tile_schedule.zigzag_schedule`, from offsets on the device.
+    """The tiles of `host.zigzag_schedule`, from offsets on the device.
 
     Args:
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Those
-            of queries may be several lists, as in `zigzag_schedule`.
-        num_heads, block_m, block_n, mask, num_targets, key_tiles: as in `zigzag_schedule`. A mask costs a sort, of some thirty launches.
+            of queries may have several groups, as in `zigzag_schedule`.
+        num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
+        mask: `MaskParams`, with num_targets `[B]` if it has targets. It costs a sort, of some thirty launches.
 
     Returns:
-        tiles int32 `[capacity, 3]`, capacity as in `tile_schedule.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
+        tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
     sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
     queries, keys = reversed(sides) if key_tiles else sides
-    lists = num_lists(*queries, *keys, mask)
+    groups = num_query_groups(*queries, *keys, mask)
     if mask is not None and len(tiles):
         lengths, other_lengths = offsets.diff().to(torch.int32), other_offsets.diff().to(torch.int32)
         tiles, _, count = masked_tiles(
-            lengths, other_lengths, len(tiles) // num_heads, num_heads, block_m, block_n, mask, num_targets, key_tiles
+            lengths, other_lengths, len(tiles) // num_heads, num_heads, block_m, block_n, MaskParams(*mask), num_targets, key_tiles
         )
         return tiles, count
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
-        LISTS=1 if key_tiles else lists, OTHER_LISTS=lists if key_tiles else 1,
+        LISTS=1 if key_tiles else groups, OTHER_LISTS=groups if key_tiles else 1,
     )  # fmt: skip
     return tiles, num_tiles
 
 
-def fitting_tiles(
-    tiles: Tensor | None, num_tiles: Tensor | None, rows: int, offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int,
-    block_m: int, *rest,
+def kernel_tiles(
+    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """A schedule's tiles if there are some, of `block_m` rows; else a list made for kernels that want those, arguments as `tile_list`'s."""
-    if tiles is not None and rows == block_m:
+    """The tiles and their number for a kernel: the schedule's if they have the tile of its launch configuration, else a new list.
+
+    total_rows, num_heads: of the tiled side. key_tiles: that is the keys' side.
+    """
+    tiles, num_tiles, block = segments.tiles
+    if tiles is not None and block == config.tile:
         return tiles, num_tiles
-    return tile_list(offsets, other_offsets, total_rows, num_heads, block_m, *rest)
-
-
-def query_lists(q_offsets: Tensor, kv_offsets: Tensor) -> tuple[int, int | None]:
-    """How many lists of query segments read the keys, and the kernels' `num_segments`: that of the keys, None with one list."""
-    num_segments = kv_offsets.shape[0] - 1
-    lists = num_lists("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", num_segments)
-    return lists, num_segments if lists > 1 else None
+    offsets = segments.q_offsets, segments.kv_offsets
+    offsets = reversed(offsets) if key_tiles else offsets
+    return tile_list(*offsets, total_rows, num_heads, config.tile, config.block, params.mask, params.num_targets, key_tiles)

@@ -10,12 +10,40 @@ of workers the GPU has; the list alone travels to the device.
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..attention.params import MaskParams
 from ..common.one_thread import one_thread
 from .cost import cdiv, key_tile_work, query_tile_work
+
+
+class TileList(NamedTuple):
+    """A schedule's tiles as kernels take them; None: not listed yet. block: rows of a tile, None if any will do."""
+
+    tiles: Tensor | None
+    num_tiles: Tensor | None
+    block: int | None
+
+
+class Segments(NamedTuple):
+    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Of queries there may be several groups, `[n · B + 1]`:
+    their segments b, B + b, 2B + b, ... read the keys of segment b."""
+
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    tiles: TileList
+
+    @property
+    def query_groups(self) -> int:
+        return num_query_groups("q_offsets", self.q_offsets.shape[0] - 1, "kv_offsets", self.kv_offsets.shape[0] - 1)
+
+    @property
+    def segments_per_group(self) -> int | None:
+        """What kernels call `num_segments`: None with one query group."""
+        return None if self.query_groups == 1 else self.kv_offsets.shape[0] - 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,33 +52,43 @@ class TileSchedule:
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
-        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits; None in a schedule built on the device.
-        worker: int32 `[T]`, the worker that a tile is dealt to when there are `num_workers`; None likewise.
         num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
         num_workers: workers of `worker` and `loads()`. Kernels deal anew to the workers the GPU has.
+        work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever the schedule is; None in a schedule
+            built on the device.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
     """
 
     tiles: Tensor
-    work: Tensor | None
-    worker: Tensor | None
     num_tiles: Tensor
     block_m: int
     block_n: int
     num_heads: int
     num_workers: int
+    work: Tensor | None = None
     backward: TileSchedule | None = None
 
+    @property
+    def tile_list(self) -> TileList:
+        return TileList(self.tiles, self.num_tiles, self.block_m)
+
+    @property
+    def worker(self) -> Tensor:
+        """int32 `[T]` on the host: the worker that a tile is dealt to when there are `num_workers`. Computed at each call."""
+        position = torch.arange(len(self.tiles), dtype=torch.int32)
+        lane = position % self.num_workers
+        return torch.where(position // self.num_workers % 2 == 0, lane, self.num_workers - 1 - lane)
+
     def loads(self) -> Tensor:
-        """int64 `[num_workers]`: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
+        """int64 `[num_workers]` on the host: total work of each worker, in key blocks. ValueError: a schedule built on the device."""
         if self.work is None:
             raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
-        return torch.zeros(self.num_workers, dtype=torch.int64, device=self.work.device).index_add_(0, self.worker.long(), self.work.long())
+        return torch.zeros(self.num_workers, dtype=torch.int64).index_add_(0, self.worker, self.work.long())
 
     def to(self, device, non_blocking: bool = False) -> TileSchedule:
-        """The schedule with its tensors on `device`; self where they are there already."""
+        """The schedule with its tiles on `device`; self where they are there already."""
         if self.tiles.device == torch.device(device):
             return self
         return self._map(lambda t: t.to(device, non_blocking=non_blocking))
@@ -60,10 +98,8 @@ class TileSchedule:
         return self._map(Tensor.pin_memory)
 
     def _map(self, move) -> TileSchedule:
-        tensors = {name: getattr(self, name) for name in ("tiles", "work", "worker", "num_tiles")}
-        moved = {name: None if x is None else move(x) for name, x in tensors.items()}
         backward = None if self.backward is None else self.backward._map(move)
-        return dataclasses.replace(self, **moved, backward=backward)
+        return dataclasses.replace(self, tiles=move(self.tiles), num_tiles=move(self.num_tiles), backward=backward)
 
 
 @one_thread()
@@ -74,8 +110,8 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none. Those of queries may be n lists,
-            one after the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
+            tiles, with work 0: its output rows have to be written too. One without queries has none. Queries may have n groups, one after
+            the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are dealt to.
@@ -87,7 +123,7 @@ def zigzag_schedule(
 
     Raises:
         TypeError: lengths or sizes that are not integers. ValueError: lengths whose counts do not fit together, negative or on a device,
-        sizes below 1, several lists under a mask.
+        sizes below 1, several query groups under a mask.
     """
     q_lengths, kv_lengths = _host_lengths("q_lengths", q_lengths), _host_lengths("kv_lengths", kv_lengths)
     for name, value in dict(num_heads=num_heads, block_m=block_m, block_n=block_n, num_workers=num_workers).items():
@@ -100,34 +136,33 @@ def zigzag_schedule(
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
     queries, keys = reversed(sides) if key_tiles else sides
-    lists = num_lists(*queries, *keys, mask)
+    groups = num_query_groups(*queries, *keys, mask)
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     if mask is None or not len(q_lengths):
-        tiles, work = _tiles(q_lengths, kv_lengths, *((1, lists) if key_tiles else (lists, 1)), num_heads, block_m, block_n)
+        tiles, work = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        total = int(cdiv(q_lengths, block_m).sum())
-        tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, mask.spec, num_targets, key_tiles)
+        total, params = int(cdiv(q_lengths, block_m).sum()), MaskParams(*mask.spec)
+        tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
-        work=work,
-        worker=_deal(torch.arange(len(tiles), dtype=torch.int32), num_workers),
         num_tiles=torch.tensor([len(tiles)], dtype=torch.int32),
         block_m=block_m,
         block_n=block_n,
         num_heads=num_heads,
         num_workers=num_workers,
+        work=work,
     )
 
 
 def _tiles(
-    q_lengths: Tensor, kv_lengths: Tensor, lists: int, other_lists: int, num_heads: int, block_m: int, block_n: int
+    q_lengths: Tensor, kv_lengths: Tensor, groups: int, other_groups: int, num_heads: int, block_m: int, block_n: int
 ) -> tuple[Tensor, Tensor]:
     """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
     stable sort of the tiles."""
-    segment_work = cdiv(kv_lengths, block_n).view(other_lists, -1).sum(0, dtype=torch.int32).repeat(lists)
+    segment_work = cdiv(kv_lengths, block_n).view(other_groups, -1).sum(0, dtype=torch.int32).repeat(groups)
     segment_work, order = torch.sort(segment_work, descending=True, stable=True)
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
@@ -142,8 +177,8 @@ def _tiles(
     return tiles, segment_work[rank]
 
 
-def num_lists(queries: str, num_queries: int, keys: str, num_keys: int, mask=None) -> int:
-    """How many lists of query segments read the segments of keys, from the number of segments of the arguments so called.
+def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask=None) -> int:
+    """How many groups of query segments read the segments of keys, from the number of segments of the arguments so called.
 
     ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
     """
@@ -152,20 +187,20 @@ def num_lists(queries: str, num_queries: int, keys: str, num_keys: int, mask=Non
     if num_queries == 0 or num_keys == 0 or num_queries % num_keys:
         raise ValueError(f"{queries} must describe as many segments as {keys}, or a multiple of them, got {num_queries} and {num_keys}")
     if mask is not None:
-        raise ValueError(f"mask must be None with several lists of queries, got {num_queries} segments of {queries}, {num_keys} of {keys}")
+        raise ValueError(f"mask must be None with several query groups, got {num_queries} segments of {queries}, {num_keys} of {keys}")
     return num_queries // num_keys
 
 
 def masked_tiles(
     lengths: Tensor, other_lengths: Tensor, capacity: int, num_heads: int, block_m: int, block_n: int,
-    mask: list[int], num_targets: Tensor | None, key_tiles: bool,
+    mask: MaskParams, num_targets: Tensor | None, key_tiles: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Sorted tiles under a mask, on any device and without waiting for it. Heads, which cost the same, follow one another.
 
     Args:
         lengths, other_lengths: int32 `[B]`, B at least 1, of the tiled side and of the side that a tile loops over.
         capacity: at least the number of tiles of one head.
-        mask: `AttentionMask.spec`. num_targets: `[B]` or None.
+        num_targets: `[B]` or None.
 
     Returns:
         tiles int32 `[capacity · num_heads, 3]`, work int32 of each, and their number, int32 `[1]`; tiles past it are 0.
@@ -190,12 +225,6 @@ def masked_tiles(
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
     """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
     return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
-
-
-def _deal(position: Tensor, num_workers: int) -> Tensor:
-    """Worker of the tile at each position: ascending in even waves, descending in odd ones."""
-    lane = position % num_workers
-    return torch.where(position // num_workers % 2 == 0, lane, num_workers - 1 - lane)
 
 
 def _host_lengths(name: str, lengths) -> Tensor:

@@ -44,7 +44,7 @@ def test_several_lists_of_queries(check_attention, lengths, dtype):
 
 
 def test_several_lists_of_queries_with_a_scale_per_segment(check_attention):
-    lengths, schedule = ([3, 70, 0, 20, 5, 0], [65, 20, 4]), dict(num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
+    lengths, schedule = ([3, 70, 0, 20, 5, 0], [65, 20, 4]), dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
     schedule = host_schedule(*map(torch.tensor, lengths), **schedule)
     check_attention(lengths, torch.float32, "cpu", activation="sigmoid", output_scale=torch.rand(6) + 0.1, schedule=schedule)
 
@@ -86,7 +86,7 @@ def test_scales_with_a_gradient(check_scales_with_a_gradient, shared, dtype):
 
 def test_masked_host_schedule(check_attention):
     lengths, mask = torch.tensor(SELF), jm.AttentionMask(causal=True)
-    schedule = host_schedule(lengths, lengths, num_heads=2, num_kv_heads=1, head_dim=40, itemsize=4, mask=mask)
+    schedule = host_schedule(lengths, lengths, num_heads=2, num_kv_heads=1, head_dim=40, dtype=torch.float32, mask=mask)
     check_attention((SELF, SELF), torch.float32, "cpu", heads=(2, 1), activation="silu", mask=mask, schedule=schedule)
 
 
@@ -101,7 +101,7 @@ def test_scale(check_attention, scale):
 
 def test_host_schedule(check_attention):
     lengths = [3, 0, 130, 65], [70, 4, 0, 129]
-    schedule = host_schedule(*map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
+    schedule = host_schedule(*map(torch.tensor, lengths), num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
     check_attention(lengths, torch.float32, "cpu", schedule=schedule)
 
 
@@ -121,7 +121,7 @@ def test_a_second_derivative_is_refused(offsets):
 
 def test_a_schedule_of_other_lengths_is_refused(check_attention):
     lengths = torch.tensor([3, 0, 130])
-    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=40, itemsize=4)
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
     with pytest.raises(ValueError, match="schedule was built for other lengths: it has 16 tiles, q_offsets need 8"):
         check_attention(([3, 4], [3, 4]), torch.float32, "cpu", schedule=schedule)
 

@@ -1,0 +1,210 @@
+"""Which kernels run an attention call, and with which tiles. Nothing else decides it, and nothing else asks which GPU this is.
+
+`select` is a pure function of an `AttentionProblem`. It needs neither a GPU nor triton: a data loader asks it for the tiles of a schedule,
+and docs/kernels-used.md is printed from it. A forward asks once, its backward once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..common.configs import LaunchConfig, padded_dim
+from ..common.device import ceil_div
+from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, hopper_attention_config
+
+HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
+LONG = 768  # mean rows that a tile loops over, from which on larger blocks are faster
+
+
+class AttentionProblem(NamedTuple):
+    """What the choice depends on. Numbers of rows and segments are None where they are not known: under torch.compile, whose graph serves
+    every batch.
+
+    Attributes:
+        head_dim, v_dim: of q and k, and of v.
+        dtype: of q, k and v.
+        capability: compute capability of the GPU; None: there is none (Triton's interpreter).
+        implementation: "auto", "triton" or "hopper".
+        activation: a public name. masked: whether there is a mask.
+        batch_invariant: nothing depends on numbers of rows and segments, but for whether there are any.
+        q_rows, q_segments: rows of q, and segments that share them out or, with q_shared, that take all of them.
+        kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
+        misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read.
+        schedule: rows of the tiles of the schedule at hand, None for a side without tiles; None: there is no schedule yet.
+        num_kv_heads, num_sms: for the number of query chunks, with kv_shared alone.
+    """
+
+    head_dim: int
+    v_dim: int
+    dtype: torch.dtype
+    capability: tuple[int, int] | None = None
+    implementation: str = "auto"
+    activation: str = "softmax"
+    masked: bool = False
+    batch_invariant: bool = False
+    q_rows: int | None = None
+    q_segments: int | None = None
+    kv_rows: int | None = None
+    kv_segments: int | None = None
+    q_shared: bool = False
+    kv_shared: bool = False
+    misaligned: tuple[str, ...] = ()
+    schedule: tuple[int | None, int | None] = (None, None)
+    num_kv_heads: int = 1
+    num_sms: int = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Selection:
+    """The kernels of a call.
+
+    Attributes:
+        backend: "triton", the portable kernels, or "hopper".
+        fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of dkdv.
+        dq_from_ds: that of the kernel that reads dS, where the backward may store it; Hopper's alone.
+        query_chunks: with kv_shared, into how many chunks dkdv splits the query rows, each against all keys.
+    """
+
+    backend: str
+    fwd: LaunchConfig | HopperConfig
+    dq: LaunchConfig | HopperConfig
+    dkdv: LaunchConfig | HopperConfig
+    dq_from_ds: HopperConfig | None = None
+    query_chunks: int = 1
+
+    @property
+    def tile(self) -> AttentionTile:
+        """The tiles of a schedule for these kernels."""
+        return AttentionTile(query=self.fwd.tile, key=self.dkdv.tile)
+
+
+def select(problem: AttentionProblem) -> Selection:
+    """The kernels for a problem.
+
+    Raises:
+        ValueError: implementation is "hopper" and those kernels do not support the problem.
+    """
+    p = problem
+    q_seqlen = p.q_rows if p.q_shared else _mean_seqlen(p, p.q_rows, p.q_segments)
+    kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
+    if _takes_hopper(p, q_seqlen, kv_seqlen):
+        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
+        selection = _hopper_selection(p.head_dim, p.activation, p.masked, long)
+        return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
+
+    tile = _triton_tile(p, q_seqlen)
+    chunks = query_chunks(p, tile.key) if p.kv_shared else 1
+    q_rows = p.q_rows * p.q_segments if p.q_shared and p.q_rows is not None else p.q_rows
+    queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
+    long = (not p.masked and length is not None and length >= LONG for length in (kv_seqlen, queries_of_keys))
+    selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability or HOPPER, tile, *long)
+    return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
+
+
+# -- rules --------------------------------------------------------------------------------------------------------------------------
+
+
+def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
+    """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte boundaries."""
+    dim = padded_dim(head_dim)
+    dims_fit = dim in (64, 128) and padded_dim(v_dim) == dim and head_dim % 8 == v_dim % 8 == 0
+    return capability == HOPPER and dtype.itemsize == 2 and dims_fit
+
+
+def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: int, activation: str) -> bool:
+    """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Mean segment lengths; None: long ones.
+
+    Not where tiles are mostly empty: portable kernels took 25 % less time for 25 rows by 25 and 8 % less for 1 by 200; Hopper's took 8 %
+    less for 10 by 200 and 13 % less for 50 by 50. Nor for activations of very many instructions, of which every warpgroup has a copy:
+    portable kernels took 18 % less time for "gelu_taylor" and 2 % less for "gelu" at head dim 64; Hopper's took 10 % less at 128.
+    """
+    long = q_seqlen is None or kv_seqlen is None or q_seqlen * kv_seqlen >= 1024
+    return long and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
+
+
+def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
+    """Whether Hopper's forward loops over blocks of 128 keys instead of 64. kv_seqlen: mean keys of a segment; None: few.
+
+    A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Both took the same
+    time for about 320 keys at head dim 128 and 600 at 64 without a mask, and for four times as many under one.
+    """
+    return kv_seqlen is not None and kv_seqlen >= LONG * 64 / padded_dim(head_dim) * (4 if masked else 1)
+
+
+def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> bool:
+    """Whether Hopper's backward is faster where the dk, dv kernel stores dS for dq: so many blocks of 64 by 64, 8 KB each.
+
+    At head dim 128 that took 2 % more to 20 % less time, at 64, where as many bytes save half as much arithmetic, 6 to 8 % more. It takes
+    two or three launches more. seqlen: mean length of the shorter side; fewer than two blocks of it were not measured, and would leave
+    blocks mostly empty.
+    """
+    return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and seqlen >= 128
+
+
+def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
+    """How many chunks of the query rows fill the GPU with tiles of keys that all segments share, each chunk at least 256 rows."""
+    tiles = max(1, ceil_div(problem.kv_rows, key_tile) * problem.num_kv_heads)
+    return max(1, min(2 * problem.num_sms // tiles, ceil_div(problem.q_rows, 256)))
+
+
+def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
+    supported = hopper_is_supported(p.head_dim, p.v_dim, p.dtype, p.capability)
+    if p.implementation == "hopper" and not supported:
+        gpu = "no GPU" if p.capability is None else "compute capability {}.{}".format(*p.capability)
+        raise ValueError(
+            "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims 40 to 64 or 72 to 128 in multiples "
+            f"of 8; got {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
+        )
+    if not supported or p.implementation == "triton" or p.q_rows == 0 or p.kv_rows == 0:
+        return False
+    if p.implementation == "hopper" and p.misaligned:
+        operands = ", ".join(p.misaligned)
+        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {operands}")
+    return p.implementation == "hopper" or not p.misaligned and hopper_is_faster(q_seqlen, kv_seqlen, p.head_dim, p.activation)
+
+
+def _mean_seqlen(p: AttentionProblem, rows: int | None, segments: int | None) -> float | None:
+    return None if rows is None or p.batch_invariant else rows / max(1, segments)
+
+
+def _triton_tile(p: AttentionProblem, q_seqlen: float | None) -> AttentionTile:
+    """A schedule's tiles, as far as they are not larger than the kernels support; without one, or batch-invariant, those."""
+    if p.schedule[0] is not None:
+        q_seqlen = None
+    largest = attention_tile(max(p.head_dim, p.v_dim), p.dtype.itemsize, q_seqlen)
+    if p.batch_invariant:
+        return largest
+    query, key = (most if rows is None else min(rows, most) for rows, most in zip(p.schedule, (largest.query, largest.key)))
+    return AttentionTile(query=query, key=key)
+
+
+def _cached(function: Callable) -> Callable:
+    """functools.cache, but under torch.compile, which traces the function and warns of caches."""
+    cached = functools.cache(function)
+
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args) if torch.compiler.is_compiling() else cached(*args)
+
+    return call
+
+
+@_cached
+def _hopper_selection(dim: int, activation: str, masked: bool, long: bool) -> Selection:
+    kernels = dict(fwd="fwd", dq="dq", dkdv="dkdv", dq_from_ds="dq_of_kept")
+    configs = {name: hopper_attention_config(kernel, dim, activation, masked, long) for name, kernel in kernels.items()}
+    return Selection("hopper", **configs)
+
+
+@_cached
+def _triton_selection(
+    dim: int, itemsize: int, capability: tuple[int, int], tile: AttentionTile, long_keys: bool, long_queries: bool
+) -> Selection:  # fmt: skip
+    keys, queries = (attention_config(dim, itemsize, capability, tile.query, long) for long in (long_keys, long_queries))
+    fwd, dq = (config if config.tile else dataclasses.replace(config, tile=tile.query) for config in (keys.fwd, keys.dq))
+    return Selection("triton", fwd, dq, dataclasses.replace(queries.dkdv, tile=tile.key))

@@ -1,0 +1,24 @@
+"""The flat arguments of attention's operators, and the named fields that they are packed into."""
+
+import pytest
+from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.schedule.host import TileList
+
+from jagged_modules.cpu.attention import attention_cpu, attention_cpu_backward
+
+
+def _names(operator) -> list[str]:
+    return [argument.name for argument in getattr(operator, "_opoverload", operator)._schema.arguments]
+
+
+def test_the_cpus_operators_end_with_the_parameters():
+    for operator in (attention_cpu, attention_cpu_backward):
+        assert _names(operator)[-len(AttentionParams._fields) :] == list(AttentionParams._fields)
+
+
+def test_the_gpus_operators_end_with_the_parameters():
+    op = pytest.importorskip("jagged_kernels.attention.op")
+    forward, backward = _names(op.triton_attention), _names(op.triton_attention_backward)
+    assert forward[-len(AttentionParams._fields) :] == list(AttentionParams._fields)
+    assert backward == ["do", "out", "lse", *forward], "autograd passes the forward's arguments on"
+    assert forward[5:8] == [*TileList._fields[:2], "block_m"] and forward[8:11] == ["key_tiles", "num_key_tiles", "key_block"]

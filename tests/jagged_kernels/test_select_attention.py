@@ -1,0 +1,203 @@
+"""Which kernels an attention call takes, and with which tiles: every rule at its edges. No GPU: the compute capability is an argument."""
+
+import itertools
+
+import pytest
+import torch
+from jagged_kernels.attention import select as module
+from jagged_kernels.attention.configs import attention_config, hopper_attention_config
+from jagged_kernels.attention.select import AttentionProblem, select
+
+from jagged_modules.activations import ACTIVATIONS
+
+A100, L4, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
+LONG = dict(q_rows=64 * 500, q_segments=64, kv_rows=64 * 500, kv_segments=64)
+HOPPER_KERNELS = ("fwd", "dq", "dkdv", "dq_of_kept")
+
+
+def problem(head_dim=128, v_dim=None, dtype=torch.bfloat16, capability=H100, **options):
+    return AttentionProblem(head_dim, head_dim if v_dim is None else v_dim, dtype, capability, **options)
+
+
+def sizes(q_seqlen, kv_seqlen, segments=64):
+    return dict(q_rows=q_seqlen * segments, q_segments=segments, kv_rows=kv_seqlen * segments, kv_segments=segments)
+
+
+BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H100 → backend
+    (dict(), "hopper"),
+    (dict(dtype=torch.float16), "hopper"),
+    (dict(dtype=torch.float32), "triton"),
+    (dict(capability=A100), "triton"),
+    (dict(capability=L4), "triton"),
+    (dict(capability=B200), "triton"),
+    (dict(capability=None), "triton"),
+    (dict(implementation="triton"), "triton"),
+    (dict(head_dim=32), "triton"),
+    (dict(head_dim=40), "hopper"),
+    (dict(head_dim=44), "triton"),
+    (dict(head_dim=64), "hopper"),
+    (dict(head_dim=72), "hopper"),
+    (dict(head_dim=64, v_dim=40), "hopper"),
+    (dict(head_dim=64, v_dim=72), "triton"),
+    (dict(head_dim=64, v_dim=60), "triton"),
+    (dict(head_dim=136), "triton"),
+    (dict(misaligned=("q",)), "triton"),
+    (dict(activation="gelu_taylor"), "triton"),
+    (dict(activation="gelu"), "hopper"),
+    (dict(activation="gelu", head_dim=72), "hopper"),
+    (dict(activation="gelu", head_dim=64), "triton"),
+    (dict(activation="gelu_tanh", head_dim=64), "hopper"),
+    (dict(masked=True), "hopper"),
+    (sizes(32, 32), "hopper"),
+    (sizes(31, 33), "triton"),
+    (sizes(10, 200), "hopper"),
+    (sizes(1, 200), "triton"),
+    (sizes(25, 25), "triton"),
+    (sizes(25, 25) | dict(batch_invariant=True), "hopper"),
+    (sizes(25, 25) | dict(implementation="hopper"), "hopper"),
+    (dict(activation="gelu_taylor", implementation="hopper"), "hopper"),
+    (dict.fromkeys(LONG), "hopper"),
+    (dict(q_rows=0), "triton"),
+    (dict(kv_rows=0), "triton"),
+    (dict(q_rows=0, implementation="hopper"), "triton"),  # nothing but zeros to write
+    (dict(q_shared=True, q_rows=3, kv_rows=64 * 342), "hopper"),  # 3 rows with every segment's 342 keys
+    (dict(q_shared=True, q_rows=3, kv_rows=64 * 341), "triton"),
+    (dict(kv_shared=True, q_rows=1024, q_segments=1, kv_rows=1, kv_segments=1), "hopper"),
+    (dict(kv_shared=True, q_rows=1023, q_segments=1, kv_rows=1, kv_segments=1), "triton"),
+]
+
+
+@pytest.mark.parametrize("change, backend", BACKENDS, ids=[str(change) for change, _ in BACKENDS])
+def test_backend(change, backend):
+    assert select(problem(**(LONG | change))).backend == backend
+
+
+REFUSED = [
+    (dict(dtype=torch.float32), "got torch.float32 on compute capability 9.0, head dims 128 and 128"),
+    (dict(capability=A100), "a GPU of compute capability 9.0, .* got torch.bfloat16 on compute capability 8.0"),
+    (dict(capability=None), "got torch.bfloat16 on no GPU"),
+    (dict(head_dim=32), "head dims 40 to 64 or 72 to 128 in multiples of 8; got .* head dims 32 and 32"),
+    (dict(v_dim=64), "head dims 128 and 64"),
+    (dict(misaligned=("q [8, 2, 64] with strides (130, 65, 1)",)), r"begin at 16-byte boundaries, .*got q \[8, 2, 64\] with strides"),
+]
+
+
+@pytest.mark.parametrize("change, message", REFUSED, ids=[message[:40] for _, message in REFUSED])
+def test_an_explicit_request_never_falls_back(change, message):
+    with pytest.raises(ValueError, match=f"implementation 'hopper' takes .*{message}"):
+        select(problem(**(LONG | change), implementation="hopper"))
+
+
+TRITON_TILES = [  # what differs from head dim 64 in bf16 on an A100, without a schedule → query tile, key tile
+    (dict(), 128, 64),
+    (dict(head_dim=72), 64, 64),
+    (dict(head_dim=64, v_dim=72), 64, 64),
+    (dict(head_dim=256), 64, 64),
+    (dict(dtype=torch.float32), 64, 64),
+    (dict(dtype=torch.float32, head_dim=128), 64, 64),
+    (dict(dtype=torch.float32, head_dim=129), 32, 32),
+    (sizes(64, 500), 64, 64),
+    (sizes(65, 500), 128, 64),
+    (sizes(64, 500) | dict(batch_invariant=True), 128, 64),
+    (dict(q_shared=True, q_rows=64), 64, 64),
+    (dict(q_shared=True, q_rows=65), 128, 64),
+    (dict(schedule=(64, 32)), 64, 32),
+    (dict(schedule=(16, None)), 16, 64),
+    (dict(schedule=(192, 128)), 128, 64),
+    (sizes(10, 500) | dict(schedule=(128, 64)), 128, 64),  # a schedule's tile stays
+    (dict(schedule=(16, 16), batch_invariant=True), 128, 64),
+]
+
+
+@pytest.mark.parametrize("change, query, key", TRITON_TILES, ids=[str(change) for change, _, _ in TRITON_TILES])
+def test_tiles_of_the_portable_kernels(change, query, key):
+    selection = select(problem(**(dict(head_dim=64, capability=A100) | LONG | change)))
+    assert (selection.fwd.tile, selection.dq.tile, selection.dkdv.tile) == (query, query, key)
+    assert (selection.tile.query, selection.tile.key) == (query, key)
+
+
+@pytest.mark.parametrize("head_dim, tiles", [(64, (192, 192, 128, 192)), (128, (128, 128, 128, 128))])
+@pytest.mark.parametrize("schedule", [(None, None), (16, 16), (64, 64)])
+def test_hoppers_tiles_are_its_own(head_dim, tiles, schedule):
+    selection = select(problem(head_dim, **LONG, schedule=schedule))
+    assert tuple(config.tile for config in (selection.fwd, selection.dq, selection.dkdv, selection.dq_from_ds)) == tiles
+
+
+def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
+    """Those do not depend on what a schedule does not know."""
+    for dim in (64, 96, 128):
+        options = list(itertools.product(ACTIVATIONS, [False, True], [False, True]))
+        tiles = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in HOPPER_KERNELS}
+        assert all(len(rows) == 1 for rows in tiles.values()) and tiles["fwd"] == tiles["dq"] == tiles["dq_of_kept"]
+
+
+@pytest.mark.parametrize(
+    "head_dim, masked, below, from_on",
+    [(128, False, 383, 384), (64, False, 767, 768), (72, False, 383, 384), (128, True, 1535, 1536), (64, True, 3071, 3072)],
+)
+def test_hoppers_key_blocks_are_larger_where_segments_are_long(head_dim, masked, below, from_on):
+    blocks = [select(problem(head_dim, masked=masked, **sizes(500, length))).fwd.block for length in (below, from_on)]
+    assert blocks == [64, 128]
+    assert select(problem(head_dim, masked=masked, batch_invariant=True, **sizes(500, from_on))).fwd.block == 64
+    assert select(problem(head_dim, masked=masked)).fwd.block == 64, "nothing is known of the segments"
+
+
+def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
+    """`dkdv` by the queries that a tile of keys meets; the forward and dq by the keys."""
+    short, long = (attention_config(128, 2, A100, 64, long) for long in (False, True))
+    assert short.dq.block < long.dq.block and short.dkdv.block < long.dkdv.block
+
+    def blocks(**change):
+        selection = select(problem(capability=A100, **change))
+        return selection.dq.block, selection.dkdv.block
+
+    assert blocks(**sizes(768, 767)) == (short.dq.block, long.dkdv.block)
+    assert blocks(**sizes(767, 768)) == (long.dq.block, short.dkdv.block)
+    assert blocks(**sizes(768, 768)) == (long.dq.block, long.dkdv.block)
+    assert blocks(**sizes(768, 768), masked=True) == (short.dq.block, short.dkdv.block)
+    assert blocks(**sizes(768, 768), batch_invariant=True) == (short.dq.block, short.dkdv.block)
+    shared = dict(q_shared=True, q_rows=768, q_segments=64, kv_rows=64, kv_segments=64)
+    assert blocks(**shared)[1] == long.dkdv.block and blocks(**shared | dict(q_rows=767))[1] == short.dkdv.block
+    groups = dict(q_rows=2 * 64 * 384, q_segments=2 * 64, kv_rows=64, kv_segments=64)
+    assert blocks(**groups)[1] == long.dkdv.block, "a tile of keys meets the queries of both groups"
+
+
+def test_parts_with_little_shared_memory_keep_small_blocks():
+    for capability in ((8, 6), L4, (12, 0)):
+        assert select(problem(capability=capability, **sizes(800, 800))).dq.block == 32
+
+
+@pytest.mark.parametrize(
+    "q_rows, kv_rows, num_kv_heads, num_sms, chunks",
+    [
+        (256, 10, 1, 132, 1),  # chunks of at least 256 rows
+        (257, 10, 1, 132, 2),
+        (100_000, 64, 1, 132, 264),  # two tiles for each multiprocessor
+        (100_000, 64, 4, 132, 66),
+        (100_000, 65, 4, 132, 33),
+        (100_000, 100_000, 4, 132, 1),
+        (0, 64, 4, 132, 1),
+        (100_000, 0, 4, 132, 264),
+    ],
+)
+def test_query_rows_are_split_where_all_segments_share_the_keys(q_rows, kv_rows, num_kv_heads, num_sms, chunks):
+    shared = dict(q_rows=q_rows, q_segments=1, kv_rows=kv_rows, kv_segments=1, num_kv_heads=num_kv_heads, num_sms=num_sms)
+    assert select(problem(capability=A100, kv_shared=True, **shared)).query_chunks == chunks
+    assert select(problem(capability=A100, **shared)).query_chunks == 1
+
+
+def test_hopper_splits_query_rows_by_its_own_tile():
+    shared = dict(kv_shared=True, q_rows=100_000, q_segments=1, kv_rows=65, kv_segments=1, num_kv_heads=4, num_sms=132)
+    assert [select(problem(capability=capability, **shared)).query_chunks for capability in (A100, H100)] == [33, 66]
+
+
+def test_ds_is_stored_where_that_is_faster():
+    faster = module.storing_ds_is_faster
+    assert faster(2**14, 128, 128) and faster(2**14, 128, 72)
+    assert not faster(2**14 - 1, 128, 128) and not faster(2**14, 127, 128) and not faster(2**14, 128, 64)
+
+
+def test_equal_problems_give_one_selection():
+    """The host's time for a launch, and a cache that does not grow with the number of batches."""
+    assert select(problem(**sizes(400, 500))) is select(problem(**sizes(600, 700)))
+    assert select(problem(capability=A100, **sizes(400, 500))) is select(problem(capability=A100, **sizes(401, 501)))
