@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from ..validation import transforms_are_active
 
 
 def joined_rows(x: Tensor, y: Tensor) -> Tensor:
     """The rows of x `[N, ...]`, then those of y `[M, ...]`; a view where those of y follow those of x in memory."""
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active() or not _adjoin(x, y):
+    if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
         return torch.cat([x, y])
     return _JoinedRows.apply(x, y)
 
@@ -24,11 +28,11 @@ class _JoinedRows(torch.autograd.Function):
     """Of a view beyond x, torch's as_strided would give x its part of the gradient alone, and y none."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, y: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.rows = x.shape[0], y.shape[0]
         return x.detach().as_strided((sum(ctx.rows), *x.shape[1:]), x.stride())
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         dx, dy = grads[0].split(ctx.rows)
         return dx, dy

@@ -12,6 +12,7 @@ from ..containers.offsets import rows_and_segments
 from ..cpu.buckets import compute_dtype
 from ..cpu.invariant import pointwise_rows_cpu, products_cpu
 from ..reference import jagged_dense_bmm_reference
+from ..scalars import check_kind
 from ..settings import is_batch_invariant
 from ..validation import check_device, check_offsets, checked_offsets
 from .matmul import jagged_dense_bmm_cpu
@@ -50,11 +51,13 @@ def jagged_linear(
     """
     if activation is not None and activation not in tuple(POINTWISE):
         raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
-    shared = isinstance(weight, Tensor) and weight.dim() == 2
+    check_kind("weight", weight, Tensor, "a torch.Tensor")
+    shared = weight.dim() == 2
     named = dict(x=(x, "[L, D]"), weight=(weight, "[T, D]" if shared else "[B, D, T]"))
     named |= {} if bias is None else dict(bias=(bias, "[T]" if shared else "[B, T]"))
     variant = "jagged_linear (one weight)" if shared else "jagged_linear (weight per segment)"
-    x, weight, bias = [*checked_operands(variant, implementation, **named), None][:3]
+    x, weight, *others = checked_operands(variant, implementation, **named)
+    bias = others[0] if others else None
     function = POINTWISE["identity" if activation is None else activation].function
     batch_invariant = is_batch_invariant(implementation)
     if shared:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -62,10 +62,11 @@ def linear_compress(
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
         RuntimeError: a second derivative of the fused and hopper implementations; the others have it.
     """
-    arguments = dict(weights=weights, embeddings=embeddings, indices=[] if indices is None else indices)
-    as_given = {name: _level_names(name, x) for name, x in arguments.items()}
-    weights, embeddings, indices = (_levels(name, x) for name, x in arguments.items())
-    _check_linear_compress(weights, embeddings, indices, implementation, as_given["weights"], LevelNames(**as_given | (names or {})))
+    indices = [] if indices is None else indices
+    given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))
+    given |= dict(indices=_level_names("indices", indices))
+    weights, embeddings, indices = _levels(weights), _levels(embeddings), _levels(indices)
+    _check_linear_compress(weights, embeddings, indices, implementation, given["weights"], LevelNames(**given | (names or {})))
     weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
     rows, device = embeddings[-1].shape[0], embeddings[-1].device
     maps = [x.to(device).users(rows) if isinstance(x, CandidateIndex) else x.to(device, non_blocking=True) for x in indices]
@@ -83,11 +84,11 @@ def linear_compress(
     return triton_linear_compress(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
 
 
-def _levels(name: str, x) -> list:
+def _levels(x: Any) -> list[Any]:
     return [x] if isinstance(x, (Tensor, CandidateIndex)) else list(x)
 
 
-def _level_names(name: str, x) -> list[str]:
+def _level_names(name: str, x: Any) -> list[str]:
     """What the caller writes for each level; TypeError unless x is one level or a sequence of them."""
     if isinstance(x, (Tensor, CandidateIndex)):
         return [name]
@@ -96,7 +97,14 @@ def _level_names(name: str, x) -> list[str]:
     return [f"{name}[{level}]" for level in range(len(x))]
 
 
-def _check_linear_compress(weights, embeddings, indices, implementation, weight_names: list[str], names: LevelNames) -> None:
+def _check_linear_compress(
+    weights: list[Tensor],
+    embeddings: list[Tensor],
+    indices: list[Tensor | CandidateIndex],
+    implementation: str,
+    weight_names: list[str],
+    names: LevelNames,
+) -> None:
     """weight_names: what errors of a weight itself call it, also where others call it by names.weights."""
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
@@ -129,7 +137,7 @@ def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
         raise WrongDtype(f"{name} must have {whose} dtype, {other.dtype}, got {x.dtype}")
 
 
-def _check_index(name: str, index, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:
+def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:
     """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of the shared ones."""
     rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):

@@ -22,6 +22,7 @@ from ..validation import (
     check_offsets,
     check_tensor,
     checked_offsets,
+    transforms_are_active,
     values_are_checkable,
 )
 
@@ -62,7 +63,7 @@ def jagged_to_padded(
     places = segment * max_seqlen + position
     places = torch.where(position < max_seqlen, places, segments * max_seqlen)  # a last row, cut off, for what is too long
     padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
-    return padded.index_copy(0, places, values)[:-1].unflatten(0, (segments, max_seqlen))
+    return torch.unflatten(padded.index_copy(0, places, values)[:-1], 0, (segments, max_seqlen))
 
 
 def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
@@ -153,7 +154,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
-    places = []
+    places: list[Tensor] = []
     for k, x in enumerate(values):
         rows, segment = rows_and_segments(offsets[k], x.shape[0])
         for other, bounds in enumerate(offsets):
@@ -205,7 +206,7 @@ def jagged_split(
 
 
 def _fbgemm_is_right(values: Tensor) -> bool:
-    differentiated = torch.is_grad_enabled() and values.requires_grad or torch._C._are_functorch_transforms_active()
+    differentiated = torch.is_grad_enabled() and values.requires_grad or transforms_are_active()
     return values.dim() == 2 and values.dtype in _FBGEMM_DTYPES and not differentiated
 
 

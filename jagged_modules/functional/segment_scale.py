@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -18,12 +20,12 @@ def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
 
 class _ExpandToRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
         ctx.save_for_backward(offsets)
         return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         from jagged_kernels.matmul.op import triton_jagged_sum
 
         (grad,), (offsets,) = grads, ctx.saved_tensors

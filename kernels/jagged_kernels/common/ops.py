@@ -7,6 +7,7 @@ an autograd function at the Autograd dispatch key costs a third of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import library
@@ -24,7 +25,7 @@ def capability(device: torch.device) -> tuple[int, int]:
     return device_properties(device)[0]
 
 
-def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
+def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorator: the function becomes the body of operator `jagged_kernels::name` on CUDA, and on the host for Triton's interpreter.
 
     Args:
@@ -35,7 +36,7 @@ def operator(name: str, fake: Callable) -> Callable[[Callable], Callable]:
         The operator, called with positional arguments.
     """
 
-    def register(launcher: Callable) -> Callable:
+    def register(launcher: Callable[..., Any]) -> Callable[..., Any]:
         full_name = f"jagged_kernels::{name}"
         library.define(full_name, library.infer_schema(launcher, mutates_args=()))
         library.impl(full_name, "CPU", _in_the_interpreter(name, launcher))
