@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,6 +16,19 @@ class LaunchConfig:
     num_stages: int
     ctas_per_sm: int = 1
     tile: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelChoice:
+    """The backend whose kernel runs, "triton" or "hopper", and the kernel's launch configuration."""
+
+    backend: str
+    config: Any
+
+
+def has_small_shared_memory(capability: tuple[int, int]) -> bool:
+    """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9 and 12.0, and not 163 KiB or more."""
+    return capability[0] == 12 or capability[0] == 8 and capability[1] > 0
 
 
 def padded_dim(dim: int) -> int:

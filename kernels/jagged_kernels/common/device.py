@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +20,20 @@ def precision(x: Tensor) -> str:
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+class DeviceProperties(NamedTuple):
+    """Compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    num_sms: int
+
+
 @functools.cache
-def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
+def device_properties(device: torch.device) -> DeviceProperties:
+    """Properties of a GPU. Triton's interpreter runs on host tensors, as four multiprocessors of capability 9.0."""
     if device.type != "cuda":
-        return (9, 0), 4
-    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+        return DeviceProperties((9, 0), 4)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceProperties(torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
 def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..common.configs import ProductConfig, padded_dim
+from ..common.configs import ProductConfig, has_small_shared_memory, padded_dim
 
 
 def jagged_matmul_config(kernel: str, itemsize: int, capability: tuple[int, int], rows: int, columns: int, precision: str) -> ProductConfig:
@@ -16,7 +16,7 @@ def jagged_matmul_config(kernel: str, itemsize: int, capability: tuple[int, int]
     if itemsize == 4 and precision != "tf32":  # a product is six: registers bound the tiles
         return ProductConfig(_side(rows, 64), _side(columns, 64), depth=32, num_warps=4, num_stages=2)
     if kernel == "outer":
-        small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+        small_memory = has_small_shared_memory(capability)
         return ProductConfig(64, 64, depth=256 // itemsize, num_warps=4, num_stages=2 if small_memory else 3)
     if itemsize == 4:
         # Hopper's own product of tf32 wants the summed dimension contiguous, and operands that lie otherwise are copied by 4 bytes; with
