@@ -10,7 +10,7 @@ from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels  # noqa: E402
 from jagged_kernels.matmul.configs import jagged_matmul_config  # noqa: E402
 from jagged_kernels.matmul.op import SYMMETRIC_BLOCK  # noqa: E402
-from jagged_kernels.softmax import op as jagged_softmax  # noqa: E402
+from jagged_kernels.softmax import triton_kernels as jagged_softmax  # noqa: E402
 from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config  # noqa: E402
 
 from .ahead_of_time import compile_for  # noqa: E402
