@@ -37,12 +37,14 @@ def padded_dim(dim: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductConfig:
-    """A kernel of linear compression: rows and columns of its tiles, the length of the blocks of its sums, and its launch."""
+class GemmConfig:
+    """Launch of a GEMM: a tile of block_m x block_n, summed in blocks of block_k. uses_tma: operands with rows at 16-byte boundaries are
+    loaded by the tensor memory accelerator."""
 
-    rows: int
-    columns: int
-    depth: int
+    block_m: int
+    block_n: int
+    block_k: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int = 1
+    uses_tma: bool = False

@@ -72,7 +72,7 @@ def mean_rows(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> 
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 
 
-def ceil_div(size: int, block: int) -> int:
+def cdiv(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 

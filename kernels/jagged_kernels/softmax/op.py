@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.device import aligned_strides, ceil_div, chunk_shift, rows_in_place
+from ..common.device import aligned_strides, cdiv, chunk_shift, rows_in_place
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel
@@ -52,7 +52,7 @@ def _jagged_softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen:
     if out.numel() == 0:
         return out
     config = jagged_softmax_config(x.element_size(), columns)
-    blocks = ceil_div(columns, config.lines)
+    blocks = cdiv(columns, config.lines)
     shift = chunk_shift(rows, max_seqlen, blocks, x.device, batch_invariant)
     chunks = rows >> shift
     sums = x.new_empty((2 * chunks, 2, columns), dtype=torch.float32)
