@@ -67,8 +67,8 @@ def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Ro
         from jagged_kernels.block_attention.op import triton_block_attention
 
         q, k, v = (rows_in_place(x) for x in (q, k, v))
-        kernels = _fixed_kernels(implementation, q, k, v)
-        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), block_size, scale, kernels)
+        options = block_size, scale, implementation, is_batch_invariant()
+        return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), *options)
 
     dtype = q.dtype
     if rotary is not None:
@@ -101,8 +101,8 @@ def block_diagonal_attention_packed(
 
     from jagged_kernels.block_attention.op import triton_block_attention_packed
 
-    qkv, implementation = rows_in_place(qkv), _fixed_kernels(implementation, qkv)
-    return triton_block_attention_packed(qkv, offsets, *kernel_arguments(rotary, qkv.device), block_size, scale, implementation)
+    options = block_size, scale, implementation, is_batch_invariant()
+    return triton_block_attention_packed(rows_in_place(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options)
 
 
 def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
@@ -110,20 +110,11 @@ def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implement
     if not uses_kernels(q.device, implementation):
         return False
 
-    from jagged_kernels.block_attention.op import block_attention_fits
+    from jagged_kernels.block_attention.select import has_kernels
+    from jagged_kernels.common.ops import capability
 
     group = q.shape[1] // k.shape[1]
-    return implementation == "hopper" or block_attention_fits(q.shape[2], q.element_size(), q.device, block_size, group)
-
-
-def _fixed_kernels(implementation: str, *operands: Tensor) -> str:
-    """The implementation; "triton" for "auto" under `batch_invariant` if the row stride of an operand is not a multiple of 16 bytes.
-
-    "auto" ignores the stride of a single row, so that it would choose other kernels for it than for more rows.
-    """
-    if implementation == "auto" and is_batch_invariant() and any(x.stride(0) * x.element_size() % 16 for x in operands):
-        return "triton"
-    return implementation
+    return has_kernels(q.shape[2], q.element_size(), capability(q.device), block_size, group, implementation)
 
 
 def _check_block_attention(q, k, v, name: str, offsets, block_size, scale, rotary, schedule, implementation) -> None:

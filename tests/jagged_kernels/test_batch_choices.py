@@ -8,8 +8,8 @@ from jagged_modules.schedule import host_schedule
 
 
 def test_parts_of_long_segments():
-    def parts(num_rows, batch_invariant, longest=None):
-        return launch.chunk_shift(num_rows, longest, 8, torch.device("cpu"), batch_invariant)
+    def parts(num_rows, batch_invariant, max_seqlen=None):
+        return launch.chunk_shift(num_rows, max_seqlen, 8, torch.device("cpu"), batch_invariant)
 
     assert parts(1000, False) != parts(100_000, False)
     assert parts(10, True) == parts(1000, True) == parts(10_000_000, True) == parts(1000, True, 5000)

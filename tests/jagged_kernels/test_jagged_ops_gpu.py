@@ -127,7 +127,7 @@ def test_no_synchronisation(assert_no_synchronisation, make, many, name):
 def test_no_compilation_per_batch(make, name):
     """Batches of other numbers of rows and segments, one segment and one row among them, run the kernels that there are."""
     from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels
-    from jagged_kernels.softmax import op as jagged_softmax
+    from jagged_kernels.softmax import triton_kernels as jagged_softmax
 
     kernels = [x for module in (jagged_matmul_kernels, jagged_softmax) for x in vars(module).values() if hasattr(x, "device_caches")]
 

@@ -90,13 +90,14 @@ def test_more_tiles_than_programs(check_linear_compress, kernels, users):
     check_linear_compress([users, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
 
 
-@pytest.mark.parametrize("processors", [1, 7, 1000])
+@pytest.mark.parametrize("num_sms", [1, 7, 1000])
 @pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
-def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, processors):
+def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, num_sms):
     """Fewer than the GPU runs at once, and more: those wait for nothing that the others do not finish."""
-    from jagged_kernels.linear_compress import hopper_launch as hopper
+    from jagged_kernels.common.device import DeviceProperties
+    from jagged_kernels.linear_compress import hopper
 
-    monkeypatch.setattr(hopper, "device_properties", lambda device: ((9, 0), processors))
+    monkeypatch.setattr(hopper, "device_properties", lambda device: DeviceProperties((9, 0), num_sms))
     check_linear_compress([200, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from ..common.configs import LaunchConfig, padded_dim
+from ..common.configs import LaunchConfig, has_small_shared_memory, padded_dim
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +48,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         long: whether tiles loop over many rows, without a mask (`select.LONG`).
     """
     dim = padded_dim(head_dim)
-    small_memory = capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+    small_memory = has_small_shared_memory(capability)
     if itemsize == 4:  # a fp32 product is six bf16 ones: registers and shared memory bound the blocks
         warps = 4 if dim <= 64 else 8
         config = LaunchConfig(block=32 if dim <= 128 and not small_memory else 16, num_warps=warps, num_stages=2 if dim <= 64 else 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,18 +18,33 @@ class LaunchConfig:
     tile: int | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class KernelChoice:
+    """The backend whose kernel runs, "triton" or "hopper", and the kernel's launch configuration."""
+
+    backend: str
+    config: Any
+
+
+def has_small_shared_memory(capability: tuple[int, int]) -> bool:
+    """Whether a thread block has 99 KiB of shared memory, as on 8.6, 8.9 and 12.0, and not 163 KiB or more."""
+    return capability[0] == 12 or capability[0] == 8 and capability[1] > 0
+
+
 def padded_dim(dim: int) -> int:
     """The power of two a kernel's tile gives to `dim`: at least 16, the smallest side a matrix instruction takes."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 @dataclasses.dataclass(frozen=True)
-class ProductConfig:
-    """A kernel of linear compression: rows and columns of its tiles, the length of the blocks of its sums, and its launch."""
+class GemmConfig:
+    """Launch of a GEMM: a tile of block_m x block_n, summed in blocks of block_k. uses_tma: operands with rows at 16-byte boundaries are
+    loaded by the tensor memory accelerator."""
 
-    rows: int
-    columns: int
-    depth: int
+    block_m: int
+    block_n: int
+    block_k: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int = 1
+    uses_tma: bool = False

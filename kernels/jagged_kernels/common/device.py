@@ -5,27 +5,36 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-INVARIANT_SHIFT = 11  # log2 of the length of a long segment's parts, under batch_invariant
+INVARIANT_SHIFT = 11  # log2 of the length of a long segment's chunks, under batch_invariant
 
 
 def precision(x: Tensor) -> str:
-    """How fp32 products are made: six bf16 products carry all 24 bits on the matrix units, a tenth of the time of ordinary fp32
-    arithmetic; tf32 where the user allowed it for matrix products. Triton's interpreter knows neither."""
+    """Precision of fp32 MMAs, as `tl.dot` takes it. "bf16x6": six bf16 MMAs, which keep all 24 bits in a tenth of the time of fp32 FMAs.
+    "tf32": if the user allows it by torch.set_float32_matmul_precision. "ieee": in Triton's interpreter, which has neither."""
     if x.device.type != "cuda":
         return "ieee"
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 
 
+class DeviceProperties(NamedTuple):
+    """Compute capability and number of multiprocessors."""
+
+    capability: tuple[int, int]
+    num_sms: int
+
+
 @functools.cache
-def device_properties(device: torch.device) -> tuple[tuple[int, int], int]:
-    """Compute capability and multiprocessors; Triton's interpreter runs on host tensors, as four workers."""
+def device_properties(device: torch.device) -> DeviceProperties:
+    """Properties of a GPU. Triton's interpreter runs on host tensors, as four multiprocessors of capability 9.0."""
     if device.type != "cuda":
-        return (9, 0), 4
-    return torch.cuda.get_device_capability(device), torch.cuda.get_device_properties(device).multi_processor_count
+        return DeviceProperties((9, 0), 4)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceProperties(torch.cuda.get_device_capability(device), properties.multi_processor_count)
 
 
 def gpu_capability() -> tuple[int, int] | None:
@@ -64,20 +73,25 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
 
 
 def rows_in_place(x: Tensor) -> Tensor:
-    """x, copied if the elements of its rows do not follow one another."""
+    """Copies unless the last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def chunk_shift(num_rows: int, longest: int | None, tiles: int, device: torch.device, batch_invariant: bool = False) -> int:
-    """log2 of the length of the parts that a long segment is cut into, of each of which so many tiles are made: as many parts of all
-    rows as keep the GPU busy, and not many more, as all of them are added up by another launch. Where no segment is said to be longer
-    than the shortest part, none is cut. batch_invariant: parts of a fixed length."""
+def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch.device, batch_invariant: bool = False) -> int:
+    """log2 of the length of the chunks that long segments are cut into: enough chunks to fill the GPU, and not many more, as another launch
+    adds them up.
+
+    Args:
+        num_rows: of all segments. max_seqlen: of the longest one, if known. No segment is cut if it is not above the shortest chunk.
+        tiles: tiles of the result per chunk.
+        batch_invariant: chunks of a fixed length.
+    """
     shift = INVARIANT_SHIFT if batch_invariant else 9
-    if longest is not None and longest <= 1 << shift:
+    if max_seqlen is not None and max_seqlen <= 1 << shift:
         return 30
     if batch_invariant:
         return shift
-    while (num_rows >> shift) * tiles > 4 * device_properties(device)[1]:
+    while (num_rows >> shift) * tiles > 4 * device_properties(device).num_sms:
         shift += 1
     return shift
 
@@ -87,12 +101,12 @@ def mean_rows(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> 
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 
 
-def ceil_div(size: int, block: int) -> int:
+def cdiv(size: int, block: int) -> int:
     return (size + block - 1) // block
 
 
 def has_descriptor(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they begin at 16-byte boundaries, and none is another."""
+    """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they start at 16-byte boundaries, and none is expanded."""
     (rows, heads, _), (stride_row, stride_head, stride), unit = x.shape, x.stride(), 16 // x.element_size()
     aligned_rows = rows == 1 or stride_row > 0 and stride_row % unit == 0
     aligned_heads = heads == 1 or stride_head > 0 and stride_head % unit == 0
@@ -100,7 +114,6 @@ def has_descriptor(x: Tensor) -> bool:
 
 
 def descriptor_sizes(x: Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides of x `[rows, H, D]` as `[H, rows, D]`. A dimension of size 1 may have any stride: one that the accelerator takes
-    stands in for it."""
+    """Shape and strides of x `[rows, H, D]` as `[H, rows, D]`. A dimension of size 1 may have any stride: 16 stands in for it."""
     (rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
     return [heads, rows, dim], [stride_head if heads > 1 else 16, stride_row if rows > 1 else 16, 1]

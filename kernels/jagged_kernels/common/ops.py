@@ -22,7 +22,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
     Not in launch.py, which jagged_modules imports: the decorator imports torch._dynamo.
     """
-    return device_properties(device)[0]
+    return device_properties(device).capability
 
 
 def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

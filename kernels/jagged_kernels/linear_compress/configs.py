@@ -5,40 +5,43 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ..common.configs import ProductConfig, padded_dim
+from ..common.configs import GemmConfig, padded_dim
 
 
-def linear_compress_config(itemsize: int, capability: tuple[int, int], columns: int) -> ProductConfig:
-    """Launch configuration of the candidates' product, whose result has that many columns."""
+def linear_compress_config(itemsize: int, capability: tuple[int, int], n: int) -> GemmConfig:
+    """Launch configuration of the Triton GEMM W @ E[b] with N columns."""
     if itemsize == 4:
-        return ProductConfig(rows=64, columns=64, depth=32, num_warps=4, num_stages=2, ctas_per_sm=2)
-    if capability < (9, 0) or columns <= 128:
-        return ProductConfig(rows=128, columns=min(128, padded_dim(columns)), depth=32, num_warps=4, num_stages=3, ctas_per_sm=2)
-    return ProductConfig(rows=128, columns=256, depth=64, num_warps=8, num_stages=4)
+        return GemmConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, ctas_per_sm=2)
+    if capability < (9, 0) or n <= 128:
+        return GemmConfig(block_m=128, block_n=min(128, padded_dim(n)), block_k=32, num_warps=4, num_stages=3, ctas_per_sm=2)
+    return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 
 
 @dataclasses.dataclass(frozen=True)
-class HopperProductConfig:
-    """Hopper's kernel of linear compression: columns of its tiles, the length of the blocks of its sums, how many are in shared memory at
-    once, and the buffers that each group of warps stores through."""
+class HopperGemmConfig:
+    """Launch of the Hopper kernel: tiles of block_n columns, K steps of block_k, stages in shared memory, and staging buffers of each
+    consumer for its epilogue."""
 
-    columns: int
-    depth: int
-    stages: int
-    buffers: int
-
-
-def hopper_product_config(columns: int) -> HopperProductConfig:
-    """Launch configuration of a product with that many columns: blocks and buffers fill a multiprocessor's shared memory."""
-    return HopperProductConfig(128, 64, 4, 3) if columns <= 128 else HopperProductConfig(256, 64, 3, 3)
+    block_n: int
+    block_k: int
+    num_stages: int
+    num_buffers: int
 
 
-def weight_gradient_config(itemsize: int, capability: tuple[int, int], rows: int, columns: int) -> ProductConfig:
-    """Launch configuration of the gradient of a weight `[rows, columns]`; `depth` divides the embeddings' width."""
+def hopper_gemm_config(n: int) -> HopperGemmConfig:
+    """Launch configuration for N columns: stages and staging buffers fill the shared memory of an SM."""
+    if n <= 128:
+        return HopperGemmConfig(block_n=128, block_k=64, num_stages=4, num_buffers=3)
+    return HopperGemmConfig(block_n=256, block_k=64, num_stages=3, num_buffers=3)
+
+
+def weight_gradient_config(itemsize: int, capability: tuple[int, int], m: int, k: int) -> GemmConfig:
+    """Launch configuration of the Triton GEMM Σ_b G[b] @ E[b]ᵀ, the gradient of a weight `[M, K]`. Its tiles are block_m x block_n of
+    `[M, K]`, summed in blocks of block_k of N."""
     if itemsize == 4:
-        return ProductConfig(rows=64, columns=64, depth=32, num_warps=4, num_stages=2, ctas_per_sm=2)
+        return GemmConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, ctas_per_sm=2)
     if capability < (9, 0):
-        return ProductConfig(rows=64, columns=128, depth=32, num_warps=4, num_stages=3, ctas_per_sm=2)
+        return GemmConfig(block_m=64, block_n=128, block_k=32, num_warps=4, num_stages=3, ctas_per_sm=2)
     shapes = (256, 128), (128, 256)
-    tile = min(shapes, key=lambda tile: math.prod(math.ceil(size / side) * side for size, side in zip((rows, columns), tile)))
-    return ProductConfig(*tile, depth=64, num_warps=8, num_stages=3)
+    tile = min(shapes, key=lambda tile: math.prod(math.ceil(size / side) * side for size, side in zip((m, k), tile)))
+    return GemmConfig(*tile, block_k=64, num_warps=8, num_stages=3)

@@ -1,121 +1,169 @@
-"""Device code of linear compression for Hopper: one persistent launch for a shared level and the candidates.
+"""Linear compression for Hopper: one persistent launch for a shared level and the candidates.
 
-Two groups of four warps multiply, a warp loads for them through a ring of shared memory. A tile is up to three times 64 rows of one batch
-row's product: a group takes 64 of them over all columns, and the third 64 over half of the columns, so that both always have as much to do.
-Tiles are dealt by a counter, those of the shared level first: whoever waits for one, waits for a thread block that runs and waits for
-nothing. Shared products are kept in fp32, in the order that registers hold them in; the candidates' products take them in by columns while
-they grow, so that nothing waits for them.
+    shared[u] = W' @ E'[u]                                                    a shared level, kept in fp32
+    out[b]    = W @ E[b] + Σ_l addends_l[index_l[b]]                          the candidates; shared may be one of the addends
+
+Warps           0-3 and 4-7: consumers (MMA and epilogue); 8: producer (TMA loads, tile queue)
+Tiles           up to three M tiles of 64 rows x BLOCK_N columns of one batch row. Each consumer computes one M tile ("wide"), and half of
+                the columns of the third ("half"): both have equal work. BLOCK_N x BLOCK_K: 128 x 64 for N <= 128, else 256 x 64
+Barriers        ring.full[s]: arrive count 1 (the producer, plus the TMA's bytes); stage s holds its blocks of W and E
+                ring.empty[s]: arrive count 2 (one per consumer); the MMAs that read stage s are complete
+                queue.full[i]: arrive count 1 (the producer); slot i holds a tile number
+                queue.empty[i]: arrive count 2 (one per consumer); both have read slot i
+                flags in global memory: an M tile of a shared result is stored at 2; a wide accumulator adds 2, each half adds 1
+Shared memory   BLOCK_N = 256: W 3 stages x 24 + E 3 stages x 32 + staging 2 consumers x 3 x 8 = 216 KiB, barriers less than 0.2 KiB
+                BLOCK_N = 128: W 4 stages x 24 + E 4 stages x 16 + staging 2 consumers x 3 x 8 = 208 KiB
+Registers       240 for consumers, of which accumulators take 192 (BLOCK_N = 256); 24 for the producer
+
+Tile numbers come from an atomic counter, those of the shared level first. Waiting for a flag cannot deadlock: a running thread block has
+taken the tile that sets it, and shared tiles wait for nothing. hopper_gemm.py has the consumers' GEMM.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..common.device import device_properties
 from ..common.gluon_api import load_tile, store_tile, thread_barrier
-from ..common.pipeline import make_barriers, unknown
+from ..common.pipeline import box_layout, make_barriers, product_layout
 from ..common.ptxas import safe_ptxas
+from .configs import HopperGemmConfig
+from .hopper_gemm import M_TILE, PART_N, Addends, Ring, Role, free_steps, gemm, store_fragments
 
-ROWS = gl.constexpr(64)  # of a product instruction
-COLUMNS = gl.constexpr(32)  # of a shared product taken in at once: 16 registers
-POLLS = gl.constexpr(1 << 26)  # about a minute
-
-
-@gluon.constexpr_function
-def product_layout(columns):
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+MAX_POLLS = gl.constexpr(1 << 26)  # about a minute
+FLAGS = gl.constexpr(4)  # the state: the tile counter, three unused words, then the flags
 
 
-@gluon.constexpr_function
-def fragment_layout():
-    return gl.BlockedLayout([4], [32], [4], [0])
+class TileQueue(NamedTuple):
+    """Two slots with the number of a tile, and their barriers."""
+
+    numbers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
 
 
-@gluon.constexpr_function
-def cdiv(size, block):
-    return -(-size // block)
+class Inputs(NamedTuple):
+    """Descriptors of the candidates' and the shared level's operands; None if there is no such level."""
+
+    w_desc: gl.tensor
+    e_desc: gl.tensor
+    shared_w_desc: gl.tensor
+    shared_e_desc: gl.tensor
 
 
-@gluon.constexpr_function
-def depth(k, block, step):
-    """How much of its block a step of a sum over k multiplies: a part of the last one."""
-    return min(cdiv(k - step * block, 16) * 16, block)
+class Shared(NamedTuple):
+    """Shared results that candidates add, their indices, the result that this launch stores (or None), and its flags (None if none reads
+    them)."""
+
+    addends_ptr: gl.tensor
+    indices_ptr: gl.tensor
+    result_ptr: gl.tensor
+    flags_ptr: gl.tensor
 
 
-@gluon.constexpr_function
-def free_steps(k, block, parts):
-    """Steps of a sum over k before those between which so many parts are added, one for each 64 of k."""
-    return max(cdiv(k, block) - parts * (64 // block), 0)
+class Schedule(NamedTuple):
+    """Tile numbers below shared_tiles are the shared level's, those below tiles the candidates'. Batch rows below shared_tall and tall have
+    tiles as tall as possible; later ones have one tile for each M tile."""
+
+    shared_tiles: gl.tensor
+    tiles: gl.tensor
+    shared_tall: gl.tensor
+    tall: gl.tensor
+
+
+class Sizes(NamedTuple):
+    """Constants of a kernel; N_TILES: of BLOCK_N columns."""
+
+    M: gl.constexpr
+    K: gl.constexpr
+    SHARED_K: gl.constexpr
+    N_TILES: gl.constexpr
+
+
+class Tile(NamedTuple):
+    """Batch row, first M tile, number of M tiles, and N tile."""
+
+    batch: gl.tensor
+    m_tile: gl.tensor
+    height: gl.tensor
+    n_tile: gl.tensor
 
 
 @gluon.constexpr_function
 def has_height(m, height):
-    """Whether tiles of a product of m rows are so high: as few as possible, as equal as possible, and single ones to even out the end."""
-    strips = cdiv(m, 64)
-    tiles = cdiv(strips, 3)
-    return height in (1, strips // tiles, cdiv(strips, tiles))
+    """Whether there are tiles of so many M tiles: as few tiles as possible, of heights as equal as possible, and tiles of height 1."""
+    m_tiles = cdiv(m, 64)
+    tiles = cdiv(m_tiles, 3)
+    return height in (1, m_tiles // tiles, cdiv(m_tiles, tiles))
 
 
-# -- dealing tiles ---------------------------------------------------------------------------------------------------------------
+# -- tile queue ------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _tile(number, whole, M: gl.constexpr, PANELS: gl.constexpr):
-    """Batch row, first strip of 64 rows, height in strips and panel of columns of a tile. Batch rows from `whole` on are dealt strip by
-    strip."""
-    STRIPS: gl.constexpr = cdiv(M, ROWS)
-    TILES: gl.constexpr = cdiv(STRIPS, 3)
-    tile = number // PANELS
-    panel = number % PANELS
+def _tile(number, tall, sizes):
+    """The tile with a number; `tall`: as in Schedule."""
+    M_TILES: gl.constexpr = cdiv(sizes.M, M_TILE)
+    TILES: gl.constexpr = cdiv(M_TILES, 3)
+    tile = number // sizes.N_TILES
+    n_tile = number % sizes.N_TILES
     batch = tile // TILES
     part = tile % TILES
-    strip = part * (STRIPS // TILES) + gl.minimum(part, STRIPS % TILES)
-    height = STRIPS // TILES + gl.where(part < STRIPS % TILES, 1, 0)
-    single = tile - whole * TILES
-    batch = gl.where(single < 0, batch, whole + single // STRIPS)
-    strip = gl.where(single < 0, strip, single % STRIPS)
-    return batch, strip, gl.where(single < 0, height, 1), panel
+    m_tile = part * (M_TILES // TILES) + gl.minimum(part, M_TILES % TILES)
+    height = M_TILES // TILES + gl.where(part < M_TILES % TILES, 1, 0)
+    single = tile - tall * TILES
+    batch = gl.where(single < 0, batch, tall + single // M_TILES)
+    m_tile = gl.where(single < 0, m_tile, single % M_TILES)
+    return Tile(batch, m_tile, gl.where(single < 0, height, 1), n_tile)
 
 
 @gluon.jit
-def _strip(index, strip, panel, M: gl.constexpr, PANELS: gl.constexpr):
-    """Place of a strip of a shared product."""
-    return (index * cdiv(M, ROWS) + strip) * PANELS + panel
+def _shared_index(index, m_tile, n_tile, sizes):
+    """Index of an M tile and N tile in a shared result."""
+    return (index * cdiv(sizes.M, M_TILE) + m_tile) * sizes.N_TILES + n_tile
 
 
 @gluon.jit
-def _deal(state_ptr, mail, turn):
-    """Draw the next tile's number, and tell the others."""
-    numbers, dealt, taken = mail
+def _push_tile(state_ptr, queue, step):
+    """Take the next tile's number from the counter, and pass it to the consumers."""
     number = gl.atomic_add(state_ptr, 1, sem="relaxed", scope="gpu")
-    mbarrier.wait(taken.index(turn % 2), (turn // 2 & 1) ^ 1)
-    numbers.index(turn % 2).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
+    mbarrier.wait(queue.empty.index(step % 2), (step // 2 & 1) ^ 1)
+    queue.numbers.index(step % 2).store(gl.full([1], number, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
     thread_barrier()
-    mbarrier.arrive(dealt.index(turn % 2), count=1)
+    mbarrier.arrive(queue.full.index(step % 2), count=1)
     return number
 
 
 @gluon.jit
-def _take(mail, turn):
-    numbers, dealt, taken = mail
-    mbarrier.wait(dealt.index(turn % 2), turn // 2 & 1)
-    number = gl.max(numbers.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _pop_tile(queue, step):
+    mbarrier.wait(queue.full.index(step % 2), step // 2 & 1)
+    number = gl.max(queue.numbers.index(step % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
     thread_barrier()
-    mbarrier.arrive(taken.index(turn % 2), count=1)
+    mbarrier.arrive(queue.empty.index(step % 2), count=1)
     return number
 
 
-# -- the warp that loads ---------------------------------------------------------------------------------------------------------
+# -- producer --------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _wait_for(flag_ptr, height, STRIDE: gl.constexpr):
-    """Until both halves of a tile's shared strips are stored: their flags are read at once, as each takes long. Their thread blocks run, so
-    that this ends; were it not so, an error is better than a kernel without end."""
-    strips = gl.minimum(gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), height - 1)
-    ready = gl.min(_acquire(flag_ptr + strips * STRIDE), 0)
+def _wait_for_flags(flag_ptr, height, STRIDE: gl.constexpr):
+    """Wait until the M tiles of a shared result are stored. All flags are read at once, as a read takes long. After MAX_POLLS the kernel
+    traps instead of hanging."""
+    m_tiles = gl.minimum(gl.arange(0, 32, layout=gl.BlockedLayout([1], [32], [1], [0])), height - 1)
+    ready = gl.min(_acquire(flag_ptr + m_tiles * STRIDE), 0)
     polls = gl.to_tensor(0)
-    while (ready < 2) & (polls < POLLS):
-        ready = gl.min(_acquire(flag_ptr + strips * STRIDE), 0)
+    while (ready < 2) & (polls < MAX_POLLS):
+        ready = gl.min(_acquire(flag_ptr + m_tiles * STRIDE), 0)
         polls += 1
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.lt.s32 p, $1, 2; @p trap; mov.b32 $0, $1; }", "=r,r", [ready], dtype=gl.int32, is_pure=False, pack=1
@@ -129,357 +177,288 @@ def _acquire(ptr):
 
 
 @gluon.jit
-def _load(w_desc, e_desc, ring, step, batch, strip, height, panel, flag_ptr, STRIDE: gl.constexpr, K: gl.constexpr):
-    """Load the blocks of a tile's sum, one for each step, as they become free. Those from which on shared strips are added come after
-    the flags of these, which start at flag_ptr."""
-    w_bufs, e_bufs, full, empty = ring
-    STAGES: gl.constexpr = e_bufs.shape[0]
-    BLOCK_K: gl.constexpr = e_bufs.shape[2]
-    FREE: gl.constexpr = free_steps(K, BLOCK_K, 3 * e_bufs.shape[3] // 2 // COLUMNS)
+def _load_tile(w_desc, e_desc, ring, step, tile, flag_ptr, N_TILES: gl.constexpr, K: gl.constexpr):
+    """Load the blocks of a tile's K steps as stages become empty. flag_ptr: flag of the first M tile of the shared result that is added, or
+    None; the producer waits for the flags before it loads the steps between which the consumers add."""
+    STAGES: gl.constexpr = ring.e_bufs.shape[0]
+    BLOCK_K: gl.constexpr = ring.e_bufs.shape[2]
+    FREE: gl.constexpr = free_steps(K, BLOCK_K, 3 * ring.e_bufs.shape[3] // 2 // PART_N)
     for k in range(0, K, BLOCK_K):
         stage = step % STAGES
         if flag_ptr is not None:
             if k == FREE * BLOCK_K:
-                _wait_for(flag_ptr, height, STRIDE)
-        mbarrier.wait(empty.index(stage), (step // STAGES & 1) ^ 1)
+                _wait_for_flags(flag_ptr, tile.height, N_TILES)
+        mbarrier.wait(ring.empty.index(stage), (step // STAGES & 1) ^ 1)
         for i in gl.static_range(3):
-            mbarrier.expect(full.index(stage), e_desc.block_type.nbytes + (i + 1) * w_desc.block_type.nbytes, pred=height == i + 1)
-        load_tile(e_desc, [batch, k, panel * e_bufs.shape[3]], full.index(stage), e_bufs.index(stage))
+            mbarrier.expect(
+                ring.full.index(stage), e_desc.block_type.nbytes + (i + 1) * w_desc.block_type.nbytes, pred=tile.height == i + 1
+            )
+        load_tile(e_desc, [tile.batch, k, tile.n_tile * ring.e_bufs.shape[3]], ring.full.index(stage), ring.e_bufs.index(stage))
         for i in gl.static_range(3):
-            load_tile(w_desc, [(strip + i) * ROWS, k], full.index(stage), w_bufs.index(stage * 3 + i), pred=i < height)
+            row = (tile.m_tile + i) * M_TILE
+            load_tile(w_desc, [row, k], ring.full.index(stage), ring.w_bufs.index(stage * 3 + i), pred=i < tile.height)
         step += 1
     return step
 
 
 @gluon.jit
-def _produce(
-    inputs, shared, state_ptr, ring, mail, sizes,
-    M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr,
-):  # fmt: skip
-    w_desc, e_desc, shared_w_desc, shared_e_desc = inputs
-    _, indices_ptr, _, flags_ptr = shared
-    shared_tiles, tiles, shared_whole, whole = sizes
+def _producer(inputs, shared, state_ptr, ring, queue, schedule, sizes):
     step = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    number = _deal(state_ptr, mail, turn)
-    while number < tiles:
-        if number < shared_tiles:
-            if shared_w_desc is not None:
-                batch, strip, height, panel = _tile(number, shared_whole, M, PANELS)
-                step = _load(shared_w_desc, shared_e_desc, ring, step, batch, strip, height, panel, None, PANELS, SHARED_K)
+    queue_step = gl.to_tensor(0)
+    number = _push_tile(state_ptr, queue, queue_step)
+    while number < schedule.tiles:
+        if number < schedule.shared_tiles:
+            if inputs.shared_w_desc is not None:
+                tile = _tile(number, schedule.shared_tall, sizes)
+                step = _load_tile(inputs.shared_w_desc, inputs.shared_e_desc, ring, step, tile, None, sizes.N_TILES, sizes.SHARED_K)
         else:
-            if w_desc is not None:
-                batch, strip, height, panel = _tile(number - shared_tiles, whole, M, PANELS)
+            if inputs.w_desc is not None:
+                tile = _tile(number - schedule.shared_tiles, schedule.tall, sizes)
                 flag_ptr = None
-                if flags_ptr is not None:
-                    flag_ptr = flags_ptr + _strip(gl.load(indices_ptr[0] + batch).to(gl.int32), strip, panel, M, PANELS)
-                step = _load(w_desc, e_desc, ring, step, batch, strip, height, panel, flag_ptr, PANELS, K)
-        turn += 1
-        number = _deal(state_ptr, mail, turn)
+                if shared.flags_ptr is not None:
+                    index = gl.load(shared.indices_ptr[0] + tile.batch).to(gl.int32)
+                    flag_ptr = shared.flags_ptr + _shared_index(index, tile.m_tile, tile.n_tile, sizes)
+                step = _load_tile(inputs.w_desc, inputs.e_desc, ring, step, tile, flag_ptr, sizes.N_TILES, sizes.K)
+        queue_step += 1
+        number = _push_tile(state_ptr, queue, queue_step)
 
 
-# -- shared products -------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_fragments(ptr, WIDTH: gl.constexpr):
-    """[64, WIDTH] of a shared product: every thread finds its own elements in turn, 512 bytes for a warp."""
-    x = gl.load(ptr + gl.arange(0, ROWS * WIDTH, layout=fragment_layout()))
-    return x.reshape([WIDTH // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, WIDTH])
+# -- consumers -------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _store_fragments(ptr, x):
-    WIDTH: gl.constexpr = x.shape[1]
-    x = x.reshape([4, 2, 8, WIDTH // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * WIDTH])
-    gl.store(ptr + gl.arange(0, ROWS * WIDTH, layout=fragment_layout()), gl.convert_layout(x, fragment_layout(), assert_trivial=True))
-
-
-@gluon.jit
-def _anew(x):
-    """x, defined again: at no cost, as the assembler removes it after it has looked at products."""
-    return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _add_columns(acc, x, FIRST: gl.constexpr):
-    """acc, x added to its columns from FIRST on. Columns are registers: nothing moves. The others are defined anew with them, as ptxas
-    serialises products whose accumulator is defined anew in part."""
+def _store_epilogue(acc, out_desc, staging, batch, row, column, NUM_BEFORE: gl.constexpr):
+    """Store an accumulator through the staging buffers, 64 columns each. NUM_BEFORE: buffers filled for this tile before."""
     WIDTH: gl.constexpr = acc.shape[1]
-    if x.shape[1] == WIDTH:
-        return acc + gl.convert_layout(x, acc.type.layout, assert_trivial=True)
+    BUFFERS: gl.constexpr = staging.shape[0]
+    if WIDTH > staging.shape[3]:
+        left, right = acc.reshape([M_TILE, 2, WIDTH // 2]).permute((0, 2, 1)).split()
+        _store_epilogue(left, out_desc, staging, batch, row, column, NUM_BEFORE)
+        _store_epilogue(right, out_desc, staging, batch, row, column + WIDTH // 2, NUM_BEFORE + WIDTH // 2 // staging.shape[3])
     else:
-        left, right = acc.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)).split()
-        if FIRST < WIDTH // 2:
-            left, right = _add_columns(left, x, FIRST), _anew(right)
-        else:
-            left, right = _anew(left), _add_columns(right, x, FIRST - WIDTH // 2)
-        return gl.convert_layout(gl.join(left, right).permute((0, 2, 1)).reshape([ROWS, WIDTH]), acc.type.layout, assert_trivial=True)
-
-
-@gluon.jit
-def _shared_columns(ptrs, FIRST: gl.constexpr):
-    """Sum of the shared products' columns from FIRST on."""
-    total = _load_fragments(ptrs[0] + FIRST * ROWS, COLUMNS)
-    for level in gl.static_range(1, len(ptrs)):
-        total += _load_fragments(ptrs[level] + FIRST * ROWS, COLUMNS)
-    return total
-
-
-@gluon.jit
-def _shared_part(shared, PART: gl.constexpr, WIDE_PARTS: gl.constexpr):
-    """The PART-th columns to be added, those of the wide product first."""
-    wide_ptrs, half_ptrs = shared
-    if PART < WIDE_PARTS:
-        return _shared_columns(wide_ptrs, PART * COLUMNS)
-    else:
-        return _shared_columns(half_ptrs, (PART - WIDE_PARTS) * COLUMNS)
-
-
-# -- products --------------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _product(w, e, acc, FIRST: gl.constexpr, DEPTH: gl.constexpr):
-    """acc + w @ e over DEPTH of their common dimension, a multiple of 16."""
-    LENGTH: gl.constexpr = 64 if DEPTH == 64 else 32 if DEPTH >= 32 else 16
-    acc = warpgroup_mma(w.slice(FIRST, LENGTH, 1), e.slice(FIRST, LENGTH, 0), acc, is_async=True)
-    if DEPTH > LENGTH:
-        acc = _product(w, e, acc, FIRST + LENGTH, DEPTH - LENGTH)
-    return acc
-
-
-@gluon.jit
-def _step(
-    ring, step, wide, half, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, HALF_FIRST: gl.constexpr, DEPTH: gl.constexpr
-):  # fmt: skip
-    """Issue the products of a step, those that are complete first first."""
-    w_bufs, e_bufs, full, _ = ring
-    STAGES: gl.constexpr = e_bufs.shape[0]
-    WIDTH: gl.constexpr = e_bufs.shape[3]
-    stage = step % STAGES
-    mbarrier.wait(full.index(stage), step // STAGES & 1)
-    e = e_bufs.index(stage).reshape([e_bufs.shape[2], WIDTH])
-    if HALF and HALF_FIRST:
-        half = _product(w_bufs.index(stage * 3 + 2 * WIDE), e.slice(GROUP * (WIDTH // 2), WIDTH // 2, 1), half, 0, DEPTH)
-    if WIDE:
-        wide = _product(w_bufs.index(stage * 3 + GROUP), e, wide, 0, DEPTH)
-    if HALF and not HALF_FIRST:
-        half = _product(w_bufs.index(stage * 3 + 2 * WIDE), e.slice(GROUP * (WIDTH // 2), WIDTH // 2, 1), half, 0, DEPTH)
-    return wide, half
-
-
-@gluon.jit
-def _wait(wide, half, WIDE: gl.constexpr, HALF: gl.constexpr, PENDING: gl.constexpr):
-    if WIDE and HALF:
-        wide, half = warpgroup_mma_wait(PENDING, deps=(wide, half))
-    elif WIDE:
-        wide = warpgroup_mma_wait(PENDING, deps=(wide,))
-    else:
-        half = warpgroup_mma_wait(PENDING, deps=(half,))
-    return wide, half
-
-
-@gluon.jit
-def _release(ring, step, wanted):
-    STAGES: gl.constexpr = ring[1].shape[0]
-    mbarrier.arrive(ring[3].index(step % STAGES), count=1, pred=wanted)
-
-
-@gluon.jit
-def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr, K: gl.constexpr):
-    """A group's part of a tile of W @ E: 64 rows over all columns if WIDE, 64 over its half of them if HALF. The shared products' parts
-    are added by columns, one by one between the last steps; those are written out, as registers have no index."""
-    wide_ptrs, half_ptrs = shared
-    BLOCK_K: gl.constexpr = ring[1].shape[2]
-    WIDTH: gl.constexpr = ring[1].shape[3]
-    STEPS: gl.constexpr = cdiv(K, BLOCK_K)
-    ROUND: gl.constexpr = 64 // BLOCK_K  # steps between two additions
-    WIDE_PARTS: gl.constexpr = WIDTH // COLUMNS if WIDE and len(wide_ptrs) > 0 else 0
-    PARTS: gl.constexpr = WIDE_PARTS + (WIDTH // 2 // COLUMNS if HALF and len(half_ptrs) > 0 else 0)
-    ROUNDS: gl.constexpr = min(cdiv(STEPS, ROUND), max(PARTS, 1))
-    FREE: gl.constexpr = free_steps(K, BLOCK_K, ROUNDS)
-    GROUPS: gl.constexpr = WIDE + HALF
-    upcoming = None
-    wide = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
-    half = gl.zeros([ROWS, WIDTH // 2], gl.float32, product_layout(WIDTH // 2))
-    for i in range(unknown(gl.to_tensor(FREE))):
-        wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, False, BLOCK_K)
-        wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
-        _release(ring, step - 1, i > 0)
-        step += 1
-    if FREE > 0:
-        wide, half = _wait(wide, half, WIDE, HALF, 0)
-        _release(ring, step - 1, True)
-    for i in gl.static_range(max(ROUNDS, PARTS)):
-        if i < ROUNDS:
-            for j in gl.static_range(FREE + i * ROUND, min(FREE + (i + 1) * ROUND, STEPS)):
-                wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, i >= WIDE_PARTS and i < PARTS, depth(K, BLOCK_K, j))
-                if j > FREE + i * ROUND:
-                    wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
-                    _release(ring, step - 1, True)
-                step += 1
-        if i < PARTS:
-            if i == 0 or GROUPS == 2:
-                x = _shared_part(shared, i, WIDE_PARTS)
-            else:
-                x = upcoming
-            if i + 1 < PARTS and GROUPS == 1:  # there are registers for another
-                upcoming = _shared_part(shared, i + 1, WIDE_PARTS)
-        if i < ROUNDS:
-            wide, half = _wait(wide, half, WIDE, HALF, GROUPS - 1)
-            if GROUPS == 1:
-                _release(ring, step - 1, True)
-        if i < WIDE_PARTS:
-            wide = _add_columns(wide, x, i * COLUMNS)
-        elif i < PARTS:
-            half = _add_columns(half, x, (i - WIDE_PARTS) * COLUMNS)
-        if i < ROUNDS and GROUPS == 2:
-            wide, half = _wait(wide, half, WIDE, HALF, 0)
-            _release(ring, step - 1, True)
-    return step, wide, half
-
-
-# -- the groups that multiply ----------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _put(acc, out_desc, stages, batch, row, column, PLACE: gl.constexpr):
-    """Store a strip through the staging buffers, as many columns at once as one has. PLACE: buffers filled for this tile before."""
-    WIDTH: gl.constexpr = acc.shape[1]
-    BUFFERS: gl.constexpr = stages.shape[0]
-    if WIDTH > stages.shape[3]:
-        left, right = acc.reshape([ROWS, 2, WIDTH // 2]).permute((0, 2, 1)).split()
-        _put(left, out_desc, stages, batch, row, column, PLACE)
-        _put(right, out_desc, stages, batch, row, column + WIDTH // 2, PLACE + WIDTH // 2 // stages.shape[3])
-    else:
-        if PLACE == 0:
+        if NUM_BEFORE == 0:
             tma.store_wait(0)
-        elif PLACE >= BUFFERS:
+        elif NUM_BEFORE >= BUFFERS:
             tma.store_wait(BUFFERS - 1)
         thread_barrier()
-        stage = stages.index(PLACE % BUFFERS)
-        stage.reshape([ROWS, WIDTH]).store(gl.convert_layout(acc.to(stages.dtype), product_layout(WIDTH), assert_trivial=True))
+        buffer = staging.index(NUM_BEFORE % BUFFERS)
+        rounded = gl.convert_layout(acc.to(staging.dtype), product_layout(M_TILE, WIDTH), assert_trivial=True)
+        buffer.reshape([M_TILE, WIDTH]).store(rounded)
         fence_async_shared()
         thread_barrier()
-        store_tile(out_desc, [batch, row, column], stage)
+        store_tile(out_desc, [batch, row, column], buffer)
 
 
 @gluon.jit
-def _shared_tile(
-    ring, step, target, place, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr,
-    M: gl.constexpr, K: gl.constexpr, PANELS: gl.constexpr,
-):  # fmt: skip
-    shared_ptr, flags_ptr = target
-    batch, strip, panel = place
-    SIZE: gl.constexpr = ROWS * ring[1].shape[3]
-    step, wide, half = _multiply(ring, step, ((), ()), GROUP, WIDE, HALF, K)
-    wide_strip = _strip(batch, strip + GROUP, panel, M, PANELS)
-    half_strip = _strip(batch, strip + 2 * WIDE, panel, M, PANELS)
-    if WIDE:
-        _store_fragments(shared_ptr + wide_strip.to(gl.int64) * SIZE, wide)
-    if HALF:
-        _store_fragments(shared_ptr + half_strip.to(gl.int64) * SIZE + GROUP * (SIZE // 2), half)
-    if flags_ptr is not None:
+def _shared_tile(ring, step, shared, tile, role, sizes):
+    """Compute a tile of the shared level, store it in fp32 and set its flags."""
+    SIZE: gl.constexpr = M_TILE * ring.e_bufs.shape[3]
+    step, accs = gemm(ring, step, Addends((), ()), role, sizes.SHARED_K)
+    wide_index = _shared_index(tile.batch, tile.m_tile + role.CONSUMER, tile.n_tile, sizes)
+    half_index = _shared_index(tile.batch, tile.m_tile + 2 * role.WIDE, tile.n_tile, sizes)
+    if role.WIDE:
+        store_fragments(shared.result_ptr + wide_index.to(gl.int64) * SIZE, accs.wide)
+    if role.HALF:
+        store_fragments(shared.result_ptr + half_index.to(gl.int64) * SIZE + role.CONSUMER * (SIZE // 2), accs.half)
+    if shared.flags_ptr is not None:
         thread_barrier()
-        if WIDE:
-            gl.atomic_add(flags_ptr + wide_strip, 2, sem="release", scope="gpu")
-        if HALF:
-            gl.atomic_add(flags_ptr + half_strip, 1, sem="release", scope="gpu")
+        if role.WIDE:
+            gl.atomic_add(shared.flags_ptr + wide_index, 2, sem="release", scope="gpu")
+        if role.HALF:
+            gl.atomic_add(shared.flags_ptr + half_index, 1, sem="release", scope="gpu")
     return step
 
 
 @gluon.jit
-def _candidate_tile(
-    ring, step, target, place, addends_ptr, indices_ptr, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF: gl.constexpr,
-    M: gl.constexpr, K: gl.constexpr, PANELS: gl.constexpr,
-):  # fmt: skip
-    out_desc, stages = target
-    batch, strip, panel = place
-    WIDTH: gl.constexpr = ring[1].shape[3]
+def _candidate_tile(ring, step, shared, tile, out_desc, staging, role, sizes):
+    """Compute a tile of the candidates, with the shared results added, and store it."""
+    BLOCK_N: gl.constexpr = ring.e_bufs.shape[3]
+    SIZE: gl.constexpr = M_TILE * BLOCK_N
     wide_ptrs, half_ptrs = (), ()
-    for level in gl.static_range(len(addends_ptr)):
-        index = gl.load(indices_ptr[level] + batch).to(gl.int32)
-        wide_strip = _strip(index, strip + GROUP, panel, M, PANELS)
-        half_strip = _strip(index, strip + 2 * WIDE, panel, M, PANELS)
-        wide_ptrs = wide_ptrs + (addends_ptr[level] + wide_strip.to(gl.int64) * (ROWS * WIDTH),)
-        half_ptrs = half_ptrs + (addends_ptr[level] + half_strip.to(gl.int64) * (ROWS * WIDTH) + GROUP * (ROWS * WIDTH // 2),)
-    step, wide, half = _multiply(ring, step, (wide_ptrs, half_ptrs), GROUP, WIDE, HALF, K)
-    if HALF:
-        _put(half, out_desc, stages, batch, (strip + 2 * WIDE) * ROWS, panel * WIDTH + GROUP * (WIDTH // 2), 0)
-    if WIDE:
-        _put(wide, out_desc, stages, batch, (strip + GROUP) * ROWS, panel * WIDTH, WIDTH // 2 // stages.shape[3] if HALF else 0)
+    for level in gl.static_range(len(shared.addends_ptr)):
+        index = gl.load(shared.indices_ptr[level] + tile.batch).to(gl.int32)
+        wide_index = _shared_index(index, tile.m_tile + role.CONSUMER, tile.n_tile, sizes)
+        half_index = _shared_index(index, tile.m_tile + 2 * role.WIDE, tile.n_tile, sizes)
+        wide_ptrs = wide_ptrs + (shared.addends_ptr[level] + wide_index.to(gl.int64) * SIZE,)
+        half_ptrs = half_ptrs + (shared.addends_ptr[level] + half_index.to(gl.int64) * SIZE + role.CONSUMER * (SIZE // 2),)
+    step, accs = gemm(ring, step, Addends(wide_ptrs, half_ptrs), role, sizes.K)
+    column = tile.n_tile * BLOCK_N
+    if role.HALF:
+        row = (tile.m_tile + 2 * role.WIDE) * M_TILE
+        _store_epilogue(accs.half, out_desc, staging, tile.batch, row, column + role.CONSUMER * (BLOCK_N // 2), 0)
+    if role.WIDE:
+        row = (tile.m_tile + role.CONSUMER) * M_TILE
+        _store_epilogue(accs.wide, out_desc, staging, tile.batch, row, column, BLOCK_N // 2 // staging.shape[3] if role.HALF else 0)
     return step
 
 
 @gluon.jit
-def _consume(
-    GROUP: gl.constexpr, out_desc, stages, shared, ring, mail, sizes,
-    M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr,
-):  # fmt: skip
-    addends_ptr, indices_ptr, shared_ptr, flags_ptr = shared
-    shared_tiles, tiles, shared_whole, whole = sizes
+def _consumer(CONSUMER: gl.constexpr, out_desc, staging, shared, ring, queue, schedule, sizes):
     step = gl.to_tensor(0)
-    turn = gl.to_tensor(0)
-    number = _take(mail, turn)
-    while number < tiles:
-        if number < shared_tiles:
-            if shared_ptr is not None:
-                batch, strip, height, panel = _tile(number, shared_whole, M, PANELS)
+    queue_step = gl.to_tensor(0)
+    number = _pop_tile(queue, queue_step)
+    while number < schedule.tiles:
+        if number < schedule.shared_tiles:
+            if shared.result_ptr is not None:
+                tile = _tile(number, schedule.shared_tall, sizes)
                 for h in gl.static_range(1, 4):
-                    if has_height(M, h):
-                        if height == h:
-                            step = _shared_tile(
-                                ring, step, (shared_ptr, flags_ptr), (batch, strip, panel), GROUP, h > 1, h != 2, M, SHARED_K, PANELS
-                            )  # fmt: skip
+                    if has_height(sizes.M, h):
+                        if tile.height == h:
+                            role: gl.constexpr = Role(CONSUMER, h > 1, h != 2)
+                            step = _shared_tile(ring, step, shared, tile, role, sizes)
         else:
             if out_desc is not None:
-                batch, strip, height, panel = _tile(number - shared_tiles, whole, M, PANELS)
+                tile = _tile(number - schedule.shared_tiles, schedule.tall, sizes)
                 for h in gl.static_range(1, 4):
-                    if has_height(M, h):
-                        if height == h:
-                            step = _candidate_tile(
-                                ring, step, (out_desc, stages), (batch, strip, panel), addends_ptr, indices_ptr,
-                                GROUP, h > 1, h != 2, M, K, PANELS,
-                            )  # fmt: skip
-        turn += 1
-        number = _take(mail, turn)
+                    if has_height(sizes.M, h):
+                        if tile.height == h:
+                            role: gl.constexpr = Role(CONSUMER, h > 1, h != 2)
+                            step = _candidate_tile(ring, step, shared, tile, out_desc, staging, role, sizes)
+        queue_step += 1
+        number = _pop_tile(queue, queue_step)
     tma.store_wait(0)
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_whole", "whole"])
+@gluon.jit(do_not_specialize=["shared_tiles", "tiles", "shared_tall", "tall"])
 def linear_compress_fwd_hopper_kernel(
     w_desc, e_desc, out_desc, addends_ptr, indices_ptr, shared_w_desc, shared_e_desc, shared_ptr, state_ptr,
-    shared_tiles, tiles, shared_whole, whole,
-    M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, PANELS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    shared_tiles, tiles, shared_tall, tall,
+    M: gl.constexpr, K: gl.constexpr, SHARED_K: gl.constexpr, N_TILES: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     STAGES: gl.constexpr, BUFFERS: gl.constexpr,
 ):  # fmt: skip
-    """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], and before it, on the same thread blocks, shared[u] = W' @ E'[u]; either alone
-    without the descriptors of the other. Tiles up to `shared_tiles` are the shared level's. `state` starts as zeros: the number of tiles
-    dealt, and from its fifth on, how much of each shared strip is stored."""
+    """The candidates' level, the shared level (see the file's head), or both; a level without descriptors is not computed.
+
+    state_ptr: int32 zeros, the tile counter and from FLAGS on the flags of the shared result. Others: see Schedule.
+    """
     any_desc = e_desc if e_desc is not None else shared_e_desc
     any_w_desc = w_desc if w_desc is not None else shared_w_desc
-    w_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES * 3, ROWS, BLOCK_K], any_w_desc.layout)
+    w_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES * 3, M_TILE, BLOCK_K], any_w_desc.layout)
     e_bufs = gl.allocate_shared_memory(any_desc.dtype, [STAGES, 1, BLOCK_K, BLOCK_N], any_desc.layout)
     numbers = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    ring = w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2)
-    mail = numbers, make_barriers(2, 1), make_barriers(2, 2)
-    sizes = shared_tiles, tiles, shared_whole, whole
-    left_stages, right_stages, flags_ptr = None, None, None
+    ring = Ring(w_bufs, e_bufs, make_barriers(STAGES, 1), make_barriers(STAGES, 2))
+    queue = TileQueue(numbers, make_barriers(2, 1), make_barriers(2, 2))
+    schedule = Schedule(shared_tiles, tiles, shared_tall, tall)
+    sizes: gl.constexpr = Sizes(M, K, SHARED_K, N_TILES)
+    staging_0, staging_1, flags_ptr = None, None, None
     if out_desc is not None:
         if shared_ptr is not None:
-            flags_ptr = state_ptr + 4
-        left_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
-        right_stages = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, ROWS, 64], out_desc.layout)
-    inputs = w_desc, e_desc, shared_w_desc, shared_e_desc
-    shared = addends_ptr, indices_ptr, shared_ptr, flags_ptr
+            flags_ptr = state_ptr + FLAGS
+        staging_0 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, M_TILE, 64], out_desc.layout)
+        staging_1 = gl.allocate_shared_memory(out_desc.dtype, [BUFFERS, 1, M_TILE, 64], out_desc.layout)
+    inputs = Inputs(w_desc, e_desc, shared_w_desc, shared_e_desc)
+    shared = Shared(addends_ptr, indices_ptr, shared_ptr, flags_ptr)
     gl.warp_specialize(
         [
-            (_consume, (0, out_desc, left_stages, shared, ring, mail, sizes, M, K, SHARED_K, PANELS)),
-            (_consume, (1, out_desc, right_stages, shared, ring, mail, sizes, M, K, SHARED_K, PANELS)),
-            (_produce, (inputs, shared, state_ptr, ring, mail, sizes, M, K, SHARED_K, PANELS)),
+            (_consumer, (0, out_desc, staging_0, shared, ring, queue, schedule, sizes)),
+            (_consumer, (1, out_desc, staging_1, shared, ring, queue, schedule, sizes)),
+            (_producer, (inputs, shared, state_ptr, ring, queue, schedule, sizes)),
         ],
         [4, 1],
         [240, 24],
     )
+
+
+# -- launches --------------------------------------------------------------------------------------------------------------------
+
+
+class Level(NamedTuple):
+    weight: Tensor
+    embedding: Tensor
+
+
+class Candidates(NamedTuple):
+    """The candidates' level, its output, and the shared results that are added with their indices; that of the same launch is the first."""
+
+    level: Level
+    out: Tensor
+    addends: tuple[Tensor, ...]
+    indices: tuple[Tensor, ...]
+
+
+class SharedLevel(NamedTuple):
+    level: Level
+    result: Tensor
+
+
+class Tiling(NamedTuple):
+    """M and N, their numbers of tiles of 64 x block_n, and the launch configuration."""
+
+    m: int
+    n: int
+    m_tiles: int
+    n_tiles: int
+    config: HopperGemmConfig
+
+    def shared_tiles(self, embedding: Tensor) -> int:
+        return embedding.shape[0] * self.m_tiles * self.n_tiles
+
+
+def tiling(m: int, n: int, config: HopperGemmConfig) -> Tiling:
+    return Tiling(m, n, cdiv(m, 64), cdiv(n, config.block_n), config)
+
+
+def state_size(embeddings: Sequence[Tensor], tiling: Tiling) -> int:
+    """Number of int32 zeros that the launches of `forward` need: FLAGS for each, and the last one's flags."""
+    flags = tiling.shared_tiles(embeddings[-2]) if len(embeddings) > 1 else 0
+    return FLAGS.value * max(len(embeddings) - 1, 1) + flags
+
+
+def forward(levels: Sequence[Level], indices: Sequence[Tensor], state: Tensor, tiling: Tiling, batch_invariant: bool) -> Tensor:
+    """`[B, M, N]`: one launch for up to two levels, and one for each further level.
+
+    levels: weights with rows at 16-byte boundaries. state: int32 zeros, `state_size` of them.
+    """
+    *shared_levels, candidates = levels
+    out = candidates.embedding.new_empty((candidates.embedding.shape[0], tiling.m, tiling.n))
+    shared = []
+    for level in shared_levels:
+        size = tiling.shared_tiles(level.embedding), 64 * tiling.config.block_n
+        shared.append(SharedLevel(level, out.new_empty(size, dtype=torch.float32)))
+    for i, level in enumerate(shared[:-1]):
+        _launch(tiling, state[FLAGS.value * i :], None, level, batch_invariant)
+    results = tuple(level.result for level in shared[::-1])
+    last_state = state[FLAGS.value * max(len(shared) - 1, 0) :]
+    _launch(tiling, last_state, Candidates(candidates, out, results, tuple(indices[::-1])), shared[-1] if shared else None, batch_invariant)
+    return out
+
+
+def _launch(tiling: Tiling, state: Tensor, candidates: Candidates | None, shared: SharedLevel | None, batch_invariant: bool) -> None:
+    """Launch for a shared level, the candidates, or both.
+
+    The K steps between which a tile adds shared results depend on its height, so batch_invariant uses tall tiles only.
+    """
+    m_tiles, n_tiles, config = tiling.m_tiles, tiling.n_tiles, tiling.config
+    num_sms = device_properties(state.device).num_sms
+    tall_tiles = cdiv(m_tiles, 3)
+    shared_tiles, shared_tall, tiles, tall = 0, 0, 0, 0
+    if shared is not None:  # few tiles: single M tiles, so that all SMs have some
+        batch = shared.level.embedding.shape[0]
+        shared_tall = batch if batch_invariant or batch * m_tiles * n_tiles > 2 * num_sms else 0
+        tiles = shared_tiles = (shared_tall * tall_tiles + (batch - shared_tall) * m_tiles) * n_tiles
+    if candidates is not None:  # the last batch rows as single M tiles, so that all SMs end together
+        batch = candidates.level.embedding.shape[0]
+        tall = batch if batch_invariant else max(batch - cdiv(num_sms, m_tiles * n_tiles), 0)
+        tiles += (tall * tall_tiles + (batch - tall) * m_tiles) * n_tiles
+    none = Candidates(None, None, (), ())
+    level, out, addends, indices = none if candidates is None else candidates
+    shared_level, result = (None, None) if shared is None else shared
+    linear_compress_fwd_hopper_kernel[(min(num_sms, tiles),)](
+        *_descriptors(level, config), None if out is None else _descriptor(out, 1, 64, 64), addends, indices,
+        *_descriptors(shared_level, config), result, state, shared_tiles, tiles, shared_tall, tall,
+        M=tiling.m, K=0 if level is None else level.weight.shape[1], SHARED_K=0 if shared_level is None else shared_level.weight.shape[1],
+        N_TILES=n_tiles, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.num_stages, BUFFERS=config.num_buffers,
+        num_warps=4, maxnreg=168,
+    )  # fmt: skip
+
+
+def _descriptors(level: Level | None, config: HopperGemmConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
+    if level is None:
+        return None, None
+    return _descriptor(level.weight, 64, config.block_k), _descriptor(level.embedding, 1, config.block_k, config.block_n)
+
+
+def _descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    """TMA descriptor for boxes of a size. A dimension of size 1 may have any stride: 16 stands in for it."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), box_layout(x.dtype, *box))

@@ -1,9 +1,10 @@
-"""Device code of linear compression: copies of weights, the candidates' product with what is added to it, a weight's gradient, sums over
-groups of rows.
+"""Portable device code of linear compression: copies of weights, the GEMM with addends, a weight's gradient, sums over groups of rows.
+op.py has the equations.
 
-Sizes of the weights and the embeddings' width are constants, as they are a model's; batch sizes are not. Strides are in units of
-ALIGN elements (see launch.py).
+M, K and N are constants, as a model fixes them; batch sizes are not. Strides are in units of ALIGN elements (see `aligned_strides`).
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -12,10 +13,48 @@ from ..common.loads import load_block, store_block
 from ..common.ptxas import safe_ptxas
 
 
+class Matrices(NamedTuple):
+    """A batch of matrices, as `load_block` takes it: pointer, TMA descriptor or None, strides in elements."""
+
+    ptr: tl.tensor
+    desc: tl.tensor
+    stride_batch: tl.tensor
+    stride_row: tl.tensor
+
+
+class Addends(NamedTuple):
+    """Results of the shared levels, fp32, and for each level the index of every batch row."""
+
+    ptrs: tl.tuple
+    indices_ptrs: tl.tuple
+
+
+class Tile(NamedTuple):
+    """Batch row, first row and first column of a tile."""
+
+    batch: tl.tensor
+    row: tl.tensor
+    column: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """Constants of a GEMM."""
+
+    M: tl.constexpr
+    K: tl.constexpr
+    N: tl.constexpr
+    BLOCK_N: tl.constexpr
+    BLOCK_K: tl.constexpr
+    PRECISION: tl.constexpr
+
+
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_zeros"])
 def align_rows_kernel(copies, zeros_ptr, num_zeros, BLOCK: tl.constexpr):
-    """Weights copied to rows of another stride, and zeros. Grid: rows of the weights."""
+    """Copy weights to rows of another stride, and write zeros. Grid: rows of the weights.
+
+    copies: for each weight its pointer and strides, the copy's pointer and row stride, and the number of columns.
+    """
     row, lanes = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     for level in tl.static_range(len(copies)):
         weight_ptr, stride_row, stride_column, copy_ptr, stride_copy, num_columns = copies[level]
@@ -28,34 +67,31 @@ def align_rows_kernel(copies, zeros_ptr, num_zeros, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _add_and_store(
-    acc, addends_ptr, indices_ptr, out_ptr, batch, row, column, M: tl.constexpr, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """out[batch] = acc + the rows of the addends that `batch` asks for. Wide tiles go by halves: a product lies in registers in another
-    order than memory wants, and is exchanged through shared memory."""
-    if BLOCK_N > CHUNK:
+def _store_epilogue(acc, addends, out_ptr, tile, M: tl.constexpr, N: tl.constexpr, MAX_N: tl.constexpr):
+    """out[batch] = acc + the addends of the batch row. Tiles of more than MAX_N columns are stored by halves: the accumulator changes its
+    layout through shared memory, which halves need less of."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
+    if BLOCK_N > MAX_N:
         left, right = tl.split(tl.permute(tl.reshape(acc, BLOCK_M, 2, BLOCK_N // 2), 0, 2, 1))
-        _add_and_store(left, addends_ptr, indices_ptr, out_ptr, batch, row, column, M, N, BLOCK_M, BLOCK_N // 2, CHUNK)
-        _add_and_store(right, addends_ptr, indices_ptr, out_ptr, batch, row, column + BLOCK_N // 2, M, N, BLOCK_M, BLOCK_N // 2, CHUNK)
+        _store_epilogue(left, addends, out_ptr, tile, M, N, MAX_N)
+        _store_epilogue(right, addends, out_ptr, Tile(tile.batch, tile.row, tile.column + BLOCK_N // 2), M, N, MAX_N)
     else:
-        for level in tl.static_range(len(addends_ptr)):
-            index = tl.load(indices_ptr[level] + batch)
-            acc += load_block((addends_ptr[level], None, M * N, N), index, row, column, M, N, BLOCK_M, BLOCK_N)
-        store_block((out_ptr, M * N, N), batch, row, column, acc, M, N, BLOCK_M, BLOCK_N)
+        for level in tl.static_range(len(addends.ptrs)):
+            index = tl.load(addends.indices_ptrs[level] + tile.batch)
+            addend = Matrices(addends.ptrs[level], None, M * N, N)
+            acc += load_block(addend, index, tile.row, tile.column, M, N, BLOCK_M, BLOCK_N)
+        store_block((out_ptr, M * N, N), tile.batch, tile.row, tile.column, acc, M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
-def _compress_tile(
-    w, e, addends_ptr, indices_ptr, out_ptr, batch, row, column, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, K, BLOCK_K):
-        w_block = load_block(w, 0, row, k, M, K, BLOCK_M, BLOCK_K)
-        e_block = load_block(e, batch, k, column, K, N, BLOCK_K, BLOCK_N)
-        acc = tl.dot(w_block, e_block, acc, input_precision=PRECISION)
-    _add_and_store(acc, addends_ptr, indices_ptr, out_ptr, batch, row, column, M, N, BLOCK_M, BLOCK_N, 128)
+def _gemm_tile(w, e, addends, out_ptr, tile, BLOCK_M: tl.constexpr, sizes):
+    acc = tl.zeros([BLOCK_M, sizes.BLOCK_N], tl.float32)
+    for k in range(0, sizes.K, sizes.BLOCK_K):
+        w_block = load_block(w, 0, tile.row, k, sizes.M, sizes.K, BLOCK_M, sizes.BLOCK_K)
+        e_block = load_block(e, tile.batch, k, tile.column, sizes.K, sizes.N, sizes.BLOCK_K, sizes.BLOCK_N)
+        acc = tl.dot(w_block, e_block, acc, input_precision=sizes.PRECISION)
+    _store_epilogue(acc, addends, out_ptr, tile, sizes.M, sizes.N, 128)
 
 
 @safe_ptxas
@@ -65,29 +101,25 @@ def linear_compress_fwd_kernel(
     M: tl.constexpr, K: tl.constexpr, N: tl.constexpr, BLOCK_M: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], `[M, N]` each, the addends in fp32.
+    """out[b] = W @ E[b] + Σ_l addends_l[index_l[b]], `[M, N]` each, the addends in fp32. Persistent.
 
-    A candidate's tiles follow one another, so that its embeddings come from DRAM once. Its last rows make a tile of TAIL_M; which of
-    the tiles is first turns from wave to wave, so that no program is dealt the short ones alone.
+    The tiles of a batch row follow one another, so its embeddings are read from DRAM once. Its last M tile has TAIL_M rows. Which of its
+    tiles is first rotates from wave to wave, so that no program gets the short ones alone.
     """
-    COLUMNS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * COLUMNS
-    e = e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN
+    BLOCKS_N: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (M + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
+    sizes: tl.constexpr = Sizes(M, K, N, BLOCK_N, BLOCK_K, PRECISION)
+    e = Matrices(e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN)
+    addends = Addends(addends_ptr, indices_ptr)
     # No pipelining: where one block spans K, Triton would pipeline the loop over tiles and exceed shared memory.
-    for tile in tl.range(tl.program_id(0), batch * TILES, tl.num_programs(0), num_stages=1):
-        b = tile // TILES
-        part = (tile + b * TILES // tl.num_programs(0)) % TILES
-        row, column = part // COLUMNS * BLOCK_M, part % COLUMNS * BLOCK_N
-        if TAIL_M == BLOCK_M or row + BLOCK_M <= M:
-            _compress_tile(
-                (w_ptr, w_desc, 0, stride_w * ALIGN), e, addends_ptr, indices_ptr, out_ptr, b, row, column,
-                M, K, N, BLOCK_M, BLOCK_N, BLOCK_K, PRECISION,
-            )  # fmt: skip
+    for index in tl.range(tl.program_id(0), batch * TILES, tl.num_programs(0), num_stages=1):
+        b = index // TILES
+        part = (index + b * TILES // tl.num_programs(0)) % TILES
+        tile = Tile(b, part // BLOCKS_N * BLOCK_M, part % BLOCKS_N * BLOCK_N)
+        if TAIL_M == BLOCK_M or tile.row + BLOCK_M <= M:
+            _gemm_tile(Matrices(w_ptr, w_desc, 0, stride_w * ALIGN), e, addends, out_ptr, tile, BLOCK_M, sizes)
         else:
-            _compress_tile(
-                (w_ptr, w_tail_desc, 0, stride_w * ALIGN), e, addends_ptr, indices_ptr, out_ptr, b, row, column,
-                M, K, N, TAIL_M, BLOCK_N, BLOCK_K, PRECISION,
-            )  # fmt: skip
+            _gemm_tile(Matrices(w_ptr, w_tail_desc, 0, stride_w * ALIGN), e, addends, out_ptr, tile, TAIL_M, sizes)
 
 
 @safe_ptxas
@@ -99,13 +131,13 @@ def linear_compress_bwd_dw_kernel(
 ):  # fmt: skip
     """partial[p] = the p-th of equal parts of Σ_b G[b] E[b]ᵀ, `[M, K]` fp32. Grid: tiles, parts.
 
-    The sum runs over blocks of BLOCK_N columns, numbered through all batch rows: one long loop.
+    The sum runs over the blocks of BLOCK_N columns of all batch rows in one long loop.
     """
-    COLUMNS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    BLOCKS_K: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     STEPS: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    g = g_ptr, g_desc, stride_gb * ALIGN, stride_g * ALIGN
-    e = e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN
-    row, column = tl.program_id(0) // COLUMNS * BLOCK_M, tl.program_id(0) % COLUMNS * BLOCK_K
+    g = Matrices(g_ptr, g_desc, stride_gb * ALIGN, stride_g * ALIGN)
+    e = Matrices(e_ptr, e_desc, stride_eb * ALIGN, stride_e * ALIGN)
+    row, column = tl.program_id(0) // BLOCKS_K * BLOCK_M, tl.program_id(0) % BLOCKS_K * BLOCK_K
     part, parts = tl.program_id(1).to(tl.int64), tl.num_programs(1)
     first, last = (part * batch * STEPS // parts).to(tl.int32), ((part + 1) * batch * STEPS // parts).to(tl.int32)
     acc = tl.zeros([BLOCK_M, BLOCK_K], tl.float32)

@@ -1,4 +1,4 @@
-"""Products of jagged tensors: the registered operators that launch the kernels of jagged_matmul_kernels.py, and autograd.
+"""Matrix multiplications of jagged tensors: the registered operators, their launches and autograd.
 
     jagged_dense_bmm    out[b] = activation(x[b] @ y[b] + bias[b])    dx = dz yᵀ, dy = xᵀ dz, dbias = the sum of dz's rows
     jagged_jagged_bmm   out[b] = x[b]ᵀ @ y[b]                         dx = y gᵀ, dy = x g
@@ -7,9 +7,9 @@
     jagged_symmetric    out[b] = p[b] + p[b]ᵀ                         dp = g + gᵀ
     array_jagged_bmm    out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b]         dp = g yᵀ, or y gᵀ; dy = pᵀ g, or p g
 
-Every gradient is another product of the family, so all of them can be differentiated again; with an activation, once. Sums are made in
-fp32, in an order that follows from the shapes, and rounded once: results are deterministic. Offsets stay on the device; the last of them
-is the number of rows.
+Every gradient is another operator of this list, so all of them can be differentiated again; with an activation, once. Sums are fp32, in an
+order that follows from the shapes, and rounded once: results are deterministic. Offsets stay on the device; the last of them is the number
+of rows. There is one backend, triton_kernels.py; configs.py has its launch configurations.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from ..common.activations import activation_factors, activation_function
-from ..common.configs import ProductConfig
-from ..common.device import aligned_strides, ceil_div, chunk_shift, device_properties, precision, rows_in_place
+from ..common.configs import GemmConfig
+from ..common.device import aligned_strides, cdiv, chunk_shift, device_properties, precision, rows_in_place
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import jagged_matmul_config
 from .triton_kernels import (
@@ -35,7 +35,7 @@ from .triton_kernels import (
 
 SYMMETRIC_BLOCK = 32
 
-# -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
+# -- operators ---------------------------------------------------------------------------------------------------------------
 
 
 def _dense_fake(x, offsets, y, bias, activation, *chunking):
@@ -44,7 +44,7 @@ def _dense_fake(x, offsets, y, bias, activation, *chunking):
 
 @operator("jagged_dense_bmm", fake=_dense_fake)
 def triton_jagged_dense_bmm(
-    x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, longest: int | None = None,
+    x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, max_seqlen: int | None = None,
     batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
     """out[b] = activation(x[b] @ y[b] + bias[b]).
@@ -52,9 +52,9 @@ def triton_jagged_dense_bmm(
     Args:
         x: `[L, D]`, fp32, fp16 or bf16. offsets: `[B + 1]`.
         y: `[B, D, T]` of any strides; one matrix for all segments is expanded. bias: `[B, T]` or None.
-        activation: a name of `activations.py`, or None.
-        longest: rows of the longest segment, for the gradients. An understatement costs time.
-        batch_invariant: the gradients' sums over a segment's rows are split into parts of a fixed length.
+        activation: a name of `common/activations.py`, or None.
+        max_seqlen: rows of the longest segment, for the gradients. Too small a value costs time only.
+        batch_invariant: the gradients' sums over a segment's rows are cut into chunks of a fixed length.
 
     Returns:
         `[L, T]`.
@@ -62,13 +62,13 @@ def triton_jagged_dense_bmm(
     return _dense(x, offsets, y, bias, activation, None)
 
 
-def _slope_fake(grad, x, offsets, y, bias, activation):
+def _dact_fake(grad, x, offsets, y, bias, activation):
     return x.new_empty((x.shape[0], y.shape[2]))
 
 
-@operator("jagged_dense_bmm_slope", fake=_slope_fake)
-def triton_jagged_dense_bmm_slope(grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str) -> Tensor:
-    """Gradient `[L, T]` of what the activation is applied to, which is computed again, given that of the result."""
+@operator("jagged_dense_bmm_dact", fake=_dact_fake)
+def triton_jagged_dense_bmm_dact(grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """Gradient `[L, T]` of the activation's input, which is computed again, given the gradient of the result."""
     return _dense(x, offsets, y, bias, activation, grad)
 
 
@@ -83,11 +83,11 @@ def _dense(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activatio
         return out
     function = None if activation is None else activation_function(activation, x.dtype == torch.bfloat16)
     factor = 1.0 if activation is None else activation_factors(activation, x.dtype == torch.bfloat16, 1.0)[0]
-    config, options = _launch("dense", x, 0, columns)
+    config, options = _config("dense", x, 0, columns)
     others = [(tensor, 0) for tensor in (bias, grad) if tensor is not None]
     align, (stride_x, stride_yb, stride_y, *rest) = aligned_strides((x, 0), (y, 0), (y, 2 if transposed else 1), *others)
     stride_grad, stride_bias = rest.pop() if grad is not None else 0, rest.pop() if bias is not None else 0
-    grid = ((x.shape[0] // config.rows + segments) * ceil_div(columns, config.columns),)
+    grid = ((x.shape[0] // config.block_m + segments) * cdiv(columns, config.block_n),)
     jagged_dense_bmm_kernel[grid](
         x, y, bias, grad, out, offsets, segments, stride_x, stride_yb, stride_y, stride_bias, stride_grad,
         D=depth, T=columns, TRANSPOSED=transposed, ACTIVATION=function, FACTOR=factor, ALIGN=align, **options,
@@ -100,11 +100,18 @@ def _jagged_fake(x, y, offsets, *chunking):
 
 
 @operator("jagged_jagged_bmm", fake=_jagged_fake)
-def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
-    """out[b] = x[b]ᵀ @ y[b]: x `[L, D]`, y `[L, T]`, fp32, fp16 or bf16, offsets `[B + 1]` → `[B, D, T]`, 0 for an empty segment.
-    longest: rows of the longest segment; too small a value only costs time. batch_invariant: long segments are split into parts of a fixed
-    length."""
-    return _sum_products(x, y, offsets, longest, batch_invariant)
+def triton_jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False) -> Tensor:
+    """out[b] = x[b]ᵀ @ y[b].
+
+    Args:
+        x: `[L, D]`, y: `[L, T]`, fp32, fp16 or bf16. offsets: `[B + 1]`.
+        max_seqlen: rows of the longest segment. Too small a value costs time only.
+        batch_invariant: long segments are cut into chunks of a fixed length.
+
+    Returns:
+        `[B, D, T]`, 0 for an empty segment.
+    """
+    return _jagged_jagged(x, y, offsets, max_seqlen, batch_invariant)
 
 
 def _sum_fake(x, offsets, *chunking):
@@ -112,24 +119,24 @@ def _sum_fake(x, offsets, *chunking):
 
 
 @operator("jagged_sum", fake=_sum_fake)
-def triton_jagged_sum(x: Tensor, offsets: Tensor, longest: int | None = None, batch_invariant: bool = False) -> Tensor:
+def triton_jagged_sum(x: Tensor, offsets: Tensor, max_seqlen: int | None = None, batch_invariant: bool = False) -> Tensor:
     """Sums of the rows of each segment, `[B, T]`: x `[L, T]` in fp32, fp16 or bf16, offsets `[B + 1]`. Others: as
     `triton_jagged_jagged_bmm`."""
-    return _sum_products(None, x, offsets, longest, batch_invariant).squeeze(1)
+    return _jagged_jagged(None, x, offsets, max_seqlen, batch_invariant).squeeze(1)
 
 
-def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | None, batch_invariant: bool) -> Tensor:
+def _jagged_jagged(x: Tensor | None, y: Tensor, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool) -> Tensor:
     """x[b]ᵀ @ y[b], `[B, D, T]`; x None: a column of ones."""
     x, y, segments = None if x is None else rows_in_place(x), rows_in_place(y), offsets.shape[0] - 1
     (length, columns), depth = y.shape, 1 if x is None else x.shape[1]
     out = y.new_empty((segments, depth, columns))
     if out.numel() == 0:
         return out
-    config, options = _launch("jagged", y, depth, columns)
+    config, options = _config("jagged", y, depth, columns)
     if x is None:
         options = options | dict(BLOCK_M=1)
-    tiles = ceil_div(depth, config.rows) * ceil_div(columns, config.columns)
-    shift = chunk_shift(length, longest, tiles, y.device, batch_invariant)
+    tiles = cdiv(depth, config.block_m) * cdiv(columns, config.block_n)
+    shift = chunk_shift(length, max_seqlen, tiles, y.device, batch_invariant)
     chunks = length >> shift
     partial = y.new_empty((2 * chunks, depth, columns), dtype=torch.float32)
     operands = (y,) if x is None else (x, y)
@@ -138,9 +145,9 @@ def _sum_products(x: Tensor | None, y: Tensor, offsets: Tensor, longest: int | N
         x, y, out, partial, offsets, segments, shift, strides[0], strides[-1], D=depth, T=columns, ALIGN=align, **options
     )
     if length > 1 << shift:
-        size, parts, block = depth * columns, 16, 256
-        sum_chunks_kernel[(chunks * ceil_div(size, block),)](
-            partial, out, offsets, segments, shift, SIZE=size, PARTS=parts, BLOCK=block, num_warps=4
+        size, block = depth * columns, 256
+        sum_chunks_kernel[(chunks * cdiv(size, block),)](
+            partial, out, offsets, segments, shift, SIZE=size, CHUNKS=16, BLOCK=block, num_warps=4
         )
     return out
 
@@ -170,7 +177,7 @@ def _gram_fake(x, offsets, p_offsets, total):
 
 @operator("jagged_gram", fake=_gram_fake)
 def triton_jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
-    """p[b] = x[b] @ x[b]ᵀ, which reads about half of what `triton_jagged_outer` of x with itself would; arguments as there."""
+    """p[b] = x[b] @ x[b]ᵀ. Reads about half as much as `triton_jagged_outer` of x with itself; same arguments."""
     return _outer(rows_in_place(x), None, offsets, offsets, p_offsets, total)
 
 
@@ -178,10 +185,10 @@ def _outer(x: Tensor, y: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_
     if total == 0 or x.shape[1] == 0:
         return x.new_zeros((total,))
     p = x.new_empty((total,))
-    config, options = _launch("outer", x, 0, 0)
+    config, options = _config("outer", x, 0, 0)
     segments = x_offsets.shape[0] - 1
     align, strides = aligned_strides((x, 0), (x if y is None else y, 0))
-    jagged_outer_kernel[(x.shape[0] // config.rows + segments,)](
+    jagged_outer_kernel[(x.shape[0] // config.block_m + segments,)](
         x, y, p, x_offsets, y_offsets, p_offsets, segments, *strides, D=x.shape[1], ALIGN=align, **options
     )
     return p
@@ -189,7 +196,7 @@ def _outer(x: Tensor, y: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_
 
 @operator("jagged_symmetric", fake=lambda p, *_: torch.empty_like(p))
 def triton_jagged_symmetric(p: Tensor, offsets: Tensor, p_offsets: Tensor, rows: int) -> Tensor:
-    """p[b] + p[b]ᵀ; p, offsets as those of `triton_jagged_gram`. rows: offsets' last."""
+    """p[b] + p[b]ᵀ; p and offsets as in `triton_jagged_gram`. rows: offsets[-1]."""
     p, segments = p.contiguous(), offsets.shape[0] - 1
     out = torch.empty_like(p)
     if p.numel():
@@ -205,12 +212,12 @@ def _array_fake(p, y, x_offsets, y_offsets, p_offsets, rows, transposed):
 def triton_array_jagged_bmm(
     p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, rows: int, transposed: bool
 ) -> Tensor:
-    """out[b] = p[b] @ y[b], or p[b]ᵀ @ y[b] where `transposed`.
+    """out[b] = p[b] @ y[b]; if `transposed`, p[b]ᵀ @ y[b].
 
     Args:
-        p: `[Σ N_b M_b]`, the matrices p[b] `[N_b, M_b]`, fp32, fp16 or bf16; the offsets are those of `triton_jagged_outer`.
+        p: `[Σ N_b M_b]`, the matrices p[b] `[N_b, M_b]`, fp32, fp16 or bf16; offsets as in `triton_jagged_outer`.
         y: `[Ly, D]`; transposed: `[Lx, D]`.
-        rows: of the result, Lx; transposed: Ly.
+        rows: number of rows of the result: Lx; transposed: Ly.
 
     Returns:
         `[rows, D]`.
@@ -220,24 +227,24 @@ def triton_array_jagged_bmm(
     out = y.new_empty((rows, columns))
     if out.numel() == 0:
         return out
-    config, options = _launch("array", y, 0, columns)
+    config, options = _config("array", y, 0, columns)
     align, (stride,) = aligned_strides((y, 0))
     out_offsets, y_offsets = (y_offsets, x_offsets) if transposed else (x_offsets, y_offsets)
-    array_jagged_bmm_kernel[((rows // config.rows + segments) * ceil_div(columns, config.columns),)](
+    array_jagged_bmm_kernel[((rows // config.block_m + segments) * cdiv(columns, config.block_n),)](
         p, y, out, out_offsets, y_offsets, p_offsets, segments, stride, D=columns, TRANSPOSED=transposed, ALIGN=align, **options
     )
     return out
 
 
-def _launch(kernel: str, x: Tensor, rows: int, columns: int) -> tuple[ProductConfig, dict]:
-    """Launch configuration, and the constants and options that follow from it."""
-    return _launch_plan(kernel, x.element_size(), rows, columns, x.device, precision(x))
+def _config(kernel: str, x: Tensor, rows: int, columns: int) -> tuple[GemmConfig, dict]:
+    """Launch configuration, and the launch's constants and options that follow from it. rows, columns: see `jagged_matmul_config`."""
+    return _cached_config(kernel, x.element_size(), rows, columns, x.device, precision(x))
 
 
 @functools.cache
-def _launch_plan(kernel: str, itemsize: int, rows: int, columns: int, device: torch.device, precision: str) -> tuple[ProductConfig, dict]:
-    config = jagged_matmul_config(kernel, itemsize, device_properties(device)[0], rows, columns, precision)
-    blocks = dict(BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_K=config.depth)
+def _cached_config(kernel: str, itemsize: int, rows: int, columns: int, device: torch.device, precision: str) -> tuple[GemmConfig, dict]:
+    config = jagged_matmul_config(kernel, itemsize, device_properties(device).capability, rows, columns, precision)
+    blocks = dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
     return config, blocks | dict(PRECISION=precision, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -256,7 +263,7 @@ class _DenseBmm(torch.autograd.Function):
     def backward(ctx, grad):
         (x, offsets, y, bias), wanted = ctx.saved_tensors, ctx.needs_input_grad
         if ctx.activation is not None:
-            grad = triton_jagged_dense_bmm_slope(grad, x, offsets, y, bias, ctx.activation)
+            grad = triton_jagged_dense_bmm_dact(grad, x, offsets, y, bias, ctx.activation)
         dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.chunking) if wanted[0] else None
         dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.chunking) if wanted[2] else None
         return dx, None, dy, triton_jagged_sum(grad, offsets, *ctx.chunking) if wanted[3] else None, None, *(None for _ in ctx.chunking)
@@ -353,8 +360,8 @@ class _ArrayBmm(torch.autograd.Function):
 
 differentiate(triton_jagged_dense_bmm, _DenseBmm.apply)
 refuse_derivative(
-    triton_jagged_dense_bmm_slope,
-    "jagged_dense_bmm is not differentiable twice with an activation: its slope has no derivative of its own",
+    triton_jagged_dense_bmm_dact,
+    "jagged_dense_bmm is not differentiable twice with an activation: the activation's derivative has none of its own",
 )
 differentiate(triton_jagged_jagged_bmm, _JaggedBmm.apply)
 differentiate(triton_jagged_sum, _Sum.apply)

@@ -1,8 +1,8 @@
-"""Device code of the products of jagged tensors.
+"""Device code of matrix multiplications of jagged tensors. The equations are in op.py.
 
-Tiles of rows are numbered in closed form (`find_tile`), so that a grid follows from shapes alone. Dimensions of rows are constants, as
-they are a model's; numbers of rows and segments are not. Strides of rows are in units of ALIGN elements (see launch.py), which says all
-that loads need to know: a batch of one row, whose stride is none, runs the same kernel.
+Tiles of rows are numbered in closed form (`find_tile`), so a grid follows from shapes alone. Feature dimensions are constants, as a model
+fixes them; numbers of rows and segments are not. Row strides are in units of ALIGN elements (see `aligned_strides`): ALIGN alone decides
+how wide loads are, so a batch of one row, whose stride is arbitrary, runs the same kernel.
 """
 
 import triton
@@ -19,14 +19,14 @@ def jagged_dense_bmm_kernel(
     D: tl.constexpr, T: tl.constexpr, TRANSPOSED: tl.constexpr, ACTIVATION: tl.constexpr, FACTOR: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`; with a gradient of it, grad times the activation's derivative there.
+    """out[b] = activation(x[b] @ y[b] + bias[b]), `[L, T]`. With grad_ptr, a gradient of it: grad times the activation's derivative.
 
-    FACTOR: what the activation leaves out of its value and its derivative. TRANSPOSED: y is `[B, T, D]` in memory.
-    Grid: places of x's tiles, blocks of columns, which follow one another: they share x's rows.
+    FACTOR: a constant factor of the value and the derivative, which ACTIVATION leaves out. TRANSPOSED: y is `[B, T, D]` in memory.
+    Grid: tile indices of x, blocks of columns, which follow one another: they share x's rows.
     """
-    COLUMNS: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
-    place, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS * BLOCK_N
-    segment, start, num_rows, row = find_tile(place, offsets_ptr, num_segments, log2(BLOCK_M))
+    BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
+    tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
+    segment, start, num_rows, row = find_tile(tile_index, offsets_ptr, num_segments, log2(BLOCK_M))
     if row >= num_rows:
         return
     x_ptr += start * (stride_x * ALIGN)
@@ -41,13 +41,13 @@ def jagged_dense_bmm_kernel(
         bias = tl.load(bias_ptr + tl.cast(segment, tl.int64) * (stride_bias * ALIGN) + columns, mask=columns < T, other=0.0)
         acc += bias.to(tl.float32)[None, :]
     if ACTIVATION is not None:
-        value, slope = ACTIVATION(acc, 1.0)
+        act, dact = ACTIVATION(acc, 1.0)
         if grad_ptr is None:
-            acc = value * FACTOR
+            acc = act * FACTOR
         else:
             grad_ptr += start * (stride_grad * ALIGN)
             grad = load_matrix(grad_ptr, row, column, stride_grad * ALIGN, num_rows, T, BLOCK_M, BLOCK_N, False)
-            acc = grad.to(tl.float32) * (slope * FACTOR)
+            acc = grad.to(tl.float32) * (dact * FACTOR)
     store_matrix(out_ptr + start * T, row, column, T, acc, num_rows, T)
 
 
@@ -58,18 +58,18 @@ def jagged_jagged_bmm_kernel(
     D: tl.constexpr, T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`; without x, the sum of y's rows, D and BLOCK_M being 1.
+    """out[b] = x[b]ᵀ @ y[b], `[B, D, T]`. Without x: the sum of y's rows, with D = BLOCK_M = 1.
 
-    A segment longer than a chunk of 2^shift rows is summed by parts. Part i goes to slot 2 (offsets[b] // chunk) + i: a segment of
-    n > chunk rows has at most n // chunk + 1 <= 2 (n // chunk) parts, and those after it begin at least n // chunk chunks later.
-    Grid: places of chunks, tiles of the product, which follow one another.
+    A segment longer than a chunk of 2^shift rows is summed by chunks. The sum of chunk i goes to slot 2 (offsets[b] // chunk) + i: a
+    segment of n > chunk rows has at most n // chunk + 1 <= 2 (n // chunk) chunks, and the next segment begins at least n // chunk chunks
+    later. Grid: chunk indices, tiles of the result, which follow one another.
     """
-    COLUMNS: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
-    TILES: tl.constexpr = (D + BLOCK_M - 1) // BLOCK_M * COLUMNS
-    place, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
-    row, column = tile // COLUMNS * BLOCK_M, tile % COLUMNS * BLOCK_N
-    segment, start, num_rows, first = find_tile(place, offsets_ptr, num_segments, shift)
-    if (first >= num_rows) & (first > 0):  # the first chunk of an empty segment has zeros to write
+    BLOCKS_N: tl.constexpr = (T + BLOCK_N - 1) // BLOCK_N
+    TILES: tl.constexpr = (D + BLOCK_M - 1) // BLOCK_M * BLOCKS_N
+    chunk_index, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    row, column = tile // BLOCKS_N * BLOCK_M, tile % BLOCKS_N * BLOCK_N
+    segment, start, num_rows, first = find_tile(chunk_index, offsets_ptr, num_segments, shift)
+    if (first >= num_rows) & (first > 0):  # the first chunk of an empty segment writes zeros
         return
     y_ptr += start * (stride_y * ALIGN)
     chunk = 1 << shift
@@ -92,23 +92,23 @@ def jagged_jagged_bmm_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "shift"])
 def sum_chunks_kernel(
-    partial_ptr, out_ptr, offsets_ptr, num_segments, shift, SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+    partial_ptr, out_ptr, offsets_ptr, num_segments, shift, SIZE: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """out[b] = the sum of the parts of a segment that has several, `[SIZE]` each, in fp32 and in their order.
+    """out[b] = the sum over the chunks of a segment that has several, `[SIZE]` each, in fp32 and in their order.
 
-    Grid: windows of as many rows as a chunk, blocks. At most one long segment begins in a window, and none after it.
+    Grid: windows of as many rows as a chunk, blocks. At most one long segment begins in a window, and no other segment after it.
     """
     BLOCKS: tl.constexpr = (SIZE + BLOCK - 1) // BLOCK
     window, column = tl.program_id(0) // BLOCKS, tl.program_id(0) % BLOCKS * BLOCK
     segment = find_segment(window, offsets_ptr, num_segments, shift, False)
     start, num_rows = load_segment(offsets_ptr, segment)
-    parts = ((num_rows - 1) >> shift) + 1
-    if (parts <= 1) | ((start >> shift) != window):
+    num_chunks = ((num_rows - 1) >> shift) + 1
+    if (num_chunks <= 1) | ((start >> shift) != window):
         return
     partial_ptr += 2 * tl.cast(window, tl.int64) * SIZE
-    acc = tl.zeros([PARTS, BLOCK], tl.float32)
-    for part in range(0, parts, PARTS):
-        acc += load_matrix(partial_ptr, part, column, SIZE, parts, SIZE, PARTS, BLOCK, False)
+    acc = tl.zeros([CHUNKS, BLOCK], tl.float32)
+    for chunk in range(0, num_chunks, CHUNKS):
+        acc += load_matrix(partial_ptr, chunk, column, SIZE, num_chunks, SIZE, CHUNKS, BLOCK, False)
     store_matrix(out_ptr + tl.cast(segment, tl.int64) * SIZE, 0, column, SIZE, tl.sum(acc, 0)[None, :], 1, SIZE)
 
 
@@ -118,9 +118,9 @@ def jagged_outer_kernel(
     x_ptr, y_ptr, p_ptr, x_offsets_ptr, y_offsets_ptr, p_offsets_ptr, num_segments, stride_x, stride_y,
     D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: places of x's tiles.
+    """p[b] = x[b] @ y[b]ᵀ, row-major from p_offsets[b] on. Grid: tile indices of x.
 
-    Without a y, of x with itself: a tile on the diagonal reads its rows once, and one above it is stored below it too.
+    Without y, x[b] @ x[b]ᵀ: a tile on the diagonal reads its rows once, and a tile above it is also stored transposed, below it.
     """
     segment, x_start, num_rows, row = find_tile(tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK_M))
     if row >= num_rows:
@@ -154,7 +154,7 @@ def jagged_outer_kernel(
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments"])
 def jagged_symmetric_kernel(p_ptr, out_ptr, x_offsets_ptr, p_offsets_ptr, num_segments, BLOCK: tl.constexpr):
-    """out[b] = p[b] + p[b]ᵀ, of matrices with as many columns as rows. Grid: places of tiles of rows."""
+    """out[b] = p[b] + p[b]ᵀ of square matrices. Grid: tile indices of rows."""
     segment, _, size, row = find_tile(tl.program_id(0), x_offsets_ptr, num_segments, log2(BLOCK))
     start = tl.load(p_offsets_ptr + segment).to(tl.int64)
     for column in range(0, tl.where(row < size, size, 0), BLOCK):
@@ -170,11 +170,11 @@ def array_jagged_bmm_kernel(
     D: tl.constexpr, TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """out[b] = p[b] @ y[b], p[b] having as many rows as out[b] and columns as y[b] has rows; TRANSPOSED: its transpose is in memory.
-    Grid: places of the result's tiles, blocks of columns, which follow one another: they share p."""
-    COLUMNS: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
-    place, column = tl.program_id(0) // COLUMNS, tl.program_id(0) % COLUMNS * BLOCK_N
-    segment, start, num_rows, row = find_tile(place, out_offsets_ptr, num_segments, log2(BLOCK_M))
+    """out[b] = p[b] @ y[b]. p[b] has a row for each row of out[b] and a column for each row of y[b]; TRANSPOSED: p[b]ᵀ is in memory.
+    Grid: tile indices of the result, blocks of columns, which follow one another: they share p."""
+    BLOCKS_N: tl.constexpr = (D + BLOCK_N - 1) // BLOCK_N
+    tile_index, column = tl.program_id(0) // BLOCKS_N, tl.program_id(0) % BLOCKS_N * BLOCK_N
+    segment, start, num_rows, row = find_tile(tile_index, out_offsets_ptr, num_segments, log2(BLOCK_M))
     if row >= num_rows:
         return
     y_start, length = load_segment(y_offsets_ptr, segment)

@@ -9,7 +9,7 @@ from ..common.configs import padded_dim
 
 @dataclasses.dataclass(frozen=True)
 class SoftmaxConfig:
-    """A softmax kernel's tile: lines, and elements along them that are held in registers at once; its launch."""
+    """Launch of a softmax kernel: a tile is `lines` lines of `length` elements."""
 
     lines: int
     length: int
@@ -17,11 +17,14 @@ class SoftmaxConfig:
 
 
 def jagged_softmax_config(itemsize: int, lines: int) -> SoftmaxConfig:
-    """Launch configuration for lines side by side in memory, 128 bytes of them or fewer."""
+    """Launch configuration for `lines` columns of rows: up to 128 contiguous bytes of a row in a tile."""
     return SoftmaxConfig(lines=min(128 // itemsize, padded_dim(lines)), length=64, num_warps=2 if itemsize == 4 else 4)
 
 
 def jagged2_softmax_config(over_columns: bool) -> SoftmaxConfig:
-    """Launch configuration for the rows or columns of jagged matrices. Nothing is known of their alignment, so that every element is
-    loaded by itself: more of them in a thread's registers would leave the multiprocessor few warps. A warp alone waits for no other."""
+    """Launch configuration for the rows or columns of jagged matrices.
+
+    Their alignment is unknown, so every load is of one element. Larger tiles would need more registers and leave an SM fewer warps. One
+    warp needs no barriers.
+    """
     return SoftmaxConfig(lines=16 if over_columns else 4, length=128, num_warps=1)

@@ -6,10 +6,8 @@ import pytest
 
 pytest.importorskip("triton")
 
-from jagged_kernels.block_attention import hopper  # noqa: E402
-from jagged_kernels.block_attention import op as block_attention  # noqa: E402
-from jagged_kernels.block_attention.configs import block_attention_config, block_attention_fits  # noqa: E402
-from jagged_kernels.common.configs import padded_dim  # noqa: E402
+from jagged_kernels.block_attention import hopper, triton_kernels  # noqa: E402
+from jagged_kernels.block_attention.configs import block_attention_config, fits_shared_memory  # noqa: E402
 
 from .ahead_of_time import compile_for, gluon_descriptor  # noqa: E402
 
@@ -18,11 +16,11 @@ TYPES = dict(offsets_ptr="*i64", cos_ptr="*fp32", sin_ptr="*fp32", scale="fp32")
 
 def compile_block_attention(name, capability, dtype, dim, block_size, rotate, relative=False, group=1, precision="bf16x6"):
     """The compiled kernel with its launch configuration."""
-    kernel, itemsize = getattr(block_attention, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
+    kernel, itemsize = getattr(triton_kernels, f"block_attention_{name}_kernel"), 4 if dtype == "fp32" else 2
     rotary = "none" if rotate is None else "relative" if relative else "absolute"
     config = block_attention_config(name, dim, itemsize, divmod(capability, 10), block_size, group, rotary)
     constants = dict(
-        HEADS=4, GROUP=group, DIM=dim, TILE=config.tile, BLOCK=block_size, BLOCK_D=max(32, padded_dim(dim)), positions_ptr=None
+        HEADS=4, GROUP=group, DIM=dim, BLOCK_M=config.block_m, BLOCK_SIZE=block_size, BLOCK_D=config.block_d, positions_ptr=None
     )
     constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, ALIGN=16 // itemsize, PACKED=itemsize == 2)
     constants |= dict(PRECISION=precision if dtype == "fp32" else "ieee")
@@ -53,7 +51,7 @@ def test_block_attention_kernels_compile(name, rotate, relative):
 def test_what_block_attention_takes_fits_shared_memory(capability, shared_memory, dtype, precision, block_size):
     """The widest heads that the rule allows, in groups, whose backward needs most."""
     generation, itemsize = divmod(capability, 10), 4 if dtype == "fp32" else 2
-    taken = [dim for dim in (32, 64, 128, 256) if block_attention_fits(dim, itemsize, generation, block_size, 2)]
+    taken = [dim for dim in (32, 64, 128, 256) if fits_shared_memory(dim, itemsize, generation, block_size, 2)]
     for dim in taken[-1:]:
         compiled = compile_block_attention("bwd", capability, dtype, dim, block_size, None, group=2, precision=precision)
         assert compiled.metadata.shared <= shared_memory * 1024
@@ -71,7 +69,7 @@ def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
 def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise):
     """The compiled kernel for compute capability 9.0; `width`: columns of a tile in shared memory, at least `dim`."""
     kernel, rows = getattr(hopper, f"block_attention_{name}_hopper_kernel"), max(block_size, 64)
-    constants = dict(HEADS=4, DIM=dim, WIDTH=width, BLOCK=block_size, TURNS=2, positions_ptr=None)
+    constants = dict(HEADS=4, HEADS_PER_CTA=2, DIM=dim, BLOCK_M=rows, BLOCK_D=width, BLOCK_SIZE=block_size, positions_ptr=None)
     constants |= dict(ROTATE=rotate is not None, ROTATE_V=rotate == "qkv", RELATIVE=relative, PRECISE=precise)
     constants |= dict(cos_ptr=None, sin_ptr=None) if rotate is None else {}
 

@@ -10,14 +10,14 @@ from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels  # noqa: E402
 from jagged_kernels.matmul.configs import jagged_matmul_config  # noqa: E402
 from jagged_kernels.matmul.op import SYMMETRIC_BLOCK  # noqa: E402
-from jagged_kernels.softmax import op as jagged_softmax  # noqa: E402
+from jagged_kernels.softmax import triton_kernels as jagged_softmax  # noqa: E402
 from jagged_kernels.softmax.configs import jagged2_softmax_config, jagged_softmax_config  # noqa: E402
 
 from .ahead_of_time import compile_for  # noqa: E402
 
 
 def compile_jagged(kernel, capability, dtype, options, **constants):
-    """A compiled kernel of jagged_matmul_kernels.py or jagged_softmax.py; `options`: its launch configuration."""
+    """A compiled kernel of jagged matrix multiplication or softmax; `options`: its launch configuration."""
 
     def type_of(arg):
         if arg in ("partial_ptr", "sums_ptr"):
@@ -46,7 +46,7 @@ def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
     rows = depth if kind == "jagged" else 0
     config = jagged_matmul_config(kind, itemsize, divmod(capability, 10), rows, 0 if kind == "outer" else columns, precision)
     sizes = dict(D=depth, T=columns) if kind in ("dense", "jagged") else dict(D=columns)
-    constants = constants | sizes | dict(BLOCK_M=config.rows, BLOCK_N=config.columns, BLOCK_K=config.depth)
+    constants = constants | sizes | dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
     if name == "dense-slope":
         constants |= dict(ACTIVATION=activation_function("gelu_tanh", dtype == "bf16"))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
@@ -80,7 +80,7 @@ def test_sums_of_segments_compile(capability):
         sizes = dict(D=1, T=64, BLOCK_M=1, BLOCK_N=64, BLOCK_K=32, ALIGN=4, PRECISION="ieee", x_ptr=None)
         options = dict(num_warps=4, num_stages=3)
         compile_jagged(jagged_matmul_kernels.jagged_jagged_bmm_kernel, capability, dtype, options, **sizes)
-        sizes = dict(SIZE=4096, PARTS=16, BLOCK=256)
+        sizes = dict(SIZE=4096, CHUNKS=16, BLOCK=256)
         compile_jagged(jagged_matmul_kernels.sum_chunks_kernel, capability, dtype, options, **sizes)
 
 

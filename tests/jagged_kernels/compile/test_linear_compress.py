@@ -11,7 +11,7 @@ triton = pytest.importorskip("triton")
 
 from jagged_kernels.common.ptxas import hopper_ptxas  # noqa: E402
 from jagged_kernels.linear_compress import triton_kernels as linear_compress_kernels  # noqa: E402
-from jagged_kernels.linear_compress.configs import hopper_product_config, linear_compress_config, weight_gradient_config  # noqa: E402
+from jagged_kernels.linear_compress.configs import hopper_gemm_config, linear_compress_config, weight_gradient_config  # noqa: E402
 from jagged_kernels.linear_compress.hopper import linear_compress_fwd_hopper_kernel  # noqa: E402
 from triton.backends.nvidia.compiler import get_ptxas  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
@@ -32,12 +32,12 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
     pointers = dict(addends_ptr=("*fp32", "*fp32"), indices_ptr=("*i64", "*i32"), partial_ptr="*fp32")
     if name == "fwd":
         config = linear_compress_config(itemsize, generation, n)
-        blocks |= dict(BLOCK_M=config.rows, TAIL_M=64, BLOCK_N=config.columns, BLOCK_K=config.depth)
-        shapes = dict(w_desc=(config.rows, config.depth), w_tail_desc=(64, config.depth), e_desc=(config.depth, config.columns))
+        blocks |= dict(BLOCK_M=config.block_m, TAIL_M=64, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+        shapes = dict(w_desc=(config.block_m, config.block_k), w_tail_desc=(64, config.block_k), e_desc=(config.block_k, config.block_n))
     else:
         config = weight_gradient_config(itemsize, generation, m, k)
-        blocks |= dict(BLOCK_M=config.rows, BLOCK_K=config.columns, BLOCK_N=config.depth)
-        shapes = dict(g_desc=(config.rows, config.depth), e_desc=(config.columns, config.depth))
+        blocks |= dict(BLOCK_M=config.block_m, BLOCK_K=config.block_n, BLOCK_N=config.block_k)
+        shapes = dict(g_desc=(config.block_m, config.block_k), e_desc=(config.block_n, config.block_k))
     if capability < 90:
         described = ()
     elif aligned_embeddings:
@@ -97,14 +97,14 @@ def compile_hopper_linear_compress(dtype, sizes, addends):
     the epilogue of the candidates' GEMM adds.
     """
     m, k, shared_k, n = sizes
-    config = hopper_product_config(n)
-    boxes = dict(w=[64, config.depth], e=[1, config.depth, config.columns], out=[1, 64, 64])
+    config = hopper_gemm_config(n)
+    boxes = dict(w=[64, config.block_k], e=[1, config.block_k, config.block_n], out=[1, 64, 64])
     boxes = {f"{name}_desc": box for name, box in boxes.items()} | {f"shared_{name}_desc": boxes[name] for name in ("w", "e")}
     types = {arg: gluon_descriptor(dtype, box) for arg, box in boxes.items()}
     types |= dict(addends_ptr=("*fp32",) * addends, indices_ptr=("*i64",) * addends)
     types |= dict(shared_ptr="*fp32", state_ptr="*i32")
-    constants = dict(M=m, K=k, SHARED_K=shared_k, PANELS=-(-n // config.columns), BLOCK_N=config.columns, BLOCK_K=config.depth)
-    constants |= dict(STAGES=config.stages, BUFFERS=config.buffers)
+    constants = dict(M=m, K=k, SHARED_K=shared_k, N_TILES=-(-n // config.block_n), BLOCK_N=config.block_n, BLOCK_K=config.block_k)
+    constants |= dict(STAGES=config.num_stages, BUFFERS=config.num_buffers)
     constants |= {} if k else dict.fromkeys(("w_desc", "e_desc", "out_desc"))
     constants |= {} if shared_k else dict.fromkeys(("shared_w_desc", "shared_e_desc", "shared_ptr"))
     aligned = "shared_ptr", "state_ptr", "addends_ptr", "indices_ptr"

@@ -214,7 +214,7 @@ def test_operators_pass_opcheck(jagged_pair):
     for operator, arguments in (
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, bias, "silu")),
         (jagged.triton_jagged_dense_bmm, (x, offsets[0], weight, None, None)),
-        (jagged.triton_jagged_dense_bmm_slope, (z.detach(), x.detach(), offsets[0], weight.detach(), None, "silu")),
+        (jagged.triton_jagged_dense_bmm_dact, (z.detach(), x.detach(), offsets[0], weight.detach(), None, "silu")),
         (jagged.triton_jagged_jagged_bmm, (x, z, offsets[0])),
         (jagged.triton_jagged_sum, (x, offsets[0])),
         (jagged.triton_jagged_outer, (x, y, *offsets, total)),

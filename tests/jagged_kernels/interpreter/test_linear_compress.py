@@ -28,10 +28,12 @@ def test_nothing_to_multiply(check_linear_compress, batches, depths):
 @pytest.mark.parametrize("rows", [5, 64, 150])
 def test_a_shared_levels_own_product(rows):
     """What the kernel makes of a shared level of many rows: fp32, with nothing added."""
-    from jagged_kernels.linear_compress.op import _compress
+    from jagged_kernels.common.configs import GemmConfig
+    from jagged_kernels.linear_compress.op import _gemm
 
     weight, embedding = torch.randn(rows, 33).half(), torch.randn(7, 33, 40).half()
-    out = _compress(weight, embedding, (), (), torch.float32)
+    config = GemmConfig(block_m=128, block_n=64, block_k=32, num_warps=4, num_stages=3)
+    out = _gemm(weight, embedding, (), (), torch.float32, config)
     assert out.dtype == torch.float32
     torch.testing.assert_close(out, weight.float() @ embedding.float(), rtol=1e-5, atol=1e-4)
 

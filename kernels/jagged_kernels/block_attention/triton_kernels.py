@@ -1,0 +1,286 @@
+"""Portable device code of block attention: one kernel forward, one backward, and nothing stored between them. op.py has the equations.
+
+A tile holds whole blocks, so its softmax needs no second pass and the backward computes it again. Tiles are numbered in closed form:
+segment b owns the tile indices from offsets[b] // BLOCK_M + b on, at least as many as it has tiles, so the number of tile indices follows
+from the shapes alone. Every program takes an equal range of tile indices and searches for the segment of its first one.
+
+Rotary scores depend only on the distance of two rows if angles are linear in the position. Positions are then counted from the tile's first
+row (RELATIVE), and a program loads cos and sin once. If v is rotated too, or angles are not linear, it loads them for every tile.
+
+An MMA cannot read even and odd columns of one block, so a rotated operand is held as two blocks, and an MMA over it is the sum of two.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from ..common.loads import find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
+from ..common.ptxas import safe_ptxas
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+class Operand(NamedTuple):
+    """q, k, v, the output or a gradient, as `load_rows` and `store_rows` take it."""
+
+    ptr: tl.tensor
+    desc: None
+    stride_row: tl.tensor
+    stride_head: tl.tensor
+
+
+class Rotary(NamedTuple):
+    """Tables [num_positions, DIM / 2]; positions_ptr None: positions are counted from the segments' starts."""
+
+    cos_ptr: tl.tensor
+    sin_ptr: tl.tensor
+    positions_ptr: tl.tensor
+    num_positions: tl.tensor
+
+
+class Tile(NamedTuple):
+    """First row, number of rows from it to the segment's end (not positive: no tile), and the first row's position in its segment."""
+
+    row: tl.tensor
+    num_rows: tl.tensor
+    position: tl.tensor
+
+
+class Angles(NamedTuple):
+    """[BLOCK_M, BLOCK_D / 2] of a tile's rows; numbers without rotary."""
+
+    cos: tl.tensor
+    sin: tl.tensor
+
+
+class Halves(NamedTuple):
+    """Even and odd columns [BLOCK_M, BLOCK_D / 2] of a rotated block. If it is not rotated, both are the block [BLOCK_M, BLOCK_D]."""
+
+    even: tl.tensor
+    odd: tl.tensor
+
+
+class Sizes(NamedTuple):
+    """Constants of a kernel. PACKED: a pair of 16-bit elements is loaded and stored as one word."""
+
+    DIM: tl.constexpr
+    BLOCK_M: tl.constexpr
+    BLOCK_D: tl.constexpr
+    PACKED: tl.constexpr
+
+
+# -- tiles -------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _program_range(num_items):
+    """This program's equal share of the items: first, one past the last."""
+    share, rest = num_items // tl.num_programs(0), num_items % tl.num_programs(0)
+    first = tl.program_id(0) * share + tl.minimum(tl.program_id(0), rest)
+    return first, first + share + tl.where(tl.program_id(0) < rest, 1, 0)
+
+
+@triton.jit
+def _find_tile(tile_index, segment, offsets_ptr, num_segments, BLOCK_M: tl.constexpr):
+    """Segment and tile of a tile index, given the segment of the tile index before. The Hopper kernels have a search of their own, as each
+    of their thread blocks takes one tile."""
+    if segment + 1 < num_segments:
+        segment += tl.where(tl.load(offsets_ptr + segment + 1) // BLOCK_M + segment + 1 <= tile_index, 1, 0)
+    start, end = tl.load(offsets_ptr + segment).to(tl.int64), tl.load(offsets_ptr + segment + 1).to(tl.int64)
+    position = (tile_index - start // BLOCK_M - segment) * BLOCK_M
+    return segment, Tile(start + position, (end - start - position).to(tl.int32), position.to(tl.int32))
+
+
+# -- loads and stores --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _load_angles(rotary, tile, ROTATE: tl.constexpr, sizes):
+    """Positions past the table take its last row."""
+    if ROTATE:
+        rows, pairs = tl.arange(0, sizes.BLOCK_M), tl.arange(0, sizes.BLOCK_D // 2)[None, :]
+        positions = tile.position + rows
+        if rotary.positions_ptr is not None:
+            positions = tl.load(rotary.positions_ptr + tile.row + rows, mask=rows < tile.num_rows, other=0).to(tl.int32)
+        offsets = tl.minimum(positions, rotary.num_positions - 1)[:, None] * (sizes.DIM // 2) + pairs
+        mask = (rows < tile.num_rows)[:, None] & (pairs < sizes.DIM // 2)
+        return Angles(tl.load(rotary.cos_ptr + offsets, mask=mask, other=0.0), tl.load(rotary.sin_ptr + offsets, mask=mask, other=0.0))
+    else:
+        return Angles(1.0, 0.0)
+
+
+@triton.jit
+def _load(operand, tile, head, angles, ROTATE: tl.constexpr, sizes):
+    """A tile's rows; ROTATE: rotated in fp32, then rounded."""
+    if ROTATE:
+        even, odd = load_pairs(operand, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
+        rotated_even, rotated_odd = _rotate(even.to(tl.float32), odd.to(tl.float32), angles.cos, angles.sin)
+        return Halves(rotated_even.to(even.dtype), rotated_odd.to(even.dtype))
+    else:
+        x = load_rows(operand, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D, True)
+        return Halves(x, x)
+
+
+@triton.jit
+def _store(operand, tile, head, x, ROTATED: tl.constexpr, sizes):
+    """Store an accumulator; ROTATED: it has even and odd columns."""
+    if ROTATED:
+        store_pairs(operand, tile.row, head, x.even, x.odd, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
+    else:
+        store_rows(operand, tile.row, head, x.even, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D)
+
+
+@triton.jit
+def _store_gradient(operand, tile, head, x, angles, ROTATE: tl.constexpr, sizes):
+    """Store a gradient; ROTATE: that of the operand before its rotation, rounded once."""
+    if ROTATE:
+        even, odd = _rotate(x.even, x.odd, angles.cos, -angles.sin)
+        x = Halves(even, odd)
+    _store(operand, tile, head, x, ROTATE, sizes)
+
+
+@triton.jit
+def _rotate(even, odd, cos, sin):
+    return even * cos - odd * sin, odd * cos + even * sin
+
+
+# -- MMAs and softmax --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _mma_abt(a, b, ROTATE: tl.constexpr, PRECISION: tl.constexpr):
+    """a bᵀ [BLOCK_M, BLOCK_M] of two operands, both rotated or neither."""
+    acc = tl.dot(a.even, tl.trans(b.even), input_precision=PRECISION)
+    if ROTATE:
+        acc = tl.dot(a.odd, tl.trans(b.odd), acc, input_precision=PRECISION)
+    return acc
+
+
+@triton.jit
+def _mma_ab(a, b, acc, ROTATE: tl.constexpr, PRECISION: tl.constexpr):
+    """acc + a @ b; ROTATE: b has even and odd columns."""
+    even = tl.dot(a, b.even, acc.even, input_precision=PRECISION)
+    if ROTATE:
+        return Halves(even, tl.dot(a, b.odd, acc.odd, input_precision=PRECISION))
+    else:
+        return Halves(even, even)
+
+
+@triton.jit
+def _zeros(ROTATE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
+    zeros = tl.zeros([BLOCK_M, BLOCK_D // 2 if ROTATE else BLOCK_D], tl.float32)
+    return Halves(zeros, zeros)
+
+
+@triton.jit
+def _softmax(scores, num_rows, scale, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr):
+    """softmax(scale · scores) within the blocks of a tile, 0 elsewhere; scale: times log2(e)."""
+    rows, columns = tl.arange(0, BLOCK_M)[:, None], tl.arange(0, BLOCK_M)[None, :]
+    visible = columns < num_rows
+    if BLOCK_SIZE < BLOCK_M:
+        visible = visible & (rows // BLOCK_SIZE == columns // BLOCK_SIZE)
+    return softmax_base_2(tl.where(visible, scores * scale, float("-inf")))
+
+
+@triton.jit
+def softmax_base_2(scores):
+    """softmax(ln(2) · scores) of each row; 0 in rows of -inf alone, which are those past the segment's end."""
+    row_max = tl.max(scores, 1)
+    p = tl.exp2(scores - tl.where(row_max == float("-inf"), 0.0, row_max)[:, None])
+    row_sum = tl.sum(p, 1)
+    return p * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
+
+
+# -- kernels -----------------------------------------------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
+def block_attention_fwd_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments, num_tiles, scale,
+    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """O of one tile and one head after the other. The heads of a tile follow one another, so rows of a packed projection are read together.
+
+    Strides are in units of ALIGN elements (see `aligned_strides`). num_tiles: number of tile indices.
+    """
+    q_operand = Operand(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_operand = Operand(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_operand = Operand(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
+    out_operand = Operand(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
+    rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
+    sizes: tl.constexpr = Sizes(DIM, BLOCK_M, BLOCK_D, PACKED)
+    first, last = _program_range(num_tiles * HEADS)
+    segment = find_segment(first // HEADS, offsets_ptr, num_segments, log2(BLOCK_M), True)
+    relative_angles = _load_angles(rotary, Tile(0, BLOCK_M, 0), RELATIVE, sizes)
+    for item in range(first, last):
+        segment, tile = _find_tile(item // HEADS, segment, offsets_ptr, num_segments, BLOCK_M)
+        head = item % HEADS
+        if RELATIVE:
+            angles = relative_angles
+        else:
+            angles = _load_angles(rotary, tile, ROTATE, sizes)
+        q = _load(q_operand, tile, head, angles, ROTATE, sizes)
+        k = _load(k_operand, tile, head // GROUP, angles, ROTATE, sizes)
+        v = _load(v_operand, tile, head // GROUP, angles, ROTATE_V, sizes)
+        p = _softmax(_mma_abt(q, k, ROTATE, PRECISION), tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE)
+        out = _mma_ab(p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION)
+        _store(out_operand, tile, head, out, ROTATE_V, sizes)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_positions", "num_segments", "num_tiles"])
+def block_attention_bwd_kernel(
+    do_ptr, q_ptr, k_ptr, v_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, cos_ptr, sin_ptr, positions_ptr, num_positions, num_segments,
+    num_tiles, scale,
+    stride_dom, stride_doh, stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh,
+    stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    ROTATE: tl.constexpr, ROTATE_V: tl.constexpr, RELATIVE: tl.constexpr, ALIGN: tl.constexpr, PACKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """dQ, dK and dV of one tile and one key head after the other, with the query heads of its group: every gradient is written once.
+
+    Strides and num_tiles: as in the forward.
+    """
+    do_operand = Operand(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
+    q_operand = Operand(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_operand = Operand(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_operand = Operand(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
+    dq_operand = Operand(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
+    dk_operand = Operand(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
+    dv_operand = Operand(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
+    rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
+    sizes: tl.constexpr = Sizes(DIM, BLOCK_M, BLOCK_D, PACKED)
+    KEY_HEADS: tl.constexpr = HEADS // GROUP
+    first, last = _program_range(num_tiles * KEY_HEADS)
+    segment = find_segment(first // KEY_HEADS, offsets_ptr, num_segments, log2(BLOCK_M), True)
+    relative_angles = _load_angles(rotary, Tile(0, BLOCK_M, 0), RELATIVE, sizes)
+    for item in range(first, last):
+        segment, tile = _find_tile(item // KEY_HEADS, segment, offsets_ptr, num_segments, BLOCK_M)
+        key_head = item % KEY_HEADS
+        if RELATIVE:
+            angles = relative_angles
+        else:
+            angles = _load_angles(rotary, tile, ROTATE, sizes)
+        k = _load(k_operand, tile, key_head, angles, ROTATE, sizes)
+        v = _load(v_operand, tile, key_head, angles, ROTATE_V, sizes)
+        dk, dv = _zeros(ROTATE, BLOCK_M, BLOCK_D), _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
+        for group_head in range(0, GROUP):
+            head = key_head * GROUP + group_head
+            q = _load(q_operand, tile, head, angles, ROTATE, sizes)
+            do = _load(do_operand, tile, head, Angles(1.0, 0.0), ROTATE_V, sizes)
+            scores = _mma_abt(q, k, ROTATE, PRECISION)
+            dp = _mma_abt(do, v, ROTATE_V, PRECISION)
+            p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE)
+            ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.even.dtype)
+            dq = _mma_ab(ds, k, _zeros(ROTATE, BLOCK_M, BLOCK_D), ROTATE, PRECISION)
+            _store_gradient(dq_operand, tile, head, dq, angles, ROTATE, sizes)
+            dv = _mma_ab(tl.trans(p.to(do.even.dtype)), do, dv, ROTATE_V, PRECISION)
+            dk = _mma_ab(tl.trans(ds), q, dk, ROTATE, PRECISION)
+        _store_gradient(dv_operand, tile, key_head, dv, angles, ROTATE_V, sizes)
+        _store_gradient(dk_operand, tile, key_head, dk, angles, ROTATE, sizes)
