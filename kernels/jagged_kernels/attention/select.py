@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from ..common.configs import LaunchConfig, padded_dim
-from ..common.device import ceil_div
+from ..common.device import cdiv
 from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, hopper_attention_config
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
@@ -148,8 +148,8 @@ def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> boo
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
     """How many chunks of the query rows fill the GPU with tiles of keys that all segments share, each chunk at least 256 rows."""
-    tiles = max(1, ceil_div(problem.kv_rows, key_tile) * problem.num_kv_heads)
-    return max(1, min(2 * problem.num_sms // tiles, ceil_div(problem.q_rows, 256)))
+    tiles = max(1, cdiv(problem.kv_rows, key_tile) * problem.num_kv_heads)
+    return max(1, min(2 * problem.num_sms // tiles, cdiv(problem.q_rows, 256)))
 
 
 def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
