@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from jagged_kernels.attention.params import AttentionParams
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -28,13 +29,13 @@ def attention_cpu(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
-    mask, num_targets: an AttentionMask's spec and targets. segment_scale: `[B]`, a factor of the output, as output_scale is.
-    batch_invariant: segments are computed one by one, and without a mask query rows too. Other arguments are those of
-    `reference.attention_reference`. Low precision is computed in fp32 and rounded once.
+    From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments are computed one by one, and without a mask
+    query rows too. Low precision is computed in fp32 and rounded once.
     """
+    params = AttentionParams(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
     queries, keys, values, results = _computable(activation, q, k, v, out)
-    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets, batch_invariant):
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
         operands = group.operands(queries, keys, values)
         if activation == "softmax":
             block, block_lse = softmax_forward(*operands, *group.mask, scale)
@@ -42,7 +43,7 @@ def attention_cpu(
         else:
             block, _ = unfused_forward(*operands, *group.mask, scale, activation)
         _put(results, group.rows, block)
-    return _as(out, _scaled(results, q_offsets, segment_scale, output_scale)), lse
+    return _as(out, _scaled(results, q_offsets, params)), lse
 
 
 @attention_cpu.register_fake
@@ -58,10 +59,11 @@ def attention_cpu_backward(
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
+    params = AttentionParams(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
     queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
-    grad = _scaled(grad, q_offsets, segment_scale, output_scale)
+    grad = _scaled(grad, q_offsets, params)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
-    for group in _groups(q.shape[1], q_offsets, kv_offsets, q_shared, mask, num_targets, batch_invariant):
+    for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
         operands = _take(grad, group.rows), *group.operands(queries, keys, values)
         if activation == "softmax":
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
@@ -98,23 +100,16 @@ class _Group(NamedTuple):
         return _take(q, self.q_rows).expand(len(keys), -1, -1, -1), keys, values
 
 
-def _groups(
-    num_heads: int,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
-    q_shared: bool,
-    spec: list[int] | None,
-    num_targets: Tensor | None,
-    batch_invariant: bool,
-) -> Iterator[_Group]:
+def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams) -> Iterator[_Group]:
     """Groups of segments that have queries and keys, one query group after the other.
 
     batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on its user's others.
     """
-    mask = None if spec is None else AttentionMask.from_spec(spec, num_targets)
+    mask = None if params.mask is None else AttentionMask.from_spec(params.mask, params.num_targets)
+    q_shared, batch_invariant = params.q_shared, params.batch_invariant
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
     num_segments, by_rows = len(kv_bounds) - 1, batch_invariant and mask is None and not q_shared
-    targets = [0] * num_segments if num_targets is None else num_targets.tolist()
+    targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
     starts = defaultdict(list)
     for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
         bounds = q_bounds[first : first + num_segments + 1]
@@ -158,11 +153,11 @@ def _as(like: Tensor, x: Tensor) -> Tensor:
     return x.to(like.dtype).contiguous()
 
 
-def _scaled(x: Tensor, q_offsets: Tensor, segment_scale: Tensor | None, output_scale: float) -> Tensor:
+def _scaled(x: Tensor, q_offsets: Tensor, params: AttentionParams) -> Tensor:
     """Rows of the output, or its gradient, times their segment's factor and that of all."""
-    if segment_scale is not None:
-        x = x * torch.repeat_interleave(segment_scale.to(x.dtype), q_offsets.diff())[:, None, None]
-    return x if output_scale == 1 else x * output_scale
+    if params.segment_scale is not None:
+        x = x * torch.repeat_interleave(params.segment_scale.to(x.dtype), q_offsets.diff())[:, None, None]
+    return x if params.output_scale == 1 else x * params.output_scale
 
 
 def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, activation: str) -> tuple[Tensor, Tensor]:
@@ -172,17 +167,18 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
 
 
 def _setup_context(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, mask, num_targets, segment_scale, *options = inputs
-    saved = output if activation == "softmax" else (None, None)
-    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, num_targets, segment_scale)
-    ctx.flags = scale, q_shared, activation, mask
-    ctx.options = options
+    q, k, v, q_offsets, kv_offsets, *params = inputs
+    params = AttentionParams(*params)
+    saved = output if params.activation == "softmax" else (None, None)
+    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, params.num_targets, params.segment_scale)
+    ctx.params = params._replace(num_targets=None, segment_scale=None)
 
 
 def _backward(ctx, do, _dlse):
     *tensors, num_targets, segment_scale = ctx.saved_tensors
-    grads = attention_cpu_backward(do, *tensors, *ctx.flags, num_targets, segment_scale, *ctx.options)
-    return *grads, *[None] * 10
+    params = ctx.params._replace(num_targets=num_targets, segment_scale=segment_scale)
+    grads = attention_cpu_backward(do, *tensors, *params)
+    return *grads, None, None, *(None for _ in params)
 
 
 def _no_second_derivative(ctx, *grads):

@@ -91,7 +91,7 @@ def jagged_attention(
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
     for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
-    q, k, v = (autocast(x) for x in (q, k, v))
+    q, k, v = autocast(q), autocast(k), autocast(v)
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
     dtype, batch_invariant = q.dtype, is_batch_invariant(implementation)

@@ -240,8 +240,14 @@ def grid(tiles: Tensor) -> tuple[int, ...]:
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Of `[rows, H, D]`, as `[H, rows, D]`, in boxes of so many rows of a head; columns past D read as 0."""
-    box = [1, rows, padded_dim(x.shape[2])]
-    return TensorDescriptor(x, *descriptor_sizes(x), box, box_layout(x.dtype, *box))
+    return TensorDescriptor(x, *descriptor_sizes(x), *_box(rows, x.shape[2], x.dtype))
+
+
+@functools.cache
+def _box(rows: int, dim: int, dtype: torch.dtype):
+    """Shape and layout of a descriptor's box."""
+    box = [1, rows, padded_dim(dim)]
+    return box, box_layout(dtype, *box)
 
 
 def result_descriptor(x: Tensor) -> TensorDescriptor | None:

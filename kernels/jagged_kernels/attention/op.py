@@ -82,7 +82,7 @@ def triton_attention(
     return operands.out, operands.lse
 
 
-def _backward_fake(do, q, k, v, *rest):
+def _backward_fake(do, out, lse, q, k, v, *rest):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
