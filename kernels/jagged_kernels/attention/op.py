@@ -31,6 +31,7 @@ from ..common.device import aligned_strides, descriptor_sizes, device_properties
 from ..common.ops import below_autograd, capability, differentiate, operator, refuse_derivative
 from ..schedule.device import fitting_tiles, query_lists
 from .configs import LONG, attention_config, attention_tile, hopper_attention_fits, hopper_attention_pays
+from .params import MaskParams
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
 # -- launchers: the bodies of the registered operators ----------------------------------------------------------------------
@@ -264,7 +265,7 @@ def _constants(kernel, group, head_dim, v_dim, dtype, query_tile, long, device, 
         BLOCK_DV=padded_dim(v_dim),
         PRECISION=precision,
         ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
-        MASK=mask,
+        MASK=mask and MaskParams(*mask),
         PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -17,7 +17,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.device import descriptor_sizes, device_properties, has_descriptor
 from ..common.gluon_api import load_tile, reinterpret, store_tile, thread_barrier
-from ..common.pipeline import LOG2_E, box_layout, product_layout
+from ..common.pipeline import LOG2_E, box_layout, mma_layout
 from ..common.ptxas import safe_ptxas
 
 
@@ -244,8 +244,8 @@ def block_attention_fwd_hopper_kernel(
     _, stage = _buffer(out_desc, ROWS, WIDTH)
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_turned, k_turned = _as(q_buf, QK_DTYPE), _as(k_buf, QK_DTYPE)
-    no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
-    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
+    no_scores = gl.zeros([ROWS, ROWS], gl.float32, mma_layout(ROWS, ROWS))
+    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, mma_layout(ROWS, WIDTH))
 
     first_head = gl.program_id(0) % (HEADS // TURNS) * TURNS
     row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments, ROWS)
@@ -277,7 +277,7 @@ def block_attention_fwd_hopper_kernel(
         _fetch(q_desc, q_tile, q_full, row, head + 1, more)
         _fetch(k_desc, k_tile, k_full, row, head + 1, more)
         p = _softmax(scores, num_rows, scale * unit * LOG2_E, BLOCK)
-        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, product_layout(ROWS, WIDTH), 2))
+        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, mma_layout(ROWS, WIDTH), 2))
         out = warpgroup_mma(p, v_buf, no_rows, use_acc=False, is_async=True)
         out = warpgroup_mma_wait(0, deps=(out,))
         _put(out, stage, out_desc, out_ptr, stride_om, stride_oh, row, head, num_rows, cos, sin, False, DIM)
@@ -306,8 +306,8 @@ def block_attention_bwd_hopper_kernel(
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, ROWS], DTYPE)
     p_buf = gl.allocate_shared_memory(DTYPE, [ROWS, ROWS], square)
     ds_buf = gl.allocate_shared_memory(QK_DTYPE, [ROWS, ROWS], square)
-    no_scores = gl.zeros([ROWS, ROWS], gl.float32, product_layout(ROWS, ROWS))
-    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(ROWS, WIDTH))
+    no_scores = gl.zeros([ROWS, ROWS], gl.float32, mma_layout(ROWS, ROWS))
+    no_rows = gl.zeros([ROWS, WIDTH], gl.float32, mma_layout(ROWS, WIDTH))
 
     first_head = gl.program_id(0) % (HEADS // TURNS) * TURNS
     row, num_rows, position = _tile(gl.program_id(0) // (HEADS // TURNS), offsets_ptr, num_segments, ROWS)

@@ -1,7 +1,31 @@
 """Device functions shared by the kernels: tiles of the zigzag schedule, loads and stores of jagged row blocks."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class ScheduledTile(NamedTuple):
+    """A tile of the schedule: the `block`-th of a segment and head, and first row, int64, and number of rows of its query and key
+    segments."""
+
+    segment: tl.tensor
+    head: tl.tensor
+    block: tl.tensor
+    q_start: tl.tensor
+    q_len: tl.tensor
+    kv_start: tl.tensor
+    kv_len: tl.tensor
+
+
+class Rows(NamedTuple):
+    """An operand of jagged rows: pointer to its first element, TMA descriptor or None, strides of rows and heads in elements."""
+
+    ptr: tl.tensor
+    desc: tl.tensor
+    stride_row: tl.tensor
+    stride_head: tl.tensor
 
 
 @triton.jit
@@ -33,7 +57,7 @@ def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_off
     q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + kv_segment).to(tl.int64)
     q_len = (tl.load(q_offsets_ptr + segment + 1) - q_start).to(tl.int32)
     kv_len = (tl.load(kv_offsets_ptr + kv_segment + 1) - kv_start).to(tl.int32)
-    return segment, head, block, q_start, q_len, kv_start, kv_len
+    return ScheduledTile(segment, head, block, q_start, q_len, kv_start, kv_len)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.gluon_api import load_tile, store_tile, thread_barrier
-from ..common.pipeline import make_barriers, unknown
+from ..common.pipeline import make_barriers, opaque
 from ..common.ptxas import safe_ptxas
 
 ROWS = gl.constexpr(64)  # of a product instruction
@@ -303,7 +303,7 @@ def _multiply(ring, step, shared, GROUP: gl.constexpr, WIDE: gl.constexpr, HALF:
     upcoming = None
     wide = gl.zeros([ROWS, WIDTH], gl.float32, product_layout(WIDTH))
     half = gl.zeros([ROWS, WIDTH // 2], gl.float32, product_layout(WIDTH // 2))
-    for i in range(unknown(gl.to_tensor(FREE))):
+    for i in range(opaque(gl.to_tensor(FREE))):
         wide, half = _step(ring, step, wide, half, GROUP, WIDE, HALF, False, BLOCK_K)
         wide, half = _wait(wide, half, WIDE, HALF, GROUPS)
         _release(ring, step - 1, i > 0)

@@ -37,8 +37,8 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     constants |= dict(num_segments=None) if lists == 1 else {}
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
-    constants |= dict(QUERY_BLOCK=64) if kept else dict(ds_ptr=None, places_ptr=None)
-    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", places_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    constants |= dict(QUERY_BLOCK=64) if kept else dict(ds_ptr=None, ds_blocks_ptr=None)
+    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", ds_blocks_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
 
     def type_of(arg):
@@ -101,7 +101,7 @@ def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, dtype, 
 
 
 def test_kernels_around_kept_score_gradients_compile():
-    places = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", places_ptr="*i32", num_other_tiles_ptr="*i32")
+    places = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", ds_blocks_ptr="*i32", num_other_tiles_ptr="*i32")
     places |= dict(num_segments="i32", capacity="i32")
     delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
     delta |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
