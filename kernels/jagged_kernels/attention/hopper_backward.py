@@ -1,10 +1,32 @@
-"""Backward of jagged attention for Hopper: the warp-specialised kernel for dq, built as the forward is, and the launcher of both; that for
-dk, dv is attention_dkdv.py's.
+"""Backward of jagged attention for Hopper: the warp-specialised kernel for dq, and the launcher of all backward kernels.
 
-Both compute the scores again, so that each output tile has one owner; where there is room for what the second makes of them, it comes first
-and a third takes the place of the first, attention_score_gradients.py. A warpgroup holds 64 rows of a tile: of queries for dq, of keys for
-dk, dv, where scores and their gradients are transposed: either way they are the first factors of what they are multiplied with, in the
-registers where they arise. What one warpgroup computes between its products overlaps with the other's products.
+    S = scale · q kᵀ,  dP = dO vᵀ,  dQ = scale · dS k                                per segment and head
+    softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
+    pointwise:  dS = activation'(S) ∘ dP
+
+The kernel for dk and dv is hopper_dkdv.py's. Both compute S again, so that each output tile has one owner and results are deterministic.
+Where memory allows, the dk, dv kernel runs first and stores dS, and dq is computed from it by hopper_ds.py's kernel.
+
+Roles, at head dim 128 | 64:
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue. `_dq_consume`
+    warp 8 | 12                       producer: tiles and TMA loads. `_dq_produce`
+Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
+
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
+
+Barriers, one per stage s:
+    q[i].full[s], do[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
+    q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, which alone reads it, is done with the tile
+    k.empty[s], v.empty[s]                              arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
+    tail                                                arrive count 2 | 3: k's rows past the segment are 0, in dQ += dS k
+    queue.full[s], queue.empty[s]                       arrive counts 1 and 2 | 3: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+    head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
+    head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
+
+dS stays in the registers where it arises: it is the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the
+others.
 """
 
 from __future__ import annotations

@@ -1,7 +1,29 @@
-"""dk and dv of jagged attention for Hopper: the second kernel of the backward, whose first and whose launcher are attention_backward.py's.
+"""dk and dv of jagged attention for Hopper: a warp-specialised kernel over tiles of keys. hopper_backward.py launches it.
 
-Tiles are of keys. Of the query blocks that see them, of all heads of a group and all lists of queries, scores and their gradients are
-computed transposed.
+    Sᵀ = scale · k qᵀ,  dPᵀ = v dOᵀ,  dV = Pᵀ dO,  dK = scale · dSᵀ q                 per segment and key head, over the heads of its group
+    softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
+    pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
+
+Roles:
+    warps 0–3, 4–7   consumers: MMA, P and dS, epilogue. `_dkdv_consume`
+    warp 8           producer: tiles, TMA loads, lse and delta. `_dkdv_produce`
+Registers per thread: consumers 240, producer 24.
+
+Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask.
+
+Barriers, one per stage s:
+    q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also covers lse[s] and delta[s], written before
+    q.empty[s], do.empty[s]           arrive count 2, one per consumer: the MMAs that read the buffer are complete; q's covers lse, delta
+    k[i].full[s], v[i].full[s]        arrive count 1, the TMA load of that buffer
+    k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, which alone reads it, is done with the tile
+    tail                              arrive count 4: q's and dO's rows past the segment are 0; each consumer arrives once for each
+    queue.full[s], queue.empty[s]     arrive counts 1 and 2: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over; lse and delta with softmax only:
+    head dim 128: 225.5 = q 3 × 16 + dO 3 × 16 + k 2 × 16 + v 2 × 16 + epilogue 4 × 16 + lse, delta 1.5
+    head dim  64: 162 = q 4 × 8 + dO 4 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + epilogue 4 × 8 + lse, delta 2; blocks of 128 rows: q and dO 2 × 16
+
+Everything is transposed, so that Pᵀ and dSᵀ are first operands of the next MMA, in the registers where they arise.
 """
 
 from __future__ import annotations
@@ -131,11 +153,12 @@ class _Kernel(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """A consumer's keys of a tile: k and v in shared memory, and the column of the first key."""
+    """A consumer's keys of a tile: k and v in shared memory, the column of the first key, and the workspace of dS or None."""
 
     k: gl.shared_memory_descriptor
     v: gl.shared_memory_descriptor
     column: gl.tensor
+    ds_ptr: gl.tensor
 
 
 class _Rows(NamedTuple):
@@ -305,10 +328,10 @@ def _skip_rows(rings, step, num_rows, tail_phase, consumer: gl.constexpr, CONSUM
 
 @gluon.jit
 def _dkdv_block(
-    keys, rings, step, dk, dv, rows, scale, tail_phase, ds, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+    keys, rings, step, dk, dv, rows, scale, tail_phase, ds_block, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """One query block, transposed: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing to either. ds: None, or where
-    dSᵀ is stored, (pointer, workspace block). Returns dk, dv and the next tail phase."""
+    """One query block, transposed: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing to either. ds_block: workspace
+    block where dSᵀ is stored, with a workspace. Returns dk, dv and the next tail phase."""
     q = consumer_wait(rings.q, step)
     if MASKED:
         has_tail = rows.num_rows < q.shape[0]
@@ -335,25 +358,25 @@ def _dkdv_block(
     dp = warpgroup_mma_wait(1, deps=(dp,))
     if OPTIONS.activation is None:
         dp = dp - rings.delta.index(step % rings.q.buffers.shape[0]).load(STATS)[None, :]
-    ds_operand = to_mma_operand(dact * dp, q.dtype, WIDTH)
+    ds = to_mma_operand(dact * dp, q.dtype, WIDTH)
     if OPTIONS.has_ds:
-        ds_ptr, ds_block = ds
-        store_ds(ds_operand, ds_ptr, ds_block)
-    dk = warpgroup_mma(ds_operand, q, dk, is_async=True)
-    dv, dk, p, ds_operand = warpgroup_mma_wait(0, deps=(dv, dk, p, ds_operand))
+        store_ds(ds, keys.ds_ptr, ds_block)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
     consumer_release(rings.q, step)
     consumer_release(rings.do, step)
     return dk, dv, tail_phase
 
 
 @gluon.jit
-def _ds_target(ds_ptr, first_block, tile, number, blocks, OPTIONS: gl.constexpr):
-    """Where dSᵀ of the number-th block is stored, (pointer, workspace block). first_block: that of the consumer's keys."""
+def _ds_block(first_block, tile, number, blocks, OPTIONS: gl.constexpr):
+    """The workspace block of the number-th query block; negative: dS is not stored. first_block: that of the consumer's first query
+    block."""
     if OPTIONS.has_ds:
         group_head, query_block = _head_and_block(number, blocks, OPTIONS.group)
         if OPTIONS.group > 1:
             first_block += first_ds_block(0, group_head, 0, tile.q_len, tile.kv_len, OPTIONS.block)
-        return ds_ptr, first_block + query_block * (OPTIONS.block // SIDE)
+        return first_block + query_block * (OPTIONS.block // SIDE)
     else:
         return -1
 
@@ -377,9 +400,9 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         num_keys = tile.kv_len - first
         first_block = None
         if OPTIONS.has_ds:
-            ds_block = tile.ds_block.to(gl.int64)
+            stored_at = tile.ds_block.to(gl.int64)
             first_block = first_ds_block(
-                gl.where(ds_block < 0, NOT_STORED, ds_block), tile.head * OPTIONS.group, tile.block * CONSUMERS + consumer, tile.q_len,
+                gl.where(stored_at < 0, NOT_STORED, stored_at), tile.head * OPTIONS.group, tile.block * CONSUMERS + consumer, tile.q_len,
                 tile.kv_len, BLOCK,
             )  # fmt: skip
         if num_keys > 0:
@@ -387,24 +410,24 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             consumer_wait(rings.v, wave)
             dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
             dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
-            keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
+            keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first, kernel.ds_ptr)
             for number in range(visited.masked):
                 _, q_len, _, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
                 row = block * BLOCK
                 if consumer_visits(tile, block, query_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
-                    ds = _ds_target(kernel.ds_ptr, first_block, tile, number, visited.blocks, OPTIONS)
+                    ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
                         keys, rings, step + number, dk, dv, _Rows(row + tile.kv_len - q_len, q_len - row, first_target),
-                        score_scale(scales.scale, OPTIONS.activation), tail_phase, ds, consumer, OPTIONS, True,
+                        score_scale(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     tail_phase = _skip_rows(rings, step + number, q_len - row, tail_phase, consumer, CONSUMERS)
-            keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first)
+            keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first, kernel.ds_ptr)
             for number in range(visited.masked, visited.count):
-                ds = _ds_target(kernel.ds_ptr, first_block, tile, number, visited.blocks, OPTIONS)
+                ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                 dk, dv, tail_phase = _dkdv_block(
                     keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_scale(scales.scale, OPTIONS.activation),
-                    tail_phase, ds, consumer, OPTIONS, False,
+                    tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.k, wave)
             consumer_release(rings.v, wave)

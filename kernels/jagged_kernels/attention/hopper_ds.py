@@ -1,8 +1,28 @@
-"""Gradients of the scores that Hopper's dk, dv kernel keeps, and its kernel for dq from them: one product in place of three.
+"""dS stored by Hopper's dk, dv kernel, and the kernel that computes dq from it with one MMA in place of three.
 
-They lie in a workspace in blocks of 64 keys by 64 queries: of every segment, head and 64 keys those of all queries, one after the other.
-In a block they lie as the registers hold them with which the dk, dv kernel multiplies: each thread writes and reads 16 bytes at a time, and
-neither kernel needs shared memory to transpose them. A segment whose blocks do not fit has no place; its dq is computed as without.
+    dQ = scale · dS k                                                                 per segment and head
+
+dS lies in a workspace, in blocks of 64 keys by 64 queries: per segment, head and 64 keys, the blocks of all queries follow one another. A
+block is in the order of the registers of the dk, dv kernel, so each thread stores and loads 16 bytes at a time, and neither kernel needs
+shared memory to transpose it. A segment whose blocks do not fit is not stored; its dq is computed by hopper_backward.py's kernel.
+
+Roles, at head dim 128 | 64:
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, epilogue. `_dq_consume`
+    warp 8 | 12                       producer: tiles and TMA loads. `_dq_produce`
+Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
+
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
+
+Barriers, one per stage s:
+    ds[i].full[s]                   arrive count 1, the TMA load of that buffer, or the producer's for a consumer without rows
+    ds[i].empty[s]                  arrive count 1: consumer i, which alone reads it, has loaded it into registers and multiplied
+    k.full[s], k.empty[s]           arrive counts 1, the TMA load, and 2 | 3, one per consumer
+    tail                            arrive count 2 | 3: k's rows past the segment are 0, each consumer having written its share
+    queue.full[s], queue.empty[s]   arrive counts 1 and 2 | 3: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+    head dim 128: 160 = dS 2 × 4 × 8 + k 4 × 16 + epilogue 2 × 16
+    head dim  64: 152 = dS 3 × 4 × 8 + k 4 × 8 + epilogue 3 × 8
 """
 
 from __future__ import annotations
@@ -59,12 +79,12 @@ from .hopper_common import (
 )
 from .mask import num_masked_blocks
 
-SIDE = gl.constexpr(64)  # keys and queries of a block
+SIDE = gl.constexpr(64)  # a block of dS is 64 keys by 64 queries
 BLOCK_BYTES = 64 * 64 * 2
-WORKSPACE = 2**31  # bytes
-PART = 4  # segments, or several times as many: their offsets begin at 16-byte boundaries, which kernels are compiled for
+WORKSPACE = 2**31  # bytes of dS at most, unless the gradients take more
+PART = 4  # a part of the batch begins at a multiple of 4 segments, so that its offsets begin at a 16-byte boundary, as kernels assume
 
-# -- where blocks lie ---------------------------------------------------------------------------------------------------------------
+# -- blocks of the workspace --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -78,8 +98,8 @@ def attention_places_kernel(
     q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, ds_blocks_ptr, num_other_tiles_ptr, num_segments, capacity,
     HEADS: tl.constexpr, QUERY_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's first block in a workspace of `capacity` blocks, -1 where not all of its blocks fit; and for the kernel that does
-    without: the number of its tiles, none if all fit."""
+    """Each segment's first block in a workspace of `capacity` blocks, -1 unless all of its blocks fit; and the number of tiles of the dq
+    kernel that computes dS again: 0 if all segments fit."""
     total = tl.zeros([], tl.int64)
     for start in range(0, num_segments, CHUNK):
         segments = start + tl.arange(0, CHUNK)

@@ -1,4 +1,30 @@
-"""Jagged attention for Hopper: a warp-specialised forward kernel, persistent over the tile schedule."""
+"""Forward of jagged attention for Hopper: a warp-specialised kernel, persistent over the tile schedule.
+
+    S = scale · q kᵀ,  P = activation(S),  O = output scale · P v        per segment and head
+    softmax, per block of keys:  m' = max(m, max S),  P = exp2(S − m'),  l' = l · exp2(m − m') + Σ P,  O' = O · exp2(m − m') + P v
+    at the end of a tile:  O / l,  lse = m + log2 l
+
+Roles, at head dim 128 | 64:
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, softmax or activation, epilogue. `_fwd_consume`
+    warp 8 | 12                       producer: tiles and TMA loads, as far ahead as the rings have room. `_fwd_produce`
+Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
+
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long (hopper_keys_are_long).
+
+Barriers, one per stage s:
+    q[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
+    q[i].empty[s]                        arrive count 1: consumer i, which alone reads it, has multiplied with q for the last time
+    k.empty[s], v.empty[s]               arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
+    tail                                 arrive count 2 | 3: v's rows past the segment are 0, each consumer having written its share
+    queue.full[s], queue.empty[s]        arrive counts 1 and 2 | 3: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+    head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16; blocks of 128 keys: k 2 × 32 + v 2 × 32
+    head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8; blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
+
+Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block, start O += P v of the block before, wait for S, compute its P while
+the second MMA runs, wait for it, rescale O. The softmax rescale is `_online_softmax` and `rescale_rows`.
+"""
 
 from __future__ import annotations
 
@@ -58,12 +84,10 @@ from .hopper_common import (
     result_descriptor,
     score_scale,
     segment_factor,
-    visible_keys,
     visited_block,
 )
+from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .mask import Blocks, num_masked_blocks
-
-SUMS = gl.constexpr(8)  # partial sums of a row until its tile ends: two for each of the four threads that hold it
 
 
 class _Options(NamedTuple):
@@ -133,14 +157,6 @@ class _Visit(NamedTuple):
     num_keys: gl.tensor
 
 
-class _State(NamedTuple):
-    """Softmax's running maximum `[64]` and partial sums `[64, SUMS]` of the rows, and acc = P v `[64, width]`."""
-
-    row_max: gl.tensor
-    row_sum: gl.tensor
-    acc: gl.tensor
-
-
 # -- producer -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -175,80 +191,6 @@ def _fwd_produce(kernel, OPTIONS: gl.constexpr):
                     tile.kv_start + visited_block(number - 1, blocks) * BLOCK,
                 )  # fmt: skip
         step += count
-
-
-# -- softmax ------------------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _mask_scores(x, value, position, MASK: gl.constexpr):
-    """x where the rows see the keys, `value` elsewhere. Without a mask, most blocks end before their segment does."""
-    if MASK is not None or position.num_keys < x.shape[1]:
-        x = gl.where(visible_keys(position, MASK, x.shape[1]), x, value)
-    return x
-
-
-@gluon.jit
-def _halves(x):
-    """The left and the right half of an MMA's columns: other registers of the same thread, nothing moves."""
-    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, x.shape[1] // 2)
-    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
-
-
-@gluon.jit
-def _fold(x, MAXIMUM: gl.constexpr):
-    """Maxima or sums `[64, SUMS]` of the columns that are SUMS apart: within a thread, as a tree instead of one long chain."""
-    if x.shape[1] == SUMS:
-        return x
-    else:
-        left, right = _halves(x)
-        left, right = _fold(left, MAXIMUM), _fold(right, MAXIMUM)
-        if MAXIMUM:
-            return gl.maximum(left, right)
-        else:
-            return left + right
-
-
-@gluon.jit
-def _online_softmax(scores, position, state, scale, MASK: gl.constexpr, MASKED: gl.constexpr):
-    """exp2(scores - running maximum), the new state but for acc, and the factor by which acc is to be rescaled."""
-    row_max = state.row_max
-    if MASKED:
-        scores = _mask_scores(scores, float("-inf"), position, MASK)
-    block_max = gl.convert_layout(gl.max(_fold(scores, True), 1), row_max.type.layout)
-    new_max = gl.maximum(row_max, block_max * scale)
-    shift = new_max
-    if MASKED:  # a row that has seen no key yet: with any finite maximum its weights are 0
-        shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-    p = gl.exp2(scores * scale - shift[:, None])
-    rescale = gl.exp2(row_max - shift)
-    row_sum = state.row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, state.row_sum.type.layout))[:, None] + _fold(p, False)
-    return p, _State(new_max, row_sum, state.acc), rescale
-
-
-@gluon.jit
-def _weights(scores, position, state, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
-    """P of a block's scores, the new state but for acc, and the factor by which softmax rescales acc."""
-    if OPTIONS.activation is None:
-        return _online_softmax(scores, position, state, scale, OPTIONS.mask, MASKED)
-    else:
-        p, _ = OPTIONS.activation(scores, scale)
-        if MASKED:
-            p = _mask_scores(p, 0.0, position, OPTIONS.mask)
-        return p, state, state.row_max
-
-
-@gluon.jit
-def _rescale(acc, factor):
-    """acc times a factor per row."""
-    return acc * gl.convert_layout(factor, gl.SliceLayout(1, acc.type.layout))[:, None]
-
-
-@gluon.jit
-def _log2(x):
-    """log2 by the special-function unit: error at most 2⁻²², absolute or relative."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
 
 
 # -- consumers ----------------------------------------------------------------------------------------------------------------------
@@ -292,8 +234,8 @@ def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.cons
         zero_tail(consumer_wait(rings.v, step).slice(0, COLUMNS), position.num_keys, tail, consumer, OPTIONS.consumers)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     consumer_release(rings.k, step)
-    state = _State(gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc)
-    p, state, _ = _weights(scores, position, state, scale, OPTIONS, True)
+    state = SoftmaxState(gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc)
+    p, state, _ = attention_weights(scores, position, state, scale, OPTIONS, True)
     if has_tail:
         wait_for_tail(tail)
     return to_mma_operand(p, rings.v.buffers.dtype, WIDTH), state
@@ -311,7 +253,7 @@ def _next_block(q, rings, step, more, position, p, state, scale, OPTIONS: gl.con
     acc = warpgroup_mma(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(rings.k, step)
-    new_p, state, rescale = _weights(scores, position, state, scale, OPTIONS, MASKED)
+    new_p, state, rescale = attention_weights(scores, position, state, scale, OPTIONS, MASKED)
     new_p = to_mma_operand(new_p, k.dtype, state.acc.shape[1])
     if WAITS_AHEAD:
         consumer_wait_ahead(rings.k, step + 1, more)
@@ -320,8 +262,8 @@ def _next_block(q, rings, step, more, position, p, state, scale, OPTIONS: gl.con
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     consumer_release(rings.v, step - 1)
     if OPTIONS.activation is None:
-        acc = _rescale(acc, rescale)
-    return new_p, _State(state.row_max, state.row_sum, acc)
+        acc = rescale_rows(acc, rescale)
+    return new_p, SoftmaxState(state.row_max, state.row_sum, acc)
 
 
 @gluon.jit
@@ -337,7 +279,7 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
         row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), row_max.type.layout)
         # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
         factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
-        lse = row_max + _log2(row_sum)
+        lse = row_max + log2_approx(row_sum)
     acc, p = warpgroup_mma_wait(0, deps=(acc, p))
     consumer_release(rings.v, step)
     return acc, factor, lse
@@ -356,7 +298,7 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
     SKIPS: gl.constexpr = _skips_blocks(OPTIONS.mask, OPTIONS.consumers, BLOCK)
     blocks, wave, step, skipped, row, num_keys = visit.blocks, visit.wave, visit.step, visit.skipped, visit.row, visit.num_keys
     kv_len, first_target = visit.tile.kv_len, visit.tile.first_target
-    state = _State(
+    state = SoftmaxState(
         gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS),
         gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, mma_layout(WARPGROUP_ROWS, SUMS)),
         gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH)),
@@ -375,7 +317,7 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
             q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, tail, consumer, OPTIONS,
             BLOCK // 2,
         )  # fmt: skip
-        state = _State(gl.convert_layout(first.row_max, STATS), first.row_sum, first.acc)
+        state = SoftmaxState(gl.convert_layout(first.row_max, STATS), first.row_sum, first.acc)
         if count > begun:
             if OPTIONS.activation is not None:
                 consumer_wait_ahead(rings.k, step + begun, True)
@@ -387,7 +329,7 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
             )  # fmt: skip
         else:
             half_acc, factor, lse = _last_values(half, rings, step + skipped, wave, state, OPTIONS)
-            state = _State(state.row_max, state.row_sum, half_acc)
+            state = SoftmaxState(state.row_max, state.row_sum, half_acc)
         begun += 1
     else:
         q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
@@ -473,7 +415,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
             if SOFTMAX:
                 next_tile = pop_tile(queue, wave + 1, wave + 1 < waves)
-                acc = _rescale(acc, row_factor)
+                acc = rescale_rows(acc, row_factor)
             else:
                 acc = acc * factor
             buffer, row = outputs.buffers.index(consumer), tile.q_start + first

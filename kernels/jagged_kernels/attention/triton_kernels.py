@@ -1,11 +1,16 @@
-"""Device code of jagged attention: the forward, the dq and the dk, dv kernel, each around its function for one block.
+"""Triton kernels of jagged attention for any GPU: forward, dq, and dk with dv, each around its function for one block.
 
-A program knows its next tile's bounds while it works on one. A tile first loops over the blocks that all of its rows see whole, then
-over the rest, where the mask or a segment's end hides something; blocks hidden from the whole tile are not visited (masks.py). What a
-tile loops over comes through TMA where there is a descriptor; of what it keeps, at most one block does, as one such load outside a loop
-waits for the other.
-`ACTIVATION` is a function of activations.py, None: softmax. `num_segments` is None unless several lists of query segments read the keys of
-so many segments (load_tile).
+    S = scale · q kᵀ,  P = activation(S),  O = output scale · P v                    per segment and head
+    dV = Pᵀ dO,  dP = dO vᵀ,  dQ = scale · dS k,  dK = scale · dSᵀ q
+    softmax:    dS = P ∘ (dP − delta),  delta = rowsum(dO ∘ O);  scores and lse are in base 2
+    pointwise:  dS = activation'(S) ∘ dP
+
+Tile: BLOCK_M query rows of a head, over blocks of BLOCK_N keys; for dk and dv, BLOCK_N keys of a key head, over query groups, the query
+heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles from the zigzag schedule, and reads the next tile's bounds
+while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
+
+What a tile loops over is loaded by TMA where there is a descriptor. Of what it loads once, at most one operand is: two TMA loads outside a
+loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
 """
 
 from typing import NamedTuple
