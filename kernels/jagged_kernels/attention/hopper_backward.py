@@ -1,13 +1,37 @@
-"""Backward of jagged attention for Hopper: the warp-specialised kernel for dq, built as the forward is, and the launcher of both; that for
-dk, dv is attention_dkdv.py's.
+"""Backward of jagged attention for Hopper: the warp-specialised kernel for dq, and the launcher of all backward kernels.
 
-Both compute the scores again, so that each output tile has one owner; where there is room for what the second makes of them, it comes first
-and a third takes the place of the first, attention_score_gradients.py. A warpgroup holds 64 rows of a tile: of queries for dq, of keys for
-dk, dv, where scores and their gradients are transposed: either way they are the first factors of what they are multiplied with, in the
-registers where they arise. What one warpgroup computes between its products overlaps with the other's products.
+    S = scale · q kᵀ,  dP = dO vᵀ,  dQ = scale · dS k                                per segment and head
+    softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
+    pointwise:  dS = activation'(S) ∘ dP
+
+The kernel for dk and dv is hopper_dkdv.py's. Both compute S again, so that each output tile has one owner and results are deterministic.
+Where memory allows, the dk, dv kernel runs first and stores dS, and dq is computed from it by hopper_ds.py's kernel.
+
+Roles, at head dim 128 | 64:
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue. `_dq_consume`
+    warp 8 | 12                       producer: tiles and TMA loads. `_dq_produce`
+Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
+
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
+
+Barriers, one per stage s:
+    q[i].full[s], do[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
+    q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, which alone reads it, is done with the tile
+    k.empty[s], v.empty[s]                              arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
+    tail                                                arrive count 2 | 3: k's rows past the segment are 0, in dQ += dS k
+    queue.full[s], queue.empty[s]                       arrive counts 1 and 2 | 3: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+    head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
+    head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
+
+dS stays in the registers where it arises: it is the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the
+others.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,45 +42,52 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 from ..common.activations import activation_factors
 from ..common.device import has_descriptor
 from ..common.pipeline import (
-    LOAD_REGISTERS,
     WARPGROUP_ROWS,
-    await_cleared,
-    await_full,
-    clear_rows,
-    fetch,
-    hold_until_full,
+    Output,
+    Ring,
+    Tail,
+    consumer_release,
+    consumer_wait,
+    consumer_wait_ahead,
+    launch_specialised,
     make_barriers,
+    make_epilogue_buffers,
     make_ring,
     make_rings,
-    make_stages,
-    own_rows,
-    pass_over,
-    pass_over_keys,
-    product_layout,
-    put_rows,
-    release,
+    mma_abt,
+    mma_layout,
+    opaque_rows,
+    producer_load,
+    skip_key_block,
+    skip_stage,
+    store_epilogue,
+    to_mma_operand,
     vector_layout,
+    wait_for_tail,
+    zero_tail,
 )
 from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .hopper_common import (
-    as_factor,
+    Position,
+    Schedule,
+    TileQueue,
+    consumer_visits,
     descriptor,
-    end_tile,
+    first_target_of,
     grid,
     key_blocks,
     launch_constants,
-    make_tile_ring,
-    multiply_rows,
+    load_wave,
+    make_tile_queue,
     num_waves,
-    own_rows_visit,
-    pass_tile,
+    pop_tile,
+    push_tile,
+    release_tile,
     result_descriptor,
     score_scale,
     segment_factor,
-    take_tile,
-    tile_of_wave,
     visible_keys,
     visited_block,
 )
@@ -68,168 +99,228 @@ from .hopper_ds import (
     plan_workspace,
     write_delta,
 )
-from .mask import num_partial_blocks
+from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands
 from .select import Selection
 
 # -- dq -----------------------------------------------------------------------------------------------------------------------------
 
 
+class _Options(NamedTuple):
+    """Constants of a launch."""
+
+    heads: gl.constexpr
+    group: gl.constexpr  # query heads per key head
+    head_dim: gl.constexpr
+    v_dim: gl.constexpr
+    activation: gl.constexpr  # function of activations.py; None: softmax
+    mask: gl.constexpr
+    q_shared: gl.constexpr
+    has_ds: gl.constexpr  # whether another kernel computes dq of the segments whose dS is stored
+    consumers: gl.constexpr
+
+
+class _Rings(NamedTuple):
+    """Buffers in shared memory. q, do: a ring per consumer; in a consumer, its own. tail: barrier of the keys' tail."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+    tail: gl.shared_memory_descriptor
+
+
+class _Operands(NamedTuple):
+    out_ptr: gl.tensor
+    dq_desc: gl.tensor
+    dq_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    stride_lse: gl.tensor
+    buffers: gl.shared_memory_descriptor
+
+
+class _Scales(NamedTuple):
+    scale: gl.tensor
+    slope_factor: gl.tensor
+    output_scale: gl.tensor
+    segment_scale_ptr: gl.tensor
+
+
+class _Kernel(NamedTuple):
+    """What the kernel hands to its warps."""
+
+    q_desc: gl.tensor
+    do_desc: gl.tensor
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    schedule: Schedule
+    rings: _Rings
+    operands: _Operands
+    scales: _Scales
+    ds_blocks_ptr: gl.tensor
+    queue: TileQueue
+
+
+class _Rows(NamedTuple):
+    """A consumer's rows of a tile: q and dO in shared memory, and with softmax lse and delta in registers."""
+
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    lse: gl.tensor
+    delta: gl.tensor
+
+
 @gluon.jit
-def _dq_load(
-    q_desc, do_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    schedule, rings, places_ptr = shared[0], shared[1], shared[4]
-    q_rings, do_rings, k_ring, v_ring, _cleared = rings
-    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    BLOCK: gl.constexpr = k_desc.block_type.shape[1]
+def _dq_produce(kernel, OPTIONS: gl.constexpr):
+    schedule, rings = kernel.schedule, kernel.rings
+    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK, places_ptr)
-    turn = 0  # of the rings of keys and values
+    next_tile = load_wave(schedule, 0, waves, OPTIONS.mask, kernel.ds_blocks_ptr)
+    step = 0  # of the rings of k and v
     for wave in range(waves):
         tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK, places_ptr)
-        pass_tile(shared[-1], wave, tile)
-        _, head, block, q_start, _, kv_start, _, place = tile
-        blocks, visited = key_blocks(tile, MASK, ROWS, BLOCK)
-        if places_ptr is not None:
-            visited = gl.where(place < 0, visited, 0)
-        for consumer in gl.static_range(CONSUMERS):
-            row = q_start + block * ROWS + consumer * WARPGROUP_ROWS
+        next_tile = load_wave(schedule, wave + 1, waves, OPTIONS.mask, kernel.ds_blocks_ptr)
+        push_tile(kernel.queue, wave, tile)
+        blocks, visited = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
+        if OPTIONS.has_ds:
+            visited = gl.where(tile.ds_block < 0, visited, 0)
+        for consumer in gl.static_range(OPTIONS.consumers):
+            row = tile.q_start + tile.block * ROWS + consumer * WARPGROUP_ROWS
             q_row = row
-            if Q_SHARED:
-                q_row = row - q_start
-            fetch(q_rings[consumer], q_desc, wave, head, q_row, ROW_STAGES)
-            fetch(do_rings[consumer], do_desc, wave, head, row, ROW_STAGES)
+            if OPTIONS.q_shared:
+                q_row = row - tile.q_start
+            producer_load(rings.q[consumer], kernel.q_desc, wave, tile.head, q_row)
+            producer_load(rings.do[consumer], kernel.do_desc, wave, tile.head, row)
         for number in range(visited):
-            key_row = kv_start + visited_block(number, blocks) * BLOCK
-            fetch(k_ring, k_desc, turn + number, head // GROUP, key_row, STAGES)
-            fetch(v_ring, v_desc, turn + number, head // GROUP, key_row, STAGES)
-        turn += visited
+            key_row = tile.kv_start + visited_block(number, blocks) * BLOCK
+            producer_load(rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group, key_row)
+            producer_load(rings.v, kernel.v_desc, step + number, tile.head // OPTIONS.group, key_row)
+        step += visited
 
 
 @gluon.jit
-def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr, ROW_STAGES: gl.constexpr):
-    """rowsum(dO ∘ O) of a warpgroup's rows: dO from its ring, O from global memory."""
-    WIDTH: gl.constexpr = do_ring[0].shape[3]
+def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """rowsum(dO ∘ O) of a consumer's rows: dO from its ring, O from global memory."""
+    WIDTH: gl.constexpr = do_ring.buffers.shape[3]
     L: gl.constexpr = vector_layout(WIDTH)
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
     columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
     ptrs = out_ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
     out = gl.load(ptrs, mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :], other=0.0)
-    do = await_full(do_ring, wave, ROW_STAGES).load(L)
+    do = consumer_wait(do_ring, wave).load(L)
     return gl.sum(out.to(gl.float32) * do.to(gl.float32), 1)
 
 
 @gluon.jit
 def _dq_block(
-    q, do, k_ring, v_ring, turn, more, acc, lse, delta, row, column, num_keys, first_target, scale, cleared, clears,
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
-    STAGES: gl.constexpr,
+    rows, rings, step, more, acc, position, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """One key block: dS from the scores computed again, acc += dS k."""
-    k = await_full(k_ring, turn, STAGES)
-    HOLD: gl.constexpr = ACTIVATION is None and k.shape[1] == 64  # elsewhere it costs more than it gains
-    if PARTIAL:
-        cut = num_keys < k.shape[0]
-        if cut:
-            clear_rows(k, num_keys, cleared, consumer, CONSUMERS)
-    scores = multiply_rows(q, k)
-    dp = multiply_rows(do, await_full(v_ring, turn, STAGES))
+    """One key block: dS from the scores computed again, acc += dS k. `more`: whether another block follows."""
+    k = consumer_wait(rings.k, step)
+    # With pointwise activations, or blocks of another size, waiting ahead costs more than it gains.
+    WAITS_AHEAD: gl.constexpr = OPTIONS.activation is None and k.shape[1] == 64
+    if MASKED:
+        has_tail = position.num_keys < k.shape[0]
+        if has_tail:
+            zero_tail(k, position.num_keys, tail, consumer, OPTIONS.consumers)
+    scores = mma_abt(rows.q, k)
+    dp = mma_abt(rows.do, consumer_wait(rings.v, step))
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if ACTIVATION is None:
-        slope = gl.exp2(scores * scale - lse[:, None])
-        if HOLD:
-            hold_until_full(k_ring, turn + 1, more, STAGES)
-        dp = warpgroup_mma_wait(0, deps=(dp,)) - delta[:, None]
+    if OPTIONS.activation is None:
+        dact = gl.exp2(scores * scale - rows.lse[:, None])
+        if WAITS_AHEAD:
+            consumer_wait_ahead(rings.k, step + 1, more)
+        dp = warpgroup_mma_wait(0, deps=(dp,)) - rows.delta[:, None]
     else:
-        _, slope = ACTIVATION(scores, scale)
+        _, dact = OPTIONS.activation(scores, scale)
         dp = warpgroup_mma_wait(0, deps=(dp,))
-    release(v_ring, turn, STAGES)
-    ds = slope * dp
-    if PARTIAL:
-        ds = gl.where(visible_keys(row, column, num_keys, first_target, MASK, k.shape[0]), ds, 0.0)
-        if cut:
-            await_cleared(cleared, clears)
-    ds = as_factor(ds, k.dtype, k.shape[1])
+    consumer_release(rings.v, step)
+    ds = dact * dp
+    if MASKED:
+        ds = gl.where(visible_keys(position, OPTIONS.mask, k.shape[0]), ds, 0.0)
+        if has_tail:
+            wait_for_tail(tail)
+    ds = to_mma_operand(ds, k.dtype, k.shape[1])
     acc = warpgroup_mma(ds, k, acc, is_async=True)
     acc, ds = warpgroup_mma_wait(0, deps=(acc, ds))
-    release(k_ring, turn, STAGES)
+    consumer_release(rings.k, step)
     return acc
 
 
 @gluon.jit
-def _dq_compute(
-    consumer: gl.constexpr, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr,
-    MASK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    schedule, rings, operands, scales, places_ptr = shared[0], shared[1], shared[2], shared[3], shared[4]
-    q_rings, do_rings, k_ring, v_ring, cleared = rings
-    q_ring, do_ring = q_rings[consumer], do_rings[consumer]
-    out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, stages = operands
-    scale, slope_factor, output_scale, segment_scale_ptr = scales
-    BLOCK: gl.constexpr = k_ring[0].shape[2]
-    WIDTH: gl.constexpr = k_ring[0].shape[3]
-    STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
+def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    schedule, operands, scales, queue = kernel.schedule, kernel.operands, kernel.scales, kernel.queue
+    rings = _Rings(kernel.rings.q[consumer], kernel.rings.do[consumer], kernel.rings.k, kernel.rings.v, kernel.rings.tail)
+    output = Output(operands.dq_desc, operands.dq_ptr)
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    BLOCK: gl.constexpr = rings.k.buffers.shape[2]
+    WIDTH: gl.constexpr = rings.k.buffers.shape[3]
+    STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
     lanes = gl.arange(0, WARPGROUP_ROWS, layout=STATS)
     waves = num_waves(schedule)
-    turn, clears = 0, 0
+    step, tail_phase = 0, 0
     for wave in range(waves):
-        tile = take_tile(shared[-1], wave)
-        segment, head, block, q_start, q_len, _, kv_len, first_target = tile
-        blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
-        partial = num_partial_blocks(blocks)
-        first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
-        num_rows = q_len - first
-        if places_ptr is not None:
-            other = tile[7] < 0
-            partial, visited, num_rows = gl.where(other, partial, 0), gl.where(other, visited, 0), gl.where(other, num_rows, 0)
-        num_keys = gl.where(partial > 0, kv_len - visited_block(0, blocks) * BLOCK, BLOCK)  # in the first block, the only one cut
+        tile = pop_tile(queue, wave, HAS_DS=OPTIONS.has_ds)
+        first_target = first_target_of(tile, OPTIONS.mask)
+        blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
+        masked = num_masked_blocks(blocks)
+        first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+        num_rows = tile.q_len - first
+        if OPTIONS.has_ds:
+            other = tile.ds_block < 0
+            masked, visited, num_rows = gl.where(other, masked, 0), gl.where(other, visited, 0), gl.where(other, num_rows, 0)
+        # Keys in the first block, the only one that the segment's end may cut.
+        num_keys = gl.where(masked > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, BLOCK)
+        tail = Tail(rings.tail, tail_phase)
         if num_rows > 0:
             lse, delta = lanes, lanes
-            if ACTIVATION is None:
-                places = head.to(gl.int64) * stride_lse + q_start + first + lanes
-                lse = gl.load(lse_ptr + places, mask=lanes < num_rows, other=0.0)
-                delta = _row_sums(out_ptr, do_ring, wave, q_start + first, head, num_rows, HEADS, V_DIM, ROW_STAGES)
+            if OPTIONS.activation is None:
+                offsets = tile.head.to(gl.int64) * operands.stride_lse + tile.q_start + first + lanes
+                lse = gl.load(operands.lse_ptr + offsets, mask=lanes < num_rows, other=0.0)
+                delta = _row_sums(
+                    operands.out_ptr, rings.do, wave, tile.q_start + first, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim
+                )  # fmt: skip
                 delta = gl.convert_layout(delta, STATS)
-                gl.store(delta_ptr + places, delta, mask=lanes < num_rows)
-            await_full(q_ring, wave, ROW_STAGES)
-            await_full(do_ring, wave, ROW_STAGES)
-            acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
-            row = first + kv_len - q_len
-            q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
-            for number in range(partial):
+                gl.store(operands.delta_ptr + offsets, delta, mask=lanes < num_rows)
+            consumer_wait(rings.q, wave)
+            consumer_wait(rings.do, wave)
+            acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+            row = first + tile.kv_len - tile.q_len
+            rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+            for number in range(masked):
                 key_block = visited_block(number, blocks)
                 column = key_block * BLOCK
-                if own_rows_visit(tile, key_block, key_blocks, consumer, CONSUMERS, MASK, BLOCK):
+                if consumer_visits(tile, key_block, key_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     acc = _dq_block(
-                        q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, column, kv_len - column,
-                        first_target, score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
+                        rows, rings, step + number, number + 1 < visited, acc, Position(row, column, tile.kv_len - column, first_target),
+                        score_scale(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
-                    pass_over_keys(
-                        k_ring, v_ring, turn + number, kv_len - column, cleared, clears, consumer, CONSUMERS, STAGES
-                    )  # fmt: skip
-            q, do = own_rows(q_ring, wave, ROW_STAGES), own_rows(do_ring, wave, ROW_STAGES)
-            for number in range(partial, visited):
+                    skip_key_block(rings.k, rings.v, step + number, tile.kv_len - column, tail, consumer, CONSUMERS)
+            rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+            for number in range(masked, visited):
                 acc = _dq_block(
-                    q, do, k_ring, v_ring, turn + number, number + 1 < visited, acc, lse, delta, row, 0, BLOCK, first_target,
-                    score_scale(scale, ACTIVATION), cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
+                    rows, rings, step + number, number + 1 < visited, acc, Position(row, 0, BLOCK, first_target),
+                    score_scale(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, False,
                 )  # fmt: skip
-            release(q_ring, wave, ROW_STAGES)
-            release(do_ring, wave, ROW_STAGES)
-            acc = acc * segment_factor(scale * slope_factor, output_scale, segment_scale_ptr, segment)
-            put_rows(acc, stages.index(consumer), 0, dq_desc, dq_ptr, q_start + first, head, num_rows, HEADS, HEAD_DIM)
+            consumer_release(rings.q, wave)
+            consumer_release(rings.do, wave)
+            acc = acc * segment_factor(scales.scale * scales.slope_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            store_epilogue(
+                acc, output, operands.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
+                OPTIONS.head_dim,
+            )  # fmt: skip
         else:
-            pass_over(q_ring, wave, ROW_STAGES)
-            pass_over(do_ring, wave, ROW_STAGES)
+            skip_stage(rings.q, wave)
+            skip_stage(rings.do, wave)
             for number in range(visited):
                 left = gl.where(number == 0, num_keys, BLOCK)
-                pass_over_keys(k_ring, v_ring, turn + number, left, cleared, clears, consumer, CONSUMERS, STAGES)
-        turn += visited
-        clears += (num_keys < BLOCK).to(gl.int32)
-        end_tile(shared[-1], wave)
+                skip_key_block(rings.k, rings.v, step + number, left, tail, consumer, CONSUMERS)
+        step += visited
+        tail_phase += (num_keys < BLOCK).to(gl.int32)
+        release_tile(queue, wave)
     tma.store_wait(0)
 
 
@@ -238,32 +329,24 @@ def _dq_compute(
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, slope_factor, output_scale, stride_lse, places_ptr,
+    scale, slope_factor, output_scale, stride_lse, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With a `places_ptr` of
-    the segments alone that have no place there."""
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
-    row_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
-    key_rings = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    rings = row_rings[0], row_rings[1], key_rings[0], key_rings[1], make_barriers(1, CONSUMERS)
-    operands = out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
-    scales = scale, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, operands, scales, places_ptr, make_tile_ring(CONSUMERS)
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_dq_compute, (0, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
-            (_dq_compute, (1, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
-            (_dq_load, (q_desc, do_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
-        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_dq_compute, (0, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
-            (_dq_compute, (1, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
-            (_dq_compute, (2, shared, HEADS, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES)),
-            (_dq_load, (q_desc, do_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With a `ds_blocks_ptr`,
+    of the segments alone whose dS is not stored."""
+    OPTIONS: gl.constexpr = _Options(
+        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, ds_blocks_ptr is not None, CONSUMERS
+    )  # fmt: skip
+    schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
+    q_rings, do_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
+    k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    rings = _Rings(q_rings, do_rings, k_ring, v_ring, make_barriers(1, CONSUMERS))
+    operands = _Operands(out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
+    scales = _Scales(scale, slope_factor, output_scale, segment_scale_ptr)
+    queue = make_tile_queue(CONSUMERS)
+    kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, ds_blocks_ptr, queue)
+    launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
 
 
 # -- launcher -----------------------------------------------------------------------------------------------------------------------

@@ -1,180 +1,243 @@
-"""What the attention kernels for Hopper share: the schedule's tiles, the blocks that they visit, scores, and the launch."""
+"""Parts of the attention kernels for Hopper: the tile queue, the blocks that a tile visits, visibility in registers, and the launch."""
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.activations import activation_function
 from ..common.configs import padded_dim
 from ..common.device import descriptor_sizes, device_properties
 from ..common.gluon_api import thread_barrier
-from ..common.loads import load_tile as read_tile
-from ..common.loads import zigzag_waves
-from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, product_layout
+from ..common.loads import load_tile, zigzag_waves
+from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, mma_layout
 from .configs import HopperConfig
 from .mask import (
     column_blocks,
     first_target_column,
     is_visible,
     is_visited,
-    num_partial_blocks,
-    partial_block,
+    masked_block,
+    num_masked_blocks,
     row_blocks,
     visible_columns,
 )
 from .params import AttentionParams, MaskParams, Operands
 
 TILE_FIELDS = gl.constexpr(8)
-TILE_SLOTS = gl.constexpr(4)  # tiles of one block follow each other quickly
+TILE_SLOTS = gl.constexpr(4)  # tiles of one block follow one another quickly
 
-# -- tiles and their blocks ---------------------------------------------------------------------------------------------------------
+
+class Schedule(NamedTuple):
+    """The tiles of a launch and the segments that they belong to.
+
+    num_segments: of keys, None unless there are several query groups. num_targets_ptr: None unless the mask has targets.
+    """
+
+    tiles_ptr: gl.tensor
+    num_tiles_ptr: gl.tensor
+    q_offsets_ptr: gl.tensor
+    kv_offsets_ptr: gl.tensor
+    num_segments: gl.tensor
+    num_targets_ptr: gl.tensor
+
+
+class Tile(NamedTuple):
+    """A tile of a segment and head: the `block`-th of its query rows, or of its keys.
+
+    q_start, q_len, kv_start, kv_len: first row, int64, and number of rows of its query and key segments.
+    first_target: column of the segment's first target, kv_len if it has none.
+    """
+
+    segment: gl.tensor
+    head: gl.tensor
+    block: gl.tensor
+    q_start: gl.tensor
+    q_len: gl.tensor
+    kv_start: gl.tensor
+    kv_len: gl.tensor
+    first_target: gl.tensor
+
+
+class DsTile(NamedTuple):
+    """A Tile of a kernel that stores or reads dS, which is not done under a mask.
+
+    ds_block: the first block of the segment's dS in the workspace; negative: it is not stored.
+    """
+
+    segment: gl.tensor
+    head: gl.tensor
+    block: gl.tensor
+    q_start: gl.tensor
+    q_len: gl.tensor
+    kv_start: gl.tensor
+    kv_len: gl.tensor
+    ds_block: gl.tensor
+
+
+class TileQueue(NamedTuple):
+    """Through which the producer, which has time to wait for their loads, hands tiles to the consumers.
+
+    slots: the words of TILE_SLOTS tiles. full: arrive count 1, the producer's. empty: arrive count 1 per consumer.
+    """
+
+    slots: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Position(NamedTuple):
+    """Where a consumer's block of scores lies: column of its first row, first column, number of keys from there on in the segment, and the
+    segment's first target column."""
+
+    row: gl.tensor
+    column: gl.tensor
+    num_keys: gl.tensor
+    first_target: gl.tensor
+
+
+# -- tiles --------------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def num_waves(schedule):
     """How many tiles this thread block gets."""
-    _, num_tiles_ptr, _, _, _, _ = schedule
-    return zigzag_waves(gl.load(num_tiles_ptr), gl.program_id(0), gl.num_programs(0))
+    return zigzag_waves(gl.load(schedule.num_tiles_ptr), gl.program_id(0), gl.num_programs(0))
 
 
 @gluon.jit
-def tile_of_wave(schedule, wave, waves, MASK: gl.constexpr, places_ptr=None):
-    """The tile of a wave, as tiles.py has it, and its first target column, or the place of its segment's score gradients, which are kept
-    without a mask alone. Asked for one wave ahead: its loads wait for one another."""
-    tiles_ptr, _, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr = schedule
-    segment, head, block, q_start, q_len, kv_start, kv_len = read_tile(
-        tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), q_offsets_ptr, kv_offsets_ptr, num_segments
-    )
-    if places_ptr is None:
-        last = first_target_column(num_targets_ptr, segment, kv_len, MASK)
+def load_wave(schedule, wave, waves, MASK: gl.constexpr, ds_blocks_ptr=None):
+    """The Tile of a wave, a DsTile with a ds_blocks_ptr. The producer calls it one wave ahead, as its loads depend on one another."""
+    tile = load_tile(
+        schedule.tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), schedule.q_offsets_ptr, schedule.kv_offsets_ptr,
+        schedule.num_segments,
+    )  # fmt: skip
+    if ds_blocks_ptr is None:
+        first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+        return Tile(tile.segment, tile.head, tile.block, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, first_target)
     else:
-        last = gl.load(places_ptr + segment)
-    return segment, head, block, q_start, q_len, kv_start, kv_len, last
+        ds_block = gl.load(ds_blocks_ptr + tile.segment)
+        return DsTile(tile.segment, tile.head, tile.block, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, ds_block)
 
 
 @gluon.jit
-def make_tile_ring(CONSUMERS: gl.constexpr):
-    """Through which the loading warp, which has time to wait for them, hands tiles to those that compute."""
+def make_tile_queue(CONSUMERS: gl.constexpr):
     slots = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    return slots, make_barriers(TILE_SLOTS, 1), make_barriers(TILE_SLOTS, CONSUMERS)
+    return TileQueue(slots, make_barriers(TILE_SLOTS, 1), make_barriers(TILE_SLOTS, CONSUMERS))
 
 
 @gluon.jit
-def pass_tile(ring, wave, tile):
-    """What tile_of_wave gave, to be taken by every warpgroup."""
-    slots, full, empty = ring
+def push_tile(queue, wave, tile):
+    """Hand a Tile or DsTile to every consumer."""
     slot = wave % TILE_SLOTS
-    mbarrier.wait(empty.index(slot), wave // TILE_SLOTS & 1 ^ 1)
+    mbarrier.wait(queue.empty.index(slot), wave // TILE_SLOTS & 1 ^ 1)
     for i in gl.static_range(TILE_FIELDS):
-        value = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile[i].to(gl.int32)
-        slots.index(slot * TILE_FIELDS + i).store(value)
+        word = gl.full([1], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0])) + tile[i].to(gl.int32)
+        queue.slots.index(slot * TILE_FIELDS + i).store(word)
     thread_barrier()
-    mbarrier.arrive(full.index(slot), count=1)
+    mbarrier.arrive(queue.full.index(slot), count=1)
 
 
 @gluon.jit
-def _field(slots, i):
-    return gl.sum(slots.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+def _load_word(queue, i):
+    return gl.sum(queue.slots.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
 
 
 @gluon.jit
-def take_tile(ring, wave, wanted=True):
-    """What tile_of_wave gave; anything if it is not wanted, as there is none."""
-    slots, full, _ = ring
-    mbarrier.wait(full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1, pred=wanted)
+def pop_tile(queue, wave, wanted=True, HAS_DS: gl.constexpr = False):
+    """The Tile of a wave, a DsTile if HAS_DS; undefined unless `wanted`. To be followed by release_tile."""
+    mbarrier.wait(queue.full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1, pred=wanted)
     i = wave % TILE_SLOTS * TILE_FIELDS
-    segment, head, block, q_start = _field(slots, i), _field(slots, i + 1), _field(slots, i + 2), _field(slots, i + 3)
-    q_len, kv_start, kv_len, target = _field(slots, i + 4), _field(slots, i + 5), _field(slots, i + 6), _field(slots, i + 7)
-    return segment, head, block, q_start.to(gl.int64), q_len, kv_start.to(gl.int64), kv_len, target
+    segment, head, block, q_start = _load_word(queue, i), _load_word(queue, i + 1), _load_word(queue, i + 2), _load_word(queue, i + 3)
+    q_len, kv_start, kv_len, last = _load_word(queue, i + 4), _load_word(queue, i + 5), _load_word(queue, i + 6), _load_word(queue, i + 7)
+    if HAS_DS:
+        return DsTile(segment, head, block, q_start.to(gl.int64), q_len, kv_start.to(gl.int64), kv_len, last)
+    else:
+        return Tile(segment, head, block, q_start.to(gl.int64), q_len, kv_start.to(gl.int64), kv_len, last)
 
 
 @gluon.jit
-def end_tile(ring, wave):
-    """This warpgroup is done with the tile. Not at once when it has taken it: a load is issued before an arrival, but need not have been
-    carried out."""
-    _, _, empty = ring
-    mbarrier.arrive(empty.index(wave % TILE_SLOTS), count=1)
+def release_tile(queue, wave):
+    """This warpgroup is done with a tile. Not to be called right after pop_tile: its loads are issued by then, but may not have read."""
+    mbarrier.arrive(queue.empty.index(wave % TILE_SLOTS), count=1)
+
+
+# -- blocks that a tile visits ------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def first_target_of(tile, MASK: gl.constexpr):
+    """Column of the first target; anything without a mask, which alone reads it."""
+    if MASK is None:
+        return tile.kv_len
+    else:
+        return tile.first_target
 
 
 @gluon.jit
 def key_blocks(tile, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """The blocks of keys that a tile of ROWS query rows visits, as masks.py has them, and their number."""
-    _, _, block, _, q_len, _, kv_len, first_target = tile
-    row = block * ROWS
-    last_row = gl.minimum(row + ROWS, q_len) - 1
-    shift = kv_len - q_len
-    blocks = column_blocks(row + shift, last_row + shift, kv_len, first_target, MASK, BLOCK)
-    return blocks, num_partial_blocks(blocks) + blocks[8]
+    """The Blocks of keys that a tile of ROWS query rows visits, and their number."""
+    row = tile.block * ROWS
+    last_row = gl.minimum(row + ROWS, tile.q_len) - 1
+    shift = tile.kv_len - tile.q_len
+    blocks = column_blocks(row + shift, last_row + shift, tile.kv_len, first_target_of(tile, MASK), MASK, BLOCK)
+    return blocks, num_masked_blocks(blocks) + blocks.full_count
 
 
 @gluon.jit
 def query_blocks(tile, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """The blocks of query rows that visit a tile of ROWS keys, as masks.py has them, and their number."""
-    _, _, block, _, q_len, _, kv_len, first_target = tile
-    blocks = row_blocks(block * ROWS, q_len, kv_len, first_target, MASK, BLOCK, ROWS)
-    return blocks, num_partial_blocks(blocks) + blocks[8]
+    """The Blocks of query rows that visit a tile of ROWS keys, and their number."""
+    blocks = row_blocks(tile.block * ROWS, tile.q_len, tile.kv_len, first_target_of(tile, MASK), MASK, BLOCK, ROWS)
+    return blocks, num_masked_blocks(blocks) + blocks.full_count
 
 
 @gluon.jit
 def visited_block(number, blocks):
-    """The number-th block: those that the mask or the segment's end cuts come first, last one first, which is where the segment ends."""
-    partial = num_partial_blocks(blocks)
-    return gl.where(number < partial, partial_block(partial - 1 - number, blocks), blocks[7] + number - partial)
+    """The number-th block in the order of the Hopper kernels: masked blocks first, in descending order, as the last block is where the
+    segment ends; then full blocks, ascending."""
+    masked = num_masked_blocks(blocks)
+    return gl.where(number < masked, masked_block(masked - 1 - number, blocks), blocks.full_first + number - masked)
 
 
 @gluon.jit
-def own_rows_visit(
+def consumer_visits(
     tile, block, BLOCKS_OF: gl.constexpr, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr
 ):  # fmt: skip
-    """Whether a warpgroup's 64 rows of a tile would visit a block, which the tile visits; BLOCKS_OF: key_blocks or query_blocks."""
+    """Whether a consumer's 64 rows would visit a block that its tile visits. BLOCKS_OF: key_blocks or query_blocks."""
     if MASK is None:
         return True
     else:
-        segment, head, number, q_start, q_len, kv_start, kv_len, first_target = tile
-        own_tile = segment, head, number * CONSUMERS + consumer, q_start, q_len, kv_start, kv_len, first_target
-        blocks, _ = BLOCKS_OF(own_tile, MASK, WARPGROUP_ROWS, BLOCK)
+        block_of_consumer = tile.block * CONSUMERS + consumer
+        rows = Tile(tile.segment, tile.head, block_of_consumer, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, tile.first_target)
+        blocks, _ = BLOCKS_OF(rows, MASK, WARPGROUP_ROWS, BLOCK)
         return is_visited(block, blocks)
 
 
 @gluon.jit
-def visible_keys(row, column, num_keys, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which of a block's first keys, num_keys of them real, the warpgroup's rows see."""
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
+def visible_keys(position, MASK: gl.constexpr, COLUMNS: gl.constexpr):
+    """Which of a block's first COLUMNS keys the consumer's rows see, `[64 or 1, COLUMNS]`."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     columns = gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
     if MASK is None:
-        return columns < num_keys
+        return columns < position.num_keys
     else:
-        rows = row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-        return is_visible(column + columns, rows, visible_columns(rows, first_target, MASK), MASK)
+        rows = position.row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+        return is_visible(position.column + columns, rows, visible_columns(rows, position.first_target, MASK), MASK)
 
 
-# -- parts of their products --------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def multiply_rows(rows, others):
-    """rows othersᵀ, [64, others], under way; `rows` in shared memory or registers."""
-    COLUMNS: gl.constexpr = others.shape[0]
-    none = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, product_layout(WARPGROUP_ROWS, COLUMNS))
-    return warpgroup_mma(rows, others.permute((1, 0)), none, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def as_factor(p, DTYPE: gl.constexpr, WIDTH: gl.constexpr):
-    """A product's result as the first factor of one WIDTH columns wide: rounded, in the registers where it is."""
-    return gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, WIDTH), 2))
+# -- scales -------------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def score_scale(scale, ACTIVATION: gl.constexpr):
-    """Softmax takes exponentials in base 2."""
+    """Factor of q kᵀ: with softmax, exponentials are of base 2."""
     if ACTIVATION is None:
         return scale * LOG2_E
     else:
@@ -194,7 +257,7 @@ def segment_factor(factor, output_scale, segment_scale_ptr, segment):
 
 
 def launch_options(config: HopperConfig) -> dict:
-    """What of a launch follows from its configuration."""
+    """The constant arguments and options that follow from a kernel's configuration."""
     return dict(
         CONSUMERS=config.consumers,
         STAGES=config.stages,
@@ -227,19 +290,19 @@ def _constants(
         GROUP=heads // kv_heads,
         V_DIM=v_dim,
         ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
-        MASK=mask,
+        MASK=mask and MaskParams(*mask),
         Q_SHARED=q_shared,
     )
 
 
 def grid(tiles: Tensor) -> tuple[int, ...]:
-    """As many thread blocks as the GPU holds at a time; none, which is no grid, where there are no tiles."""
+    """One thread block per multiprocessor, or per tile if there are fewer; `()`, no launch, without tiles."""
     blocks = min(device_properties(tiles.device)[1], tiles.shape[0])
     return (blocks,) if blocks else ()
 
 
 def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Of `[rows, H, D]`, as `[H, rows, D]`, in boxes of so many rows of a head; columns past D read as 0."""
+    """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns past D read as 0."""
     return TensorDescriptor(x, *descriptor_sizes(x), *_box(rows, x.shape[2], x.dtype))
 
 
@@ -251,5 +314,5 @@ def _box(rows: int, dim: int, dtype: torch.dtype):
 
 
 def result_descriptor(x: Tensor) -> TensorDescriptor | None:
-    """Through which a kernel stores 64 rows of a head; none of what is summed afterwards in fp32."""
+    """TMA descriptor for stores of 64 rows; None for fp32 partial sums, which are stored from registers."""
     return None if x.dtype == torch.float32 else descriptor(x, WARPGROUP_ROWS.value)

@@ -1,332 +1,452 @@
-"""dk and dv of jagged attention for Hopper: the second kernel of the backward, whose first and whose launcher are attention_backward.py's.
+"""dk and dv of jagged attention for Hopper: a warp-specialised kernel over tiles of keys. hopper_backward.py launches it.
 
-Tiles are of keys. Of the query blocks that see them, of all heads of a group and all lists of queries, scores and their gradients are
-computed transposed.
+    Sᵀ = scale · k qᵀ,  dPᵀ = v dOᵀ,  dV = Pᵀ dO,  dK = scale · dSᵀ q                 per segment and key head, over the heads of its group
+    softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
+    pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
+
+Roles:
+    warps 0–3, 4–7   consumers: MMA, P and dS, epilogue. `_dkdv_consume`
+    warp 8           producer: tiles, TMA loads, lse and delta. `_dkdv_produce`
+Registers per thread: consumers 240, producer 24.
+
+Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask.
+
+Barriers, one per stage s:
+    q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also covers lse[s] and delta[s], written before
+    q.empty[s], do.empty[s]           arrive count 2, one per consumer: the MMAs that read the buffer are complete; q's covers lse, delta
+    k[i].full[s], v[i].full[s]        arrive count 1, the TMA load of that buffer
+    k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, which alone reads it, is done with the tile
+    tail                              arrive count 4: q's and dO's rows past the segment are 0; each consumer arrives once for each
+    queue.full[s], queue.empty[s]     arrive counts 1 and 2: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over; lse and delta with softmax only:
+    head dim 128: 225.5 = q 3 × 16 + dO 3 × 16 + k 2 × 16 + v 2 × 16 + epilogue 4 × 16 + lse, delta 1.5
+    head dim  64: 162 = q 4 × 8 + dO 4 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + epilogue 4 × 8 + lse, delta 2; blocks of 128 rows: q and dO 2 × 16
+
+Everything is transposed, so that Pᵀ and dSᵀ are first operands of the next MMA, in the registers where they arise.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.gluon_api import thread_barrier
 from ..common.loads import load_segment
 from ..common.pipeline import (
-    LOAD_REGISTERS,
     WARPGROUP_ROWS,
-    await_cleared,
-    await_full,
-    clear_rows,
-    fetch,
+    Output,
+    Ring,
+    Tail,
+    consumer_release,
+    consumer_wait,
+    launch_specialised,
     make_barriers,
+    make_epilogue_buffers,
     make_ring,
     make_rings,
-    make_stages,
-    own_rows,
-    pass_over,
-    product_layout,
-    put_rows,
-    release,
+    mma_abt,
+    mma_layout,
+    opaque_rows,
+    producer_load,
+    producer_wait,
+    skip_stage,
+    store_epilogue,
+    to_mma_operand,
+    wait_for_tail,
+    zero_tail,
 )
 from ..common.ptxas import safe_ptxas
 from .hopper_common import (
-    as_factor,
-    end_tile,
-    make_tile_ring,
-    multiply_rows,
+    Schedule,
+    Tile,
+    TileQueue,
+    consumer_visits,
+    first_target_of,
+    load_wave,
+    make_tile_queue,
     num_waves,
-    own_rows_visit,
-    pass_tile,
+    pop_tile,
+    push_tile,
     query_blocks,
+    release_tile,
     score_scale,
     segment_factor,
-    take_tile,
-    tile_of_wave,
     visited_block,
 )
-from .hopper_ds import SIDE, first_block, keep_blocks
-from .mask import is_visible, num_partial_blocks, visible_columns
+from .hopper_ds import SIDE, first_ds_block, store_ds
+from .mask import is_visible, num_masked_blocks, visible_columns
 
-NO_PLACE = gl.constexpr(-(2**40))  # that no block of the segment has one either
+NOT_STORED = gl.constexpr(-(2**40))  # so low that the workspace index of every block of the segment is negative
+
+
+class _Options(NamedTuple):
+    """Constants of a launch."""
+
+    heads: gl.constexpr
+    group: gl.constexpr  # query heads per key head
+    head_dim: gl.constexpr
+    v_dim: gl.constexpr
+    activation: gl.constexpr  # function of activations.py; None: softmax
+    mask: gl.constexpr
+    q_shared: gl.constexpr
+    kv_shared: gl.constexpr
+    query_groups: gl.constexpr
+    has_ds: gl.constexpr  # whether dS is stored
+    consumers: gl.constexpr
+    block: gl.constexpr  # query rows of a block
+
+
+class _Rings(NamedTuple):
+    """Buffers in shared memory. k, v: a ring per consumer; in a consumer, its own. lse, delta: fp32 `[stages, rows]`, guarded by the
+    barriers of q. tail: barrier of the tails of q and dO."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    tail: gl.shared_memory_descriptor
+
+
+class _Stats(NamedTuple):
+    lse_ptr: gl.tensor
+    delta_ptr: gl.tensor
+    stride_lse: gl.tensor
+
+
+class _Outputs(NamedTuple):
+    dk_desc: gl.tensor
+    dv_desc: gl.tensor
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+    buffers: gl.shared_memory_descriptor
+
+
+class _Scales(NamedTuple):
+    scale: gl.tensor
+    value_factor: gl.tensor
+    slope_factor: gl.tensor
+    output_scale: gl.tensor
+    segment_scale_ptr: gl.tensor
+
+
+class _Kernel(NamedTuple):
+    """What the kernel hands to its warps."""
+
+    q_desc: gl.tensor
+    do_desc: gl.tensor
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    schedule: Schedule
+    rings: _Rings
+    stats: _Stats
+    outputs: _Outputs
+    scales: _Scales
+    ds_ptr: gl.tensor
+    ds_blocks_ptr: gl.tensor
+    queue: TileQueue
+
+
+class _Keys(NamedTuple):
+    """A consumer's keys of a tile: k and v in shared memory, the column of the first key, and the workspace of dS or None."""
+
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    column: gl.tensor
+    ds_ptr: gl.tensor
+
+
+class _Rows(NamedTuple):
+    """The query rows of a block: column of the first one, number of rows from there on in the segment, and its first target column."""
+
+    column: gl.tensor
+    num_rows: gl.tensor
+    first_target: gl.tensor
+
+
+class _Visited(NamedTuple):
+    """The blocks of query rows that visit a tile of keys, in all heads and query groups: Blocks of the first query group; how many are
+    masked, which come first; and how many there are."""
+
+    blocks: gl.tensor
+    masked: gl.tensor
+    count: gl.tensor
+
+
+# -- blocks of query rows -----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _head_and_block(number, blocks, GROUP: gl.constexpr):
-    """Of the blocks that all query heads of a group visit, the number-th: its head in the group, and the block. Those that are not seen
-    whole come first, of all heads."""
+    """The number-th of the blocks that all query heads of a key head visit: its head in the group, and the block. Masked blocks come
+    first, of all heads."""
     if GROUP == 1:
         return 0, visited_block(number, blocks)
     else:
-        partial = num_partial_blocks(blocks)
-        whole = number >= GROUP * partial
-        number = gl.where(whole, number - GROUP * partial, number)
-        count = gl.maximum(gl.where(whole, blocks[8], partial), 1)
-        return number // count, visited_block(gl.where(whole, partial, 0) + number % count, blocks)
+        masked = num_masked_blocks(blocks)
+        full = number >= GROUP * masked
+        number = gl.where(full, number - GROUP * masked, number)
+        count = gl.maximum(gl.where(full, blocks.full_count, masked), 1)
+        return number // count, visited_block(gl.where(full, masked, 0) + number % count, blocks)
 
 
 @gluon.jit
-def _tile_of_list(schedule, tile, query_list):
-    """The tile of keys with the segment of queries that reads them in a list."""
-    _, _, q_offsets_ptr, _, num_segments, _ = schedule
-    segment, kv_head, block, _, _, kv_start, kv_len, first_target = tile
-    q_start, q_len = load_segment(q_offsets_ptr, segment + query_list * num_segments)
-    return segment, kv_head, block, q_start, q_len, kv_start, kv_len, first_target
+def _tile_of_group(schedule, tile, query_group):
+    """The tile of keys, with the segment of queries of another query group."""
+    q_start, q_len = load_segment(schedule.q_offsets_ptr, tile.segment + query_group * schedule.num_segments)
+    return Tile(tile.segment, tile.head, tile.block, q_start, q_len, tile.kv_start, tile.kv_len, tile.first_target)
 
 
 @gluon.jit
-def _blocks_of_lists(schedule, tile, GROUP: gl.constexpr, LISTS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr, BLOCK: gl.constexpr):
-    """Of the blocks of query rows that visit a tile of ROWS keys: the first list's, as masks.py has them; how many of all lists and heads
-    are not seen whole; and how many there are."""
-    blocks, visited = query_blocks(tile, MASK, ROWS, BLOCK)
-    visited *= GROUP
-    partial = GROUP * num_partial_blocks(blocks)
-    for query_list in gl.static_range(1, LISTS):
-        others, count = query_blocks(_tile_of_list(schedule, tile, query_list), MASK, ROWS, BLOCK)
-        visited += GROUP * count
-        partial += GROUP * num_partial_blocks(others)
-    return blocks, partial, visited
+def _visited_blocks(schedule, tile, OPTIONS: gl.constexpr):
+    """The _Visited blocks of a tile of keys."""
+    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    blocks, visited = query_blocks(tile, OPTIONS.mask, ROWS, OPTIONS.block)
+    visited *= OPTIONS.group
+    masked = OPTIONS.group * num_masked_blocks(blocks)
+    for query_group in gl.static_range(1, OPTIONS.query_groups):
+        others, count = query_blocks(_tile_of_group(schedule, tile, query_group), OPTIONS.mask, ROWS, OPTIONS.block)
+        visited += OPTIONS.group * count
+        masked += OPTIONS.group * num_masked_blocks(others)
+    return _Visited(blocks, masked, visited)
 
 
 @gluon.jit
-def _visited_rows(
-    schedule, tile, number, blocks, partial, GROUP: gl.constexpr, LISTS: gl.constexpr, MASK: gl.constexpr, ROWS: gl.constexpr,
-    BLOCK: gl.constexpr,
-):  # fmt: skip
-    """The number-th of these blocks, of which those not seen whole come first, of all lists: first row and number of rows of its segment,
-    its head in the group, and the block."""
-    q_start, q_len = tile[3], tile[4]
-    if LISTS > 1:
-        whole = number >= partial
-        number = gl.where(whole, number - partial, number)
-        for query_list in gl.static_range(1, LISTS):
-            other = _tile_of_list(schedule, tile, query_list)
-            others, _ = query_blocks(other, MASK, ROWS, BLOCK)
-            count = GROUP * gl.where(whole, blocks[8], num_partial_blocks(blocks))
+def _visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
+    """The number-th visited block: first row and number of rows of its query segment, its head in the group, and the block."""
+    blocks, q_start, q_len = visited.blocks, tile.q_start, tile.q_len
+    if OPTIONS.query_groups > 1:
+        full = number >= visited.masked
+        number = gl.where(full, number - visited.masked, number)
+        for query_group in gl.static_range(1, OPTIONS.query_groups):
+            other = _tile_of_group(schedule, tile, query_group)
+            others, _ = query_blocks(other, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block)
+            count = OPTIONS.group * gl.where(full, blocks.full_count, num_masked_blocks(blocks))
             if number >= count:
                 number -= count
-                q_start, q_len, blocks = other[3], other[4], others
-        number += gl.where(whole, GROUP * num_partial_blocks(blocks), 0)
-    group_head, block = _head_and_block(number, blocks, GROUP)
+                q_start, q_len, blocks = other.q_start, other.q_len, others
+        number += gl.where(full, OPTIONS.group * num_masked_blocks(blocks), 0)
+    group_head, block = _head_and_block(number, blocks, OPTIONS.group)
     return q_start, q_len, group_head, block
 
 
+# -- producer -----------------------------------------------------------------------------------------------------------------------
+
+
 @gluon.jit
-def _dkdv_load(
-    q_desc, do_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
-    KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    """The first query blocks are asked for before the keys, whose buffers are in use until the tile before ends."""
-    schedule, rings, stats, places_ptr = shared[0], shared[1], shared[2], shared[5][1]
-    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, _cleared = rings
-    lse_ptr, delta_ptr, stride_lse = stats
-    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    BLOCK: gl.constexpr = q_desc.block_type.shape[1]
-    lanes = gl.arange(0, BLOCK, layout=gl.BlockedLayout([BLOCK // 32], [32], [1], [0]))
+def _load_stats(stats, head, q_start, q_len, first, lanes):
+    """lse and delta of the segment's query rows first + lanes. Rows past the segment add nothing: exp2(score - inf) = 0."""
+    offsets = head.to(gl.int64) * stats.stride_lse + q_start + first + lanes
+    lse = gl.load(stats.lse_ptr + offsets, mask=lanes < q_len - first, other=float("inf"))
+    delta = gl.load(stats.delta_ptr + offsets, mask=lanes < q_len - first, other=0.0)
+    return lse, delta
+
+
+@gluon.jit
+def _put_stats(rings, step, lse, delta):
+    """Write lse and delta to the buffers of a step, before producer_load fills that of q and marks it as full."""
+    producer_wait(rings.q, step)
+    slot = step % rings.q.buffers.shape[0]
+    rings.lse.index(slot).store(lse)
+    rings.delta.index(slot).store(delta)
+    thread_barrier()
+
+
+@gluon.jit
+def _dkdv_produce(kernel, OPTIONS: gl.constexpr):
+    """Loads the first query blocks of a tile before its keys, whose buffers are in use until the tile before ends."""
+    schedule, rings = kernel.schedule, kernel.rings
+    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    lanes = gl.arange(0, OPTIONS.block, layout=gl.BlockedLayout([OPTIONS.block // 32], [32], [1], [0]))
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK, places_ptr)
-    turn = 0  # of the rings of queries and dO
+    next_tile = load_wave(schedule, 0, waves, OPTIONS.mask, kernel.ds_blocks_ptr)
+    step = 0  # of the rings of q and dO
     for wave in range(waves):
         tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK, places_ptr)
-        pass_tile(shared[-1], wave, tile)
-        _, kv_head, key_block, _, _, kv_start, _, _ = tile
-        blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
-        key_row = kv_start + key_block * ROWS
-        if KV_SHARED:
-            key_row -= kv_start
-        for number in range(visited + 1):
-            if number == gl.minimum(visited, STAGES):
-                for consumer in gl.static_range(CONSUMERS):
-                    fetch(k_rings[consumer], k_desc, wave, kv_head, key_row + consumer * WARPGROUP_ROWS, ROW_STAGES)
-                    fetch(v_rings[consumer], v_desc, wave, kv_head, key_row + consumer * WARPGROUP_ROWS, ROW_STAGES)
-            if number < visited:
-                q_start, q_len, group_head, block = _visited_rows(
-                    schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK
-                )  # fmt: skip
-                head = kv_head * GROUP + group_head
-                first = block * BLOCK
-                if ACTIVATION is None:  # rows past the segment: exp2(score - inf) = 0, so they add nothing
-                    places = head.to(gl.int64) * stride_lse + q_start + first + lanes
-                    lse = gl.load(lse_ptr + places, mask=lanes < q_len - first, other=float("inf"))
-                    delta = gl.load(delta_ptr + places, mask=lanes < q_len - first, other=0.0)
-                    slot = (turn + number) % STAGES
-                    mbarrier.wait(q_ring[2].index(slot), (turn + number) // STAGES & 1 ^ 1)
-                    lse_slots.index(slot).store(lse)
-                    delta_slots.index(slot).store(delta)
-                    thread_barrier()
+        next_tile = load_wave(schedule, wave + 1, waves, OPTIONS.mask, kernel.ds_blocks_ptr)
+        push_tile(kernel.queue, wave, tile)
+        visited = _visited_blocks(schedule, tile, OPTIONS)
+        key_row = tile.kv_start + tile.block * ROWS
+        if OPTIONS.kv_shared:
+            key_row -= tile.kv_start
+        for number in range(visited.count + 1):
+            if number == gl.minimum(visited.count, rings.q.buffers.shape[0]):
+                for consumer in gl.static_range(OPTIONS.consumers):
+                    producer_load(rings.k[consumer], kernel.k_desc, wave, tile.head, key_row + consumer * WARPGROUP_ROWS)
+                    producer_load(rings.v[consumer], kernel.v_desc, wave, tile.head, key_row + consumer * WARPGROUP_ROWS)
+            if number < visited.count:
+                q_start, q_len, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+                head = tile.head * OPTIONS.group + group_head
+                first = block * OPTIONS.block
+                if OPTIONS.activation is None:
+                    lse, delta = _load_stats(kernel.stats, head, q_start, q_len, first, lanes)
+                    _put_stats(rings, step + number, lse, delta)
                 row = q_start + first
                 q_row = row
-                if Q_SHARED:
+                if OPTIONS.q_shared:
                     q_row = row - q_start
-                fetch(q_ring, q_desc, turn + number, head, q_row, STAGES)
-                fetch(do_ring, do_desc, turn + number, head, row, STAGES)
-        turn += visited
+                producer_load(rings.q, kernel.q_desc, step + number, head, q_row)
+                producer_load(rings.do, kernel.do_desc, step + number, head, row)
+        step += visited.count
+
+
+# -- consumers ----------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _visible_rows(key, row, first_target, MASK: gl.constexpr, COLUMNS: gl.constexpr):
-    """Which of a block's query rows, from `row` on, see the warpgroup's keys: transposed as the scores are."""
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
-    keys = key + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
-    rows = row + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))[None, :]
-    return is_visible(keys, rows, visible_columns(rows, first_target, MASK), MASK)
+def _visible_rows(keys, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
+    """Which query rows of a block see the consumer's keys, `[64, BLOCK]`: transposed, as the scores are."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
+    key_columns = keys.column + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+    row_columns = rows.column + gl.arange(0, BLOCK, layout=gl.SliceLayout(0, L))[None, :]
+    return is_visible(key_columns, row_columns, visible_columns(row_columns, rows.first_target, MASK), MASK)
 
 
 @gluon.jit
-def _clear_block(
-    q_ring, do_ring, turn, num_rows, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """Queries and dO past their segment become 0, by all warpgroups together."""
-    clear_rows(await_full(q_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
-    clear_rows(await_full(do_ring, turn, STAGES), num_rows, cleared, consumer, CONSUMERS)
-    await_cleared(cleared, clears)
+def _zero_tails(rings, step, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Zero q and dO past their segment, by all consumers together."""
+    zero_tail(consumer_wait(rings.q, step), num_rows, tail, consumer, CONSUMERS)
+    zero_tail(consumer_wait(rings.do, step), num_rows, tail, consumer, CONSUMERS)
+    wait_for_tail(tail)
 
 
 @gluon.jit
-def _pass_over_rows(
-    q_ring, do_ring, turn, num_rows, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """A block that does not see this warpgroup's keys; returns as _dkdv_block how often rows were cleared."""
-    cut = num_rows < q_ring[0].shape[2]
-    if cut:
-        _clear_block(q_ring, do_ring, turn, num_rows, cleared, clears, consumer, CONSUMERS, STAGES)
-    pass_over(q_ring, turn, STAGES)
-    pass_over(do_ring, turn, STAGES)
-    return clears + cut.to(gl.int32)
+def _skip_rows(rings, step, num_rows, tail_phase, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Skip a block that does not see this consumer's keys, but take part in zeroing its tail; returns the next tail phase."""
+    has_tail = num_rows < rings.q.buffers.shape[2]
+    if has_tail:
+        _zero_tails(rings, step, num_rows, Tail(rings.tail, tail_phase), consumer, CONSUMERS)
+    skip_stage(rings.q, step)
+    skip_stage(rings.do, step)
+    return tail_phase + has_tail.to(gl.int32)
 
 
 @gluon.jit
 def _dkdv_block(
-    k, v, q_ring, do_ring, lse_slots, delta_slots, turn, dk, dv, key, row, num_rows, first_target, scale, cleared, clears, ds_ptr, keep,
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr,
-    STAGES: gl.constexpr,
+    keys, rings, step, dk, dv, rows, scale, tail_phase, ds_block, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """One query block, transposed: dv += Pᵀ do, dk += dSᵀ q. Rows past the segment, being 0, add nothing to either. Also returns how
-    often such were cleared. Keeps dS at the place `keep`, with a `ds_ptr`."""
-    q = await_full(q_ring, turn, STAGES)
-    if PARTIAL:
-        cut = num_rows < q.shape[0]
-        if cut:
-            _clear_block(q_ring, do_ring, turn, num_rows, cleared, clears, consumer, CONSUMERS, STAGES)
-        clears += cut.to(gl.int32)
+    """One query block, transposed: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing to either. ds_block: workspace
+    block where dSᵀ is stored, with a workspace. Returns dk, dv and the next tail phase."""
+    q = consumer_wait(rings.q, step)
+    if MASKED:
+        has_tail = rows.num_rows < q.shape[0]
+        if has_tail:
+            _zero_tails(rings, step, rows.num_rows, Tail(rings.tail, tail_phase), consumer, OPTIONS.consumers)
+        tail_phase += has_tail.to(gl.int32)
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
-    STATS: gl.constexpr = gl.SliceLayout(0, product_layout(WARPGROUP_ROWS, BLOCK))
-    scores = multiply_rows(k, q)
-    do = await_full(do_ring, turn, STAGES)
-    dp = multiply_rows(v, do)
+    STATS: gl.constexpr = gl.SliceLayout(0, mma_layout(WARPGROUP_ROWS, BLOCK))
+    scores = mma_abt(keys.k, q)
+    do = consumer_wait(rings.do, step)
+    dp = mma_abt(keys.v, do)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if ACTIVATION is None:
-        p = gl.exp2(scores * scale - lse_slots.index(turn % STAGES).load(STATS)[None, :])
-        slope = p
+    if OPTIONS.activation is None:
+        p = gl.exp2(scores * scale - rings.lse.index(step % rings.q.buffers.shape[0]).load(STATS)[None, :])
+        dact = p
     else:
-        p, slope = ACTIVATION(scores, scale)
-    if PARTIAL and MASK is not None:
-        visible = _visible_rows(key, row, first_target, MASK, BLOCK)
-        p, slope = gl.where(visible, p, 0.0), gl.where(visible, slope, 0.0)
-    p = as_factor(p, do.dtype, WIDTH)
+        p, dact = OPTIONS.activation(scores, scale)
+    if MASKED and OPTIONS.mask is not None:
+        visible = _visible_rows(keys, rows, OPTIONS.mask, BLOCK)
+        p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
+    p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    if ACTIVATION is None:
-        dp = dp - delta_slots.index(turn % STAGES).load(STATS)[None, :]
-    ds = as_factor(slope * dp, q.dtype, WIDTH)
-    if ds_ptr is not None:
-        keep_blocks(ds, ds_ptr, keep)
+    if OPTIONS.activation is None:
+        dp = dp - rings.delta.index(step % rings.q.buffers.shape[0]).load(STATS)[None, :]
+    ds = to_mma_operand(dact * dp, q.dtype, WIDTH)
+    if OPTIONS.has_ds:
+        store_ds(ds, keys.ds_ptr, ds_block)
     dk = warpgroup_mma(ds, q, dk, is_async=True)
     dv, dk, p, ds = warpgroup_mma_wait(0, deps=(dv, dk, p, ds))
-    release(q_ring, turn, STAGES)
-    release(do_ring, turn, STAGES)
-    return dk, dv, clears
+    consumer_release(rings.q, step)
+    consumer_release(rings.do, step)
+    return dk, dv, tail_phase
 
 
 @gluon.jit
-def _place_to_keep(kept, tile, number, blocks, GROUP: gl.constexpr, QUERY_BLOCK: gl.constexpr):
-    """The place in the workspace of dS of the number-th block; negative where it is not kept. `kept`: the place of the first."""
-    if kept is None:
-        return -1
+def _ds_block(first_block, tile, number, blocks, OPTIONS: gl.constexpr):
+    """The workspace block of the number-th query block; negative: dS is not stored. first_block: that of the consumer's first query
+    block."""
+    if OPTIONS.has_ds:
+        group_head, query_block = _head_and_block(number, blocks, OPTIONS.group)
+        if OPTIONS.group > 1:
+            first_block += first_ds_block(0, group_head, 0, tile.q_len, tile.kv_len, OPTIONS.block)
+        return first_block + query_block * (OPTIONS.block // SIDE)
     else:
-        group_head, query_block = _head_and_block(number, blocks, GROUP)
-        if GROUP > 1:
-            kept += first_block(0, group_head, 0, tile[4], tile[6], QUERY_BLOCK)
-        return kept + query_block * (QUERY_BLOCK // SIDE)
+        return -1
 
 
 @gluon.jit
-def _dkdv_compute(
-    consumer: gl.constexpr, shared, HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    schedule, rings, results, scales = shared[0], shared[1], shared[3], shared[4]
-    ds_ptr = shared[5][0]
-    q_ring, do_ring, k_rings, v_rings, lse_slots, delta_slots, cleared = rings
-    k_ring, v_ring = k_rings[consumer], v_rings[consumer]
-    dk_desc, dv_desc, dk_ptr, dv_ptr, stages = results
-    scale, value_factor, slope_factor, output_scale, segment_scale_ptr = scales
-    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    BLOCK: gl.constexpr = q_ring[0].shape[2]
-    WIDTH: gl.constexpr = q_ring[0].shape[3]
+def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    schedule, outputs, scales, queue = kernel.schedule, kernel.outputs, kernel.scales, kernel.queue
+    shared = kernel.rings
+    rings = _Rings(shared.q, shared.do, shared.k[consumer], shared.v[consumer], shared.lse, shared.delta, shared.tail)
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    BLOCK: gl.constexpr = rings.q.buffers.shape[2]
+    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
+    KV_HEADS: gl.constexpr = OPTIONS.heads // OPTIONS.group
     waves = num_waves(schedule)
-    turn, clears = 0, 0
+    step, tail_phase = 0, 0
     for wave in range(waves):
-        tile = take_tile(shared[-1], wave)
-        segment, kv_head, key_block, _, _, kv_start, kv_len, first_target = tile
-        blocks, partial, visited = _blocks_of_lists(schedule, tile, GROUP, LISTS, MASK, ROWS, BLOCK)
-        first = (key_block * CONSUMERS + consumer) * WARPGROUP_ROWS
-        num_keys = kv_len - first
-        kept = None
-        if ds_ptr is not None:
-            place = tile[7].to(gl.int64)
-            kept = first_block(
-                gl.where(place < 0, NO_PLACE, place), kv_head * GROUP, key_block * CONSUMERS + consumer, tile[4], kv_len, BLOCK
+        tile = pop_tile(queue, wave, HAS_DS=OPTIONS.has_ds)
+        first_target = first_target_of(tile, OPTIONS.mask)
+        visited = _visited_blocks(schedule, tile, OPTIONS)
+        first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+        num_keys = tile.kv_len - first
+        first_block = None
+        if OPTIONS.has_ds:
+            stored_at = tile.ds_block.to(gl.int64)
+            first_block = first_ds_block(
+                gl.where(stored_at < 0, NOT_STORED, stored_at), tile.head * OPTIONS.group, tile.block * CONSUMERS + consumer, tile.q_len,
+                tile.kv_len, BLOCK,
             )  # fmt: skip
         if num_keys > 0:
-            await_full(k_ring, wave, ROW_STAGES)
-            await_full(v_ring, wave, ROW_STAGES)
-            dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
-            dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
-            k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
-            for number in range(partial):
-                _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
+            consumer_wait(rings.k, wave)
+            consumer_wait(rings.v, wave)
+            dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+            dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+            keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first, kernel.ds_ptr)
+            for number in range(visited.masked):
+                _, q_len, _, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
                 row = block * BLOCK
-                if own_rows_visit(tile, block, query_blocks, consumer, CONSUMERS, MASK, BLOCK):
-                    keep = _place_to_keep(kept, tile, number, blocks, GROUP, BLOCK)
-                    dk, dv, clears = _dkdv_block(
-                        k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, row + kv_len - q_len, q_len - row,
-                        first_target, score_scale(scale, ACTIVATION), cleared, clears, ds_ptr, keep,
-                        consumer, CONSUMERS, ACTIVATION, MASK, True, STAGES,
+                if consumer_visits(tile, block, query_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
+                    ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
+                    dk, dv, tail_phase = _dkdv_block(
+                        keys, rings, step + number, dk, dv, _Rows(row + tile.kv_len - q_len, q_len - row, first_target),
+                        score_scale(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
-                    clears = _pass_over_rows(
-                        q_ring, do_ring, turn + number, q_len - row, cleared, clears, consumer, CONSUMERS, STAGES
-                    )  # fmt: skip
-            k, v = own_rows(k_ring, wave, ROW_STAGES), own_rows(v_ring, wave, ROW_STAGES)
-            for number in range(partial, visited):
-                keep = _place_to_keep(kept, tile, number, blocks, GROUP, BLOCK)
-                dk, dv, clears = _dkdv_block(
-                    k, v, q_ring, do_ring, lse_slots, delta_slots, turn + number, dk, dv, first, 0, BLOCK,
-                    first_target, score_scale(scale, ACTIVATION), cleared, clears, ds_ptr, keep,
-                    consumer, CONSUMERS, ACTIVATION, MASK, False, STAGES,
+                    tail_phase = _skip_rows(rings, step + number, q_len - row, tail_phase, consumer, CONSUMERS)
+            keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first, kernel.ds_ptr)
+            for number in range(visited.masked, visited.count):
+                ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
+                dk, dv, tail_phase = _dkdv_block(
+                    keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_scale(scales.scale, OPTIONS.activation),
+                    tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
-            release(k_ring, wave, ROW_STAGES)
-            release(v_ring, wave, ROW_STAGES)
-            factor = segment_factor(1.0, output_scale, segment_scale_ptr, segment)
-            row = kv_start + first
-            dv *= value_factor * factor
-            put_rows(dv, stages.index(consumer), 1, dv_desc, dv_ptr, row, kv_head, num_keys, HEADS // GROUP, V_DIM)
-            dk *= scale * slope_factor * factor
-            put_rows(dk, stages.index(CONSUMERS + consumer), 1, dk_desc, dk_ptr, row, kv_head, num_keys, HEADS // GROUP, HEAD_DIM)
+            consumer_release(rings.k, wave)
+            consumer_release(rings.v, wave)
+            factor = segment_factor(1.0, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            row = tile.kv_start + first
+            dv *= scales.value_factor * factor
+            dv_output, dv_buffer = Output(outputs.dv_desc, outputs.dv_ptr), outputs.buffers.index(consumer)
+            store_epilogue(dv, dv_output, dv_buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.v_dim)
+            dk *= scales.scale * scales.slope_factor * factor
+            dk_output, dk_buffer = Output(outputs.dk_desc, outputs.dk_ptr), outputs.buffers.index(CONSUMERS + consumer)
+            store_epilogue(dk, dk_output, dk_buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.head_dim)
         else:
-            for number in range(visited):
-                _, q_len, _, block = _visited_rows(schedule, tile, number, blocks, partial, GROUP, LISTS, MASK, ROWS, BLOCK)
-                clears = _pass_over_rows(
-                    q_ring, do_ring, turn + number, q_len - block * BLOCK, cleared, clears, consumer, CONSUMERS, STAGES
-                )  # fmt: skip
-            pass_over(k_ring, wave, ROW_STAGES)
-            pass_over(v_ring, wave, ROW_STAGES)
-        turn += visited
-        end_tile(shared[-1], wave)
+            for number in range(visited.count):
+                _, q_len, _, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+                tail_phase = _skip_rows(rings, step + number, q_len - block * BLOCK, tail_phase, consumer, CONSUMERS)
+            skip_stage(rings.k, wave)
+            skip_stage(rings.v, wave)
+        step += visited.count
+        release_tile(queue, wave)
     tma.store_wait(0)
 
 
@@ -335,29 +455,30 @@ def _dkdv_compute(
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale, stride_lse, ds_ptr, places_ptr,
+    scale, value_factor, slope_factor, output_scale, stride_lse, ds_ptr, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of key rows; loops over the blocks of LISTS lists of queries, of all heads of its group. With a `ds_ptr` keeps the
-    scores' gradients there, of the segments that have a place in `places_ptr`, as attention_score_gradients.py has them."""
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
-    rings = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
-    key_rings = make_rings(k_desc, ROW_STAGES, CONSUMERS), make_rings(v_desc, ROW_STAGES, CONSUMERS)
+    """dk, dv of a tile of key rows; loops over the query blocks of LISTS query groups and of all heads of a key head. With a `ds_ptr`,
+    stores dS there, of the segments that have a block in `ds_blocks_ptr`."""
+    BLOCK: gl.constexpr = q_desc.block_type.shape[1]
+    OPTIONS: gl.constexpr = _Options(
+        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, LISTS, ds_ptr is not None, CONSUMERS, BLOCK
+    )  # fmt: skip
+    schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
+    q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
+    k_rings, v_rings = make_rings(k_desc, ROW_STAGES, CONSUMERS), make_rings(v_desc, ROW_STAGES, CONSUMERS)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    lse_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
-    delta_slots = gl.allocate_shared_memory(gl.float32, [STAGES, q_desc.block_type.shape[1]], PLAIN)
-    # Each warpgroup arrives twice a block: for its queries, and for their dO.
-    rings = rings[0], rings[1], key_rings[0], key_rings[1], lse_slots, delta_slots, make_barriers(1, 2 * CONSUMERS)
-    stats = lse_ptr, delta_ptr, stride_lse
-    results = dk_desc, dv_desc, dk_ptr, dv_ptr, make_stages(k_desc, 2 * CONSUMERS)
-    scales = scale, value_factor, slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, stats, results, scales, (ds_ptr, places_ptr), make_tile_ring(CONSUMERS)
-    gl.warp_specialize([
-        (_dkdv_compute, (0, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
-        (_dkdv_compute, (1, shared, HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, LISTS, CONSUMERS, STAGES, ROW_STAGES)),
-        (_dkdv_load, (
-            q_desc, do_desc, k_desc, v_desc, shared, GROUP, ACTIVATION, MASK, Q_SHARED, KV_SHARED, LISTS, CONSUMERS, STAGES, ROW_STAGES,
-        )),
-    ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], PLAIN)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], PLAIN)
+    # Each consumer arrives twice a block: for its share of q, and for its share of dO.
+    rings = _Rings(q_ring, do_ring, k_rings, v_rings, lse, delta, make_barriers(1, 2 * CONSUMERS))
+    stats = _Stats(lse_ptr, delta_ptr, stride_lse)
+    outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr, make_epilogue_buffers(k_desc, 2 * CONSUMERS))
+    scales = _Scales(scale, value_factor, slope_factor, output_scale, segment_scale_ptr)
+    queue = make_tile_queue(CONSUMERS)
+    kernel = _Kernel(
+        q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, ds_ptr, ds_blocks_ptr, queue
+    )  # fmt: skip
+    launch_specialised(_dkdv_consume, _dkdv_produce, kernel, OPTIONS, REGISTERS)

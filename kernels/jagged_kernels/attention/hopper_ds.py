@@ -1,13 +1,34 @@
-"""Gradients of the scores that Hopper's dk, dv kernel keeps, and its kernel for dq from them: one product in place of three.
+"""dS stored by Hopper's dk, dv kernel, and the kernel that computes dq from it with one MMA in place of three.
 
-They lie in a workspace in blocks of 64 keys by 64 queries: of every segment, head and 64 keys those of all queries, one after the other.
-In a block they lie as the registers hold them with which the dk, dv kernel multiplies: each thread writes and reads 16 bytes at a time, and
-neither kernel needs shared memory to transpose them. A segment whose blocks do not fit has no place; its dq is computed as without.
+    dQ = scale · dS k                                                                 per segment and head
+
+dS lies in a workspace, in blocks of 64 keys by 64 queries: per segment, head and 64 keys, the blocks of all queries follow one another. A
+block is in the order of the registers of the dk, dv kernel, so each thread stores and loads 16 bytes at a time, and neither kernel needs
+shared memory to transpose it. A segment whose blocks do not fit is not stored; its dq is computed by hopper_backward.py's kernel.
+
+Roles, at head dim 128 | 64:
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, epilogue. `_dq_consume`
+    warp 8 | 12                       producer: tiles and TMA loads. `_dq_produce`
+Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
+
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
+
+Barriers, one per stage s:
+    ds[i].full[s]                   arrive count 1, the TMA load of that buffer, or the producer's for a consumer without rows
+    ds[i].empty[s]                  arrive count 1: consumer i, which alone reads it, has loaded it into registers and multiplied
+    k.full[s], k.empty[s]           arrive counts 1, the TMA load, and 2 | 3, one per consumer
+    tail                            arrive count 2 | 3: k's rows past the segment are 0, each consumer having written its share
+    queue.full[s], queue.empty[s]   arrive counts 1 and 2 | 3: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+    head dim 128: 160 = dS 2 × 4 × 8 + k 4 × 16 + epilogue 2 × 16
+    head dim  64: 152 = dS 3 × 4 × 8 + k 4 × 8 + epilogue 3 × 8
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -15,51 +36,57 @@ import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common import device as launch
 from ..common.configs import padded_dim
 from ..common.loads import segment_lengths
 from ..common.pipeline import (
-    LOAD_REGISTERS,
     WARPGROUP_ROWS,
-    await_cleared,
-    await_full,
-    clear_rows,
-    fetch,
+    Output,
+    Ring,
+    Tail,
+    consumer_release,
+    consumer_wait,
+    launch_specialised,
     make_barriers,
+    make_epilogue_buffers,
     make_ring,
     make_rings,
-    make_stages,
-    pass_over_keys,
-    product_layout,
-    put_rows,
-    release,
+    mma_layout,
+    producer_load,
+    producer_skip,
+    skip_key_block,
+    store_epilogue,
+    wait_for_tail,
+    zero_tail,
 )
 from ..common.ptxas import safe_ptxas
 from .configs import HopperConfig
 from .hopper_common import (
-    end_tile,
+    Schedule,
+    TileQueue,
     key_blocks,
     launch_options,
-    make_tile_ring,
+    load_wave,
+    make_tile_queue,
     num_waves,
-    pass_tile,
+    pop_tile,
+    push_tile,
+    release_tile,
     segment_factor,
-    take_tile,
-    tile_of_wave,
     visited_block,
 )
-from .mask import num_partial_blocks
+from .mask import num_masked_blocks
 from .params import Operands
 from .select import storing_ds_is_faster
 
-SIDE = gl.constexpr(64)  # keys and queries of a block
+SIDE = gl.constexpr(64)  # a block of dS is 64 keys by 64 queries
 BLOCK_BYTES = 64 * 64 * 2
-WORKSPACE = 2**31  # bytes
-PART = 4  # segments, or several times as many: their offsets begin at 16-byte boundaries, which kernels are compiled for
+WORKSPACE = 2**31  # bytes of dS at most, unless the gradients take more
+PART = 4  # a part of the batch begins at a multiple of 4 segments, so that its offsets begin at a 16-byte boundary, as kernels assume
 
-# -- where blocks lie ---------------------------------------------------------------------------------------------------------------
+# -- blocks of the workspace --------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -70,11 +97,11 @@ def _cdiv_lengths(offsets_ptr, segments, real, BLOCK: tl.constexpr):
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "capacity"])
 def attention_places_kernel(
-    q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, places_ptr, num_other_tiles_ptr, num_segments, capacity,
+    q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, ds_blocks_ptr, num_other_tiles_ptr, num_segments, capacity,
     HEADS: tl.constexpr, QUERY_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's first block in a workspace of `capacity` blocks, -1 where not all of its blocks fit; and for the kernel that does
-    without: the number of its tiles, none if all fit."""
+    """Each segment's first block in a workspace of `capacity` blocks, -1 unless all of its blocks fit; and the number of tiles of the dq
+    kernel that computes dS again: 0 if all segments fit."""
     total = tl.zeros([], tl.int64)
     for start in range(0, num_segments, CHUNK):
         segments = start + tl.arange(0, CHUNK)
@@ -82,7 +109,7 @@ def attention_places_kernel(
         queries = _cdiv_lengths(q_offsets_ptr, segments, real, QUERY_BLOCK) * (QUERY_BLOCK // SIDE)
         blocks = queries * _cdiv_lengths(kv_offsets_ptr, segments, real, SIDE) * HEADS
         end = total + tl.cumsum(blocks, 0)
-        tl.store(places_ptr + segments, tl.where(end <= capacity, end - blocks, -1).to(tl.int32), mask=real)
+        tl.store(ds_blocks_ptr + segments, tl.where(end <= capacity, end - blocks, -1).to(tl.int32), mask=real)
         total += tl.sum(blocks, 0)
     tl.store(num_other_tiles_ptr, tl.where(total > capacity, tl.load(num_tiles_ptr), 0))
 
@@ -124,16 +151,15 @@ def plan_workspace(
 
 
 @gluon.jit
-def first_block(place, head, key_block, q_len, kv_len, QUERY_BLOCK: gl.constexpr):
-    """Where a segment's blocks of 64 keys begin in the workspace."""
+def first_ds_block(ds_block, head, key_block, q_len, kv_len, QUERY_BLOCK: gl.constexpr):
+    """The workspace block where dS of a head and 64 keys begins; ds_block: the segment's first."""
     queries = gl.cdiv(q_len, QUERY_BLOCK) * (QUERY_BLOCK // SIDE)
-    return place + (head * gl.cdiv(kv_len, SIDE) + key_block).to(gl.int64) * queries
+    return ds_block + (head * gl.cdiv(kv_len, SIDE) + key_block).to(gl.int64) * queries
 
 
 @gluon.jit
-def keep_blocks(ds, ds_ptr, block):
-    """Store dSᵀ [64 keys, queries], the first factor of a product, as the registers hold it, from a block of the workspace on; not if that
-    is negative."""
+def store_ds(ds, ds_ptr, block):
+    """Store dSᵀ [64 keys, queries], an MMA operand, in the order of its registers, from a workspace block on; not if block is negative."""
     QUERIES: gl.constexpr = ds.shape[1]
     L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     # keys: warp, half, lane; queries: 16 at a time, half, lane, pair
@@ -143,8 +169,8 @@ def keep_blocks(ds, ds_ptr, block):
 
 
 @gluon.constexpr_function
-def _kept_layout():
-    """What a warp of the dq kernel reads of a kept block: what the four warps of the dk, dv kernel hold of its 16 queries."""
+def _stored_layout():
+    """Layout in which a warp of the dq kernel reads a block: 16 queries, which the four warps of the dk, dv kernel stored."""
     return gl.DistributedLinearLayout(
         reg_bases=[[0, 1], [0, 2], [0, 4], [4, 0], [8, 0]],
         lane_bases=[[0, 8], [0, 16], [0, 32], [1, 0], [2, 0]],
@@ -155,146 +181,166 @@ def _kept_layout():
 
 
 @gluon.jit
-def _take_block(buffer, WIDTH: gl.constexpr):
-    """dS [64 queries, 64 keys] of a kept block as the first factor of a product WIDTH columns wide: every 8 × 8 elements transposed."""
-    parts = buffer.load(_kept_layout())
+def _load_ds(buffer, WIDTH: gl.constexpr):
+    """dS [64 queries, 64 keys] of a block that store_ds wrote, as the first operand of an MMA of WIDTH columns: 8 × 8 elements are
+    transposed at a time, in registers."""
+    parts = buffer.load(_stored_layout())
     parts = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [parts], dtype=parts.dtype, is_pure=False, pack=2
     )
     parts = parts.reshape([4, 4, 8, 4, 2, 2, 2]).permute((0, 4, 2, 1, 5, 3, 6))
-    return gl.convert_layout(parts.reshape([SIDE, SIDE]), gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, WIDTH), 2))
+    return gl.convert_layout(parts.reshape([SIDE, SIDE]), gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2))
 
 
-# -- dq -----------------------------------------------------------------------------------------------------------------------------
+# -- dq from dS ---------------------------------------------------------------------------------------------------------------------
+
+
+class _Options(NamedTuple):
+    """Constants of a launch. query_block: rows of the dk, dv kernel's query blocks, which it stores whole."""
+
+    heads: gl.constexpr
+    group: gl.constexpr
+    head_dim: gl.constexpr
+    query_block: gl.constexpr
+    consumers: gl.constexpr
+
+
+class _Rings(NamedTuple):
+    """Buffers in shared memory. ds: a ring per consumer; in a consumer, its own. tail: barrier of the keys' tail."""
+
+    ds: Ring
+    k: Ring
+    tail: gl.shared_memory_descriptor
+
+
+class _Outputs(NamedTuple):
+    dq_desc: gl.tensor
+    dq_ptr: gl.tensor
+    buffers: gl.shared_memory_descriptor
+
+
+class _Scales(NamedTuple):
+    factor: gl.tensor
+    output_scale: gl.tensor
+    segment_scale_ptr: gl.tensor
+
+
+class _Kernel(NamedTuple):
+    """What the kernel hands to its warps."""
+
+    ds_desc: gl.tensor
+    k_desc: gl.tensor
+    schedule: Schedule
+    ds_blocks_ptr: gl.tensor
+    rings: _Rings
+    outputs: _Outputs
+    scales: _Scales
+    queue: TileQueue
 
 
 @gluon.jit
-def _fetch_nothing(ring, turn, STAGES: gl.constexpr):
-    """In place of a box for a warpgroup that has no rows, and passes over it."""
-    slot = turn % STAGES
-    mbarrier.wait(ring[2].index(slot), turn // STAGES & 1 ^ 1)
-    mbarrier.arrive(ring[1].index(slot), count=1)
-
-
-@gluon.jit
-def _load(
-    ds_desc, k_desc, shared, GROUP: gl.constexpr, QUERY_BLOCK: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    schedule, places_ptr, rings = shared[0], shared[1], shared[2]
-    ds_rings, k_ring, _cleared = rings
+def _dq_produce(kernel, OPTIONS: gl.constexpr):
+    schedule, rings = kernel.schedule, kernel.rings
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, None, places_ptr)
-    turn = 0
+    next_tile = load_wave(schedule, 0, waves, None, kernel.ds_blocks_ptr)
+    step = 0
     for wave in range(waves):
         tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, None, places_ptr)
-        pass_tile(shared[-1], wave, tile)
-        _, head, block, _, q_len, kv_start, kv_len, place = tile
+        next_tile = load_wave(schedule, wave + 1, waves, None, kernel.ds_blocks_ptr)
+        push_tile(kernel.queue, wave, tile)
         blocks, visited = key_blocks(tile, None, CONSUMERS * WARPGROUP_ROWS, SIDE)
-        visited = gl.where(place < 0, 0, visited)
+        visited = gl.where(tile.ds_block < 0, 0, visited)
         for number in range(visited):
             key_block = visited_block(number, blocks)
-            fetch(k_ring, k_desc, turn + number, head // GROUP, kv_start + key_block * SIDE, STAGES)
-            first = first_block(place, head, key_block, q_len, kv_len, QUERY_BLOCK)
+            producer_load(rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group, tile.kv_start + key_block * SIDE)
+            first = first_ds_block(tile.ds_block, tile.head, key_block, tile.q_len, tile.kv_len, OPTIONS.query_block)
             for consumer in gl.static_range(CONSUMERS):
-                query_block = block * CONSUMERS + consumer
-                if query_block * SIDE < q_len:
-                    fetch(ds_rings[consumer], ds_desc, turn + number, 0, (first + query_block) * SIDE, STAGES)
+                query_block = tile.block * CONSUMERS + consumer
+                if query_block * SIDE < tile.q_len:
+                    producer_load(rings.ds[consumer], kernel.ds_desc, step + number, 0, (first + query_block) * SIDE)
                 else:
-                    _fetch_nothing(ds_rings[consumer], turn + number, STAGES)
-        turn += visited
+                    producer_skip(rings.ds[consumer], step + number)
+        step += visited
 
 
 @gluon.jit
-def _add_block(
-    ds_ring, k_ring, turn, acc, num_keys, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, PARTIAL: gl.constexpr,
-    STAGES: gl.constexpr,
-):  # fmt: skip
-    """One key block: acc += dS k. What lies past the segment in dS are gradients for a neighbour's keys."""
-    k = await_full(k_ring, turn, STAGES)
-    if PARTIAL:
-        cut = num_keys < SIDE
-        if cut:
-            clear_rows(k, num_keys, cleared, consumer, CONSUMERS)
-    ds = _take_block(await_full(ds_ring, turn, STAGES), k.shape[1])
-    if PARTIAL:
+def _dq_from_ds(rings, step, acc, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr):
+    """One key block: acc += dS k. Beyond the segment's keys, dS holds gradients for another segment's keys."""
+    k = consumer_wait(rings.k, step)
+    if MASKED:
+        has_tail = num_keys < SIDE
+        if has_tail:
+            zero_tail(k, num_keys, tail, consumer, CONSUMERS)
+    ds = _load_ds(consumer_wait(rings.ds, step), k.shape[1])
+    if MASKED:
         keys = gl.arange(0, SIDE, layout=gl.SliceLayout(0, ds.type.layout))
         ds = gl.where(keys[None, :] < num_keys, ds, 0.0)
-        if cut:
-            await_cleared(cleared, clears)
+        if has_tail:
+            wait_for_tail(tail)
     acc = warpgroup_mma(ds, k, acc, is_async=True)
     acc, ds = warpgroup_mma_wait(0, deps=(acc, ds))
-    release(ds_ring, turn, STAGES)
-    release(k_ring, turn, STAGES)
+    consumer_release(rings.ds, step)
+    consumer_release(rings.k, step)
     return acc
 
 
 @gluon.jit
-def _compute(
-    consumer: gl.constexpr, shared, HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    schedule, rings, results, scales = shared[0], shared[2], shared[3], shared[4]
-    ds_rings, k_ring, cleared = rings
-    ds_ring = ds_rings[consumer]
-    dq_desc, dq_ptr, stages = results
-    factor, output_scale, segment_scale_ptr = scales
-    WIDTH: gl.constexpr = k_ring[0].shape[3]
+def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    schedule, outputs, scales, queue = kernel.schedule, kernel.outputs, kernel.scales, kernel.queue
+    rings = _Rings(kernel.rings.ds[consumer], kernel.rings.k, kernel.rings.tail)
+    output = Output(outputs.dq_desc, outputs.dq_ptr)
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    WIDTH: gl.constexpr = rings.k.buffers.shape[3]
     waves = num_waves(schedule)
-    turn, clears = 0, 0
+    step, tail_phase = 0, 0
     for wave in range(waves):
-        tile = take_tile(shared[-1], wave)
-        segment, head, block, q_start, q_len, _, kv_len, place = tile
-        if place >= 0:
+        tile = pop_tile(queue, wave, HAS_DS=True)
+        if tile.ds_block >= 0:
             blocks, visited = key_blocks(tile, None, CONSUMERS * WARPGROUP_ROWS, SIDE)
-            partial = num_partial_blocks(blocks)
-            num_keys = gl.where(partial > 0, kv_len - visited_block(0, blocks) * SIDE, SIDE)
-            first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
-            num_rows = q_len - first
+            masked = num_masked_blocks(blocks)
+            num_keys = gl.where(masked > 0, tile.kv_len - visited_block(0, blocks) * SIDE, SIDE)
+            first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+            num_rows = tile.q_len - first
+            tail = Tail(rings.tail, tail_phase)
             if num_rows > 0:
-                acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, product_layout(WARPGROUP_ROWS, WIDTH))
-                for number in range(partial):
-                    acc = _add_block(ds_ring, k_ring, turn + number, acc, num_keys, cleared, clears, consumer, CONSUMERS, True, STAGES)
-                for number in range(partial, visited):
-                    acc = _add_block(ds_ring, k_ring, turn + number, acc, SIDE, cleared, clears, consumer, CONSUMERS, False, STAGES)
-                acc = acc * segment_factor(factor, output_scale, segment_scale_ptr, segment)
-                put_rows(acc, stages.index(consumer), 0, dq_desc, dq_ptr, q_start + first, head, num_rows, HEADS, HEAD_DIM)
+                acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+                for number in range(masked):
+                    acc = _dq_from_ds(rings, step + number, acc, num_keys, tail, consumer, CONSUMERS, True)
+                for number in range(masked, visited):
+                    acc = _dq_from_ds(rings, step + number, acc, SIDE, tail, consumer, CONSUMERS, False)
+                acc = acc * segment_factor(scales.factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+                store_epilogue(
+                    acc, output, outputs.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
+                    OPTIONS.head_dim,
+                )  # fmt: skip
             else:
                 for number in range(visited):
                     left = gl.where(number == 0, num_keys, SIDE)
-                    pass_over_keys(k_ring, ds_ring, turn + number, left, cleared, clears, consumer, CONSUMERS, STAGES)
-            turn += visited
-            clears += (num_keys < SIDE).to(gl.int32)
-        end_tile(shared[-1], wave)
+                    skip_key_block(rings.k, rings.ds, step + number, left, tail, consumer, CONSUMERS)
+            step += visited
+            tail_phase += (num_keys < SIDE).to(gl.int32)
+        release_tile(queue, wave)
     tma.store_wait(0)
 
 
 @safe_ptxas
 @gluon.jit
 def attention_bwd_dq_of_kept_hopper_kernel(
-    ds_desc, k_desc, dq_desc, dq_ptr, places_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, segment_scale_ptr,
+    ds_desc, k_desc, dq_desc, dq_ptr, ds_blocks_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, segment_scale_ptr,
     scale, slope_factor, output_scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, QUERY_BLOCK: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of query rows, of the segments that have a place."""
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None
-    rings = make_rings(ds_desc, STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_barriers(1, CONSUMERS)
-    results = dq_desc, dq_ptr, make_stages(k_desc, CONSUMERS)
-    scales = scale * slope_factor, output_scale, segment_scale_ptr
-    shared = schedule, places_ptr, rings, results, scales, make_tile_ring(CONSUMERS)
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_compute, (0, shared, HEADS, HEAD_DIM, CONSUMERS, STAGES)),
-            (_compute, (1, shared, HEADS, HEAD_DIM, CONSUMERS, STAGES)),
-            (_load, (ds_desc, k_desc, shared, GROUP, QUERY_BLOCK, CONSUMERS, STAGES)),
-        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_compute, (0, shared, HEADS, HEAD_DIM, CONSUMERS, STAGES)),
-            (_compute, (1, shared, HEADS, HEAD_DIM, CONSUMERS, STAGES)),
-            (_compute, (2, shared, HEADS, HEAD_DIM, CONSUMERS, STAGES)),
-            (_load, (ds_desc, k_desc, shared, GROUP, QUERY_BLOCK, CONSUMERS, STAGES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    """dq of a tile of query rows, in the segments whose dS is stored."""
+    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, HEAD_DIM, QUERY_BLOCK, CONSUMERS)
+    schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
+    rings = _Rings(make_rings(ds_desc, STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_barriers(1, CONSUMERS))
+    outputs = _Outputs(dq_desc, dq_ptr, make_epilogue_buffers(k_desc, CONSUMERS))
+    scales = _Scales(scale * slope_factor, output_scale, segment_scale_ptr)
+    queue = make_tile_queue(CONSUMERS)
+    kernel = _Kernel(ds_desc, k_desc, schedule, ds_blocks_ptr, rings, outputs, scales, queue)
+    launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
 
 
 def kept_constants(config: HopperConfig, operands: Operands) -> dict:

@@ -1,11 +1,34 @@
-"""Jagged attention for Hopper: a warp-specialised forward kernel, persistent over the tile schedule.
+"""Forward of jagged attention for Hopper: a warp-specialised kernel, persistent over the tile schedule.
 
-A thread block is one warp that loads and two or three warpgroups that compute, 64 query rows of a tile each. The loading warp runs ahead
-through the schedule, as far as rings of buffers have room: the next tile's rows are there when a tile ends. A warpgroup has the scores of
-a key block and the weighted values of the block before in flight together, and takes the scores' weights while the latter still run.
+    S = scale · q kᵀ,  P = activation(S),  O = output scale · P v        per segment and head
+    softmax, per block of keys:  m' = max(m, max S),  P = exp2(S − m'),  l' = l · exp2(m − m') + Σ P,  O' = O · exp2(m − m') + P v
+    at the end of a tile:  O / l,  lse = m + log2 l
+
+Roles, at head dim 128 | 64:
+    warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, softmax or activation, epilogue. `_fwd_consume`
+    warp 8 | 12                       producer: tiles and TMA loads, as far ahead as the rings have room. `_fwd_produce`
+Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
+
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long (hopper_keys_are_long).
+
+Barriers, one per stage s:
+    q[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
+    q[i].empty[s]                        arrive count 1: consumer i, which alone reads it, has multiplied with q for the last time
+    k.empty[s], v.empty[s]               arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
+    tail                                 arrive count 2 | 3: v's rows past the segment are 0, each consumer having written its share
+    queue.full[s], queue.empty[s]        arrive counts 1 and 2 | 3: the words of a tile
+
+Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+    head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16; blocks of 128 keys: k 2 × 32 + v 2 × 32
+    head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8; blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
+
+Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block, start O += P v of the block before, wait for S, compute its P while
+the second MMA runs, wait for it, rescale O. The softmax rescale is `_online_softmax` and `rescale_rows`.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
@@ -14,403 +37,402 @@ from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma,
 
 from ..common.activations import activation_factors
 from ..common.pipeline import (
-    LOAD_REGISTERS,
     WARPGROUP_ROWS,
-    await_cleared,
-    await_full,
-    await_stored,
-    clear_rows,
-    fetch,
-    hold_until_full,
+    Output,
+    Ring,
+    Tail,
+    consumer_release,
+    consumer_wait,
+    consumer_wait_ahead,
+    launch_specialised,
     make_barriers,
+    make_epilogue_buffers,
     make_ring,
     make_rings,
-    make_stages,
-    own_rows,
-    pass_over,
-    product_layout,
-    put_rows,
-    release,
-    rows_of,
+    mma_abt,
+    mma_layout,
+    opaque_rows,
+    producer_load,
+    ring_rows,
+    skip_stage,
+    store_epilogue,
+    to_mma_operand,
+    wait_for_stores,
+    wait_for_tail,
+    zero_tail,
 )
 from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments
 from .configs import HopperConfig
 from .hopper_common import (
-    as_factor,
+    Position,
+    Schedule,
+    Tile,
+    TileQueue,
+    consumer_visits,
     descriptor,
-    end_tile,
     grid,
     key_blocks,
     launch_constants,
-    make_tile_ring,
-    multiply_rows,
+    load_wave,
+    make_tile_queue,
     num_waves,
-    own_rows_visit,
-    pass_tile,
+    pop_tile,
+    push_tile,
+    release_tile,
     result_descriptor,
     score_scale,
     segment_factor,
-    take_tile,
-    tile_of_wave,
-    visible_keys,
     visited_block,
 )
-from .mask import num_partial_blocks
+from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
+from .mask import Blocks, num_masked_blocks
 from .params import AttentionParams, Operands
 
-SUMS = gl.constexpr(8)  # of a row, until the tile ends: two for each of the four threads that hold it
 
-# -- the forward's parts -------------------------------------------------------------------------------------------------------------
+class _Options(NamedTuple):
+    """Constants of a launch."""
+
+    heads: gl.constexpr
+    group: gl.constexpr  # query heads per key head
+    v_dim: gl.constexpr
+    activation: gl.constexpr  # function of activations.py; None: softmax
+    mask: gl.constexpr
+    q_shared: gl.constexpr
+    q_in_registers: gl.constexpr
+    consumers: gl.constexpr
+
+
+class _Rings(NamedTuple):
+    """Buffers in shared memory. q: a ring per consumer; in a consumer, its own. tail: barrier of the values' tail."""
+
+    q: Ring
+    k: Ring
+    v: Ring
+    tail: gl.shared_memory_descriptor
+
+
+class _Outputs(NamedTuple):
+    out_desc: gl.tensor
+    out_ptr: gl.tensor
+    lse_ptr: gl.tensor
+    stride_lse: gl.tensor
+    buffers: gl.shared_memory_descriptor
+
+
+class _Scales(NamedTuple):
+    scale: gl.tensor
+    value_factor: gl.tensor
+    output_scale: gl.tensor
+    segment_scale_ptr: gl.tensor
+
+
+class _Kernel(NamedTuple):
+    """What the kernel hands to its warps."""
+
+    q_desc: gl.tensor
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    schedule: Schedule
+    rings: _Rings
+    outputs: _Outputs
+    scales: _Scales
+    queue: TileQueue
+
+
+class _Visit(NamedTuple):
+    """A consumer's work on a tile: the blocks of keys from the `skipped`-th to the last visited one.
+
+    wave: step of the ring of q. step: of the tile's first block in the rings of k and v. row: column of the consumer's first row.
+    num_keys: in the first block, the only one that the segment's end may cut.
+    """
+
+    wave: gl.tensor
+    step: gl.tensor
+    tile: Tile
+    blocks: Blocks
+    visited: gl.tensor
+    skipped: gl.tensor
+    row: gl.tensor
+    num_keys: gl.tensor
+
+
+# -- producer -----------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _fwd_load(
-    q_desc, k_desc, v_desc, shared, GROUP: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr,
-    STAGES: gl.constexpr, ROW_STAGES: gl.constexpr,
-):  # fmt: skip
-    schedule, rings = shared[0], shared[1]
-    q_rings, k_ring, v_ring, _cleared = rings
-    ROWS: gl.constexpr = CONSUMERS * WARPGROUP_ROWS
-    BLOCK: gl.constexpr = k_desc.block_type.shape[1]
+def _fwd_produce(kernel, OPTIONS: gl.constexpr):
+    schedule, rings = kernel.schedule, kernel.rings
+    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
     waves = num_waves(schedule)
-    next_tile = tile_of_wave(schedule, 0, waves, MASK)
-    turn = 0  # of the rings of keys and values
+    next_tile = load_wave(schedule, 0, waves, OPTIONS.mask)
+    step = 0  # of the rings of k and v
     for wave in range(waves):
         tile = next_tile
-        next_tile = tile_of_wave(schedule, wave + 1, waves, MASK)
-        pass_tile(shared[-1], wave, tile)
-        _, head, block, q_start, _, kv_start, _, _ = tile
-        blocks, count = key_blocks(tile, MASK, ROWS, BLOCK)
+        next_tile = load_wave(schedule, wave + 1, waves, OPTIONS.mask)
+        push_tile(kernel.queue, wave, tile)
+        blocks, count = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
         count = gl.maximum(count, 1)
-        row = q_start + block * ROWS
-        if Q_SHARED:
-            row -= q_start
-        for consumer in gl.static_range(CONSUMERS):
-            fetch(q_rings[consumer], q_desc, wave, head, row + consumer * WARPGROUP_ROWS, ROW_STAGES)
+        row = tile.q_start + tile.block * ROWS
+        if OPTIONS.q_shared:
+            row -= tile.q_start
+        for consumer in gl.static_range(OPTIONS.consumers):
+            producer_load(rings.q[consumer], kernel.q_desc, wave, tile.head, row + consumer * WARPGROUP_ROWS)
         for number in range(count + 1):  # in the order of their use: the keys of a block before the values of the one before it
             if number < count:
-                fetch(k_ring, k_desc, turn + number, head // GROUP, kv_start + visited_block(number, blocks) * BLOCK, STAGES)
+                producer_load(
+                    rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group,
+                    tile.kv_start + visited_block(number, blocks) * BLOCK,
+                )  # fmt: skip
             if number > 0:
-                fetch(v_ring, v_desc, turn + number - 1, head // GROUP, kv_start + visited_block(number - 1, blocks) * BLOCK, STAGES)
-        turn += count
+                producer_load(
+                    rings.v, kernel.v_desc, step + number - 1, tile.head // OPTIONS.group,
+                    tile.kv_start + visited_block(number - 1, blocks) * BLOCK,
+                )  # fmt: skip
+        step += count
+
+
+# -- consumers ----------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def _hide(x, value, keys, MASK: gl.constexpr):
-    """x where the rows see the keys, `value` elsewhere; `keys` as visible_keys takes them. Most blocks end where their keys do."""
-    row, column, num_keys, first_target = keys
-    if MASK is not None or num_keys < x.shape[1]:
-        x = gl.where(visible_keys(row, column, num_keys, first_target, MASK, x.shape[1]), x, value)
-    return x
-
-
-@gluon.jit
-def _halves(x):
-    """The left and the right half of a product's columns: they are registers, nothing moves."""
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, x.shape[1] // 2)
-    left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
-
-
-@gluon.jit
-def _fold(x, MAXIMUM: gl.constexpr):
-    """Maxima or sums of the columns that are SUMS apart: of what a thread holds, many at a time, where a row's are one long chain."""
-    if x.shape[1] == SUMS:
-        return x
-    else:
-        left, right = _halves(x)
-        left, right = _fold(left, MAXIMUM), _fold(right, MAXIMUM)
-        if MAXIMUM:
-            return gl.maximum(left, right)
-        else:
-            return left + right
-
-
-@gluon.jit
-def _weights(scores, keys, row_max, row_sum, scale, ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr):
-    """Weights of a block's scores, and the running maximum and sum of softmax's; what both were before is to be multiplied by `rescale`."""
-    if ACTIVATION is None:
-        if PARTIAL:
-            scores = _hide(scores, float("-inf"), keys, MASK)
-        block_max = gl.convert_layout(gl.max(_fold(scores, True), 1), row_max.type.layout)
-        new_max = gl.maximum(row_max, block_max * scale)
-        shift = new_max
-        if PARTIAL:  # a row that has seen nothing yet: any finite maximum gives it weights 0
-            shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        p = gl.exp2(scores * scale - shift[:, None])
-        rescale = gl.exp2(row_max - shift)
-        partial = row_sum * gl.convert_layout(rescale, gl.SliceLayout(1, row_sum.type.layout))[:, None] + _fold(p, False)
-        return p, new_max, partial, rescale
-    else:
-        p, _ = ACTIVATION(scores, scale)
-        if PARTIAL:
-            p = _hide(p, 0.0, keys, MASK)
-        return p, row_max, row_sum, row_max
-
-
-@gluon.jit
-def _score(q, k, Q_REGISTERS: gl.constexpr):
-    """q kᵀ, under way."""
-    if Q_REGISTERS:
-        q = gl.convert_layout(q, gl.DotOperandLayout(0, product_layout(WARPGROUP_ROWS, k.shape[0]), 2), assert_trivial=True)
-    return multiply_rows(q, k)
+def _start_scores(q, k, OPTIONS: gl.constexpr):
+    """Start q kᵀ."""
+    if OPTIONS.q_in_registers:
+        q = gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2), assert_trivial=True)
+    return mma_abt(q, k)
 
 
 @gluon.constexpr_function
-def _passes_blocks_over(mask, consumers, block):
-    """Whether a warpgroup looks for blocks of which only others see something: seldom are there any where a block is as long as a tile."""
+def _skips_blocks(mask, consumers, block):
+    """Whether a consumer looks for blocks that it can skip: where a block is as long as a tile there are hardly any."""
     return mask is not None and consumers * WARPGROUP_ROWS > block
 
 
 @gluon.jit
-def _own_q(q, q_ring, wave, OWN: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr):
+def _q_operand(q, rings, wave, SKIPS: gl.constexpr, OPTIONS: gl.constexpr):
     """The tile's query rows for one of several branches and loops."""
-    if Q_REGISTERS or not OWN:
+    if OPTIONS.q_in_registers or not SKIPS:
         return q
     else:
-        return own_rows(q_ring, wave, ROW_STAGES)
+        return opaque_rows(rings.q, wave)
 
 
 @gluon.jit
-def _first_weights(
-    q, k_ring, v_ring, turn, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
-    Q_REGISTERS: gl.constexpr, COLUMNS: gl.constexpr,
-):  # fmt: skip
-    """Of a block's first keys, no product being under way; what follows their values becomes 0."""
-    L: gl.constexpr = product_layout(WARPGROUP_ROWS, COLUMNS)
-    WIDTH: gl.constexpr = v_ring[0].shape[3]
-    k = await_full(k_ring, turn, STAGES)
-    if _passes_blocks_over(MASK, CONSUMERS, k_ring[0].shape[2]):
-        k = own_rows(k_ring, turn, STAGES)
-    scores = _score(q, k.slice(0, COLUMNS), Q_REGISTERS)
-    cut = num_keys < COLUMNS
-    if cut:
-        clear_rows(await_full(v_ring, turn, STAGES).slice(0, COLUMNS), num_keys, cleared, consumer, CONSUMERS)
+def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, COLUMNS: gl.constexpr):
+    """P of the first COLUMNS keys of a tile's first block, and the new state: no MMA of an earlier block is under way. Zeroes the values'
+    tail."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
+    WIDTH: gl.constexpr = rings.v.buffers.shape[3]
+    k = consumer_wait(rings.k, step)
+    if _skips_blocks(OPTIONS.mask, OPTIONS.consumers, rings.k.buffers.shape[2]):
+        k = opaque_rows(rings.k, step)
+    scores = _start_scores(q, k.slice(0, COLUMNS), OPTIONS)
+    has_tail = position.num_keys < COLUMNS
+    if has_tail:
+        zero_tail(consumer_wait(rings.v, step).slice(0, COLUMNS), position.num_keys, tail, consumer, OPTIONS.consumers)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    release(k_ring, turn, STAGES)
-    row_max = gl.convert_layout(row_max, gl.SliceLayout(1, L))
-    keys = row, column, num_keys, first_target
-    p, row_max, row_sum, _ = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, True)
-    if cut:
-        await_cleared(cleared, clears)
-    return as_factor(p, v_ring[0].dtype, WIDTH), row_max, row_sum
+    consumer_release(rings.k, step)
+    state = SoftmaxState(gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc)
+    p, state, _ = attention_weights(scores, position, state, scale, OPTIONS, True)
+    if has_tail:
+        wait_for_tail(tail)
+    return to_mma_operand(p, rings.v.buffers.dtype, WIDTH), state
 
 
 @gluon.jit
-def _log2(x):
-    """As the special-function unit has it: off by 2⁻²² at most, or by that part of the result."""
-    return gl.inline_asm_elementwise("lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _last_values(
-    p, v_ring, turn, acc, row_max, row_sum, q_ring, wave, ACTIVATION: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr
-):  # fmt: skip
-    """acc + p v of a tile's last keys, and, made while that product is under way, what a row of it is to be multiplied by and the row's
-    log-sum-exp in base 2; both softmax's alone. The staging buffer has been awaited too."""
-    acc = warpgroup_mma(p, await_full(v_ring, turn, STAGES).slice(0, p.shape[1]), acc, is_async=True)
-    release(q_ring, wave, ROW_STAGES)  # not before products have taken what registers hold of them: loads may still be under way
-    await_stored()
-    factor, lse = row_max, row_max
-    if ACTIVATION is None:
-        row_sum = gl.convert_layout(gl.sum(row_sum, 1), row_max.type.layout)
-        # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
-        factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
-        lse = row_max + _log2(row_sum)
-    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    release(v_ring, turn, STAGES)
-    return acc, factor, lse
-
-
-@gluon.jit
-def _fwd_block(
-    q, k_ring, v_ring, turn, more, p, acc, row_max, row_sum, row, column, num_keys, first_target, scale,
-    ACTIVATION: gl.constexpr, MASK: gl.constexpr, PARTIAL: gl.constexpr, STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """The scores of a key block, their weights, and acc += p v of the block before."""
-    WIDTH: gl.constexpr = acc.shape[1]
-    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
-    HOLD: gl.constexpr = ACTIVATION is not None
-    if HOLD:  # the block before has waited for these keys
-        k = rows_of(k_ring[0], turn % STAGES)
+def _next_block(q, rings, step, more, position, p, state, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
+    """P of the block of a step, and the new state with acc += P v of the block before. `more`: whether another block follows."""
+    WAITS_AHEAD: gl.constexpr = OPTIONS.activation is not None
+    if WAITS_AHEAD:  # the block before has waited for these keys
+        k = ring_rows(rings.k, step % rings.k.buffers.shape[0])
     else:
-        k = await_full(k_ring, turn, STAGES)
-    scores = _score(q, k, Q_REGISTERS)
-    acc = warpgroup_mma(p, await_full(v_ring, turn - 1, STAGES).slice(0, p.shape[1]), acc, is_async=True)
+        k = consumer_wait(rings.k, step)
+    scores = _start_scores(q, k, OPTIONS)
+    acc = warpgroup_mma(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    release(k_ring, turn, STAGES)
-    keys = row, column, num_keys, first_target
-    new_p, row_max, row_sum, rescale = _weights(scores, keys, row_max, row_sum, scale, ACTIVATION, MASK, PARTIAL)
-    new_p = as_factor(new_p, k.dtype, WIDTH)
-    if HOLD:
-        hold_until_full(k_ring, turn + 1, more, STAGES)
+    consumer_release(rings.k, step)
+    new_p, state, rescale = attention_weights(scores, position, state, scale, OPTIONS, MASKED)
+    new_p = to_mma_operand(new_p, k.dtype, state.acc.shape[1])
+    if WAITS_AHEAD:
+        consumer_wait_ahead(rings.k, step + 1, more)
         acc, p, new_p = warpgroup_mma_wait(0, deps=(acc, p, new_p))
     else:
         acc, p = warpgroup_mma_wait(0, deps=(acc, p))
-    release(v_ring, turn - 1, STAGES)
-    if ACTIVATION is None:
-        acc = acc * gl.convert_layout(rescale, gl.SliceLayout(1, OUT))[:, None]
-    return new_p, acc, row_max, row_sum
+    consumer_release(rings.v, step - 1)
+    if OPTIONS.activation is None:
+        acc = rescale_rows(acc, rescale)
+    return new_p, SoftmaxState(state.row_max, state.row_sum, acc)
 
 
 @gluon.jit
-def _fwd_rows(
-    q, q_ring, wave, tile, k_ring, v_ring, turn, blocks, skipped, visited, row, num_keys, scale, cleared, clears,
-    consumer: gl.constexpr, CONSUMERS: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    """acc = p v over the blocks that the tile visits, but the first `skipped`; what its rows are to be multiplied by, and their
-    log-sum-exp, as _last_values has them."""
-    BLOCK: gl.constexpr = k_ring[0].shape[2]
-    WIDTH: gl.constexpr = v_ring[0].shape[3]
-    STATS: gl.constexpr = gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, BLOCK))
-    OUT: gl.constexpr = product_layout(WARPGROUP_ROWS, WIDTH)
-    PASSES: gl.constexpr = _passes_blocks_over(MASK, CONSUMERS, BLOCK)
-    row_max = gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS)
-    row_sum = gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, product_layout(WARPGROUP_ROWS, SUMS))
-    acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, OUT)
+def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
+    """acc + P v of a tile's last block, and with softmax the factor and log-sum-exp, base 2, of each row, computed while the MMA runs. Also
+    waits until the epilogue buffer is free."""
+    acc = warpgroup_mma(p, consumer_wait(rings.v, step).slice(0, p.shape[1]), state.acc, is_async=True)
+    consumer_release(rings.q, wave)  # only now: an MMA has read q's registers, so their loads are complete
+    wait_for_stores()
+    row_max = state.row_max
     factor, lse = row_max, row_max
-    _, _, _, _, _, _, kv_len, first_target = tile
-    count = gl.maximum(visited, 1)
-    partial = num_partial_blocks(blocks)
-    column = visited_block(skipped, blocks) * BLOCK
-    if PASSES:
-        num_keys = gl.where(skipped > 0, kv_len - column, num_keys)
-    begun = skipped + 1
-    p = as_factor(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, product_layout(WARPGROUP_ROWS, BLOCK)), v_ring[0].dtype, WIDTH)
-    if num_keys <= BLOCK // 2:
-        own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
-        half, row_max, row_sum = _first_weights(
-            own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
-            consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK // 2,
-        )  # fmt: skip
-        row_max = gl.convert_layout(row_max, STATS)
-        if count > begun:
-            if ACTIVATION is not None:
-                hold_until_full(k_ring, turn + begun, True, STAGES)
-            column = visited_block(begun, blocks) * BLOCK
-            own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
-            p, acc, row_max, row_sum = _fwd_block(
-                own_q, k_ring, v_ring, turn + begun, count > begun + 1, half, acc, row_max, row_sum, row, column, kv_len - column,
-                first_target, scale, ACTIVATION, MASK, MASK is not None, STAGES, Q_REGISTERS,
-            )  # fmt: skip
-        else:
-            acc, factor, lse = _last_values(
-                half, v_ring, turn + skipped, acc, row_max, row_sum, q_ring, wave, ACTIVATION, STAGES, ROW_STAGES
-            )  # fmt: skip
-        begun += 1
-    else:
-        own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
-        p, row_max, row_sum = _first_weights(
-            own_q, k_ring, v_ring, turn + skipped, row_max, row_sum, row, column, num_keys, first_target, scale, cleared, clears,
-            consumer, CONSUMERS, ACTIVATION, MASK, STAGES, Q_REGISTERS, BLOCK,
-        )  # fmt: skip
-        if ACTIVATION is not None:
-            hold_until_full(k_ring, turn + begun, count > begun, STAGES)
-    if MASK is not None:
-        own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
-        for number in range(begun, partial):
-            column = visited_block(number, blocks) * BLOCK
-            p, acc, row_max, row_sum = _fwd_block(
-                own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, column, kv_len - column,
-                first_target, scale, ACTIVATION, MASK, True, STAGES, Q_REGISTERS,
-            )  # fmt: skip
-    own_q = _own_q(q, q_ring, wave, PASSES, ROW_STAGES, Q_REGISTERS)
-    for number in range(gl.maximum(begun, partial), count):
-        p, acc, row_max, row_sum = _fwd_block(
-            own_q, k_ring, v_ring, turn + number, number + 1 < count, p, acc, row_max, row_sum, row, 0, BLOCK,
-            first_target, scale, ACTIVATION, MASK, False, STAGES, Q_REGISTERS,
-        )  # fmt: skip
-    if begun <= count:
-        acc, factor, lse = _last_values(
-            p, v_ring, turn + count - 1, acc, row_max, row_sum, q_ring, wave, ACTIVATION, STAGES, ROW_STAGES
-        )  # fmt: skip
+    if OPTIONS.activation is None:
+        row_sum = gl.convert_layout(gl.sum(state.row_sum, 1), row_max.type.layout)
+        # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
+        factor = 1.0 / gl.where(row_sum > 0, row_sum, 1.0)
+        lse = row_max + log2_approx(row_sum)
+    acc, p = warpgroup_mma_wait(0, deps=(acc, p))
+    consumer_release(rings.v, step)
     return acc, factor, lse
 
 
 @gluon.jit
-def _pass_over_blocks(
-    k_ring, v_ring, turn, count, num_keys, cut, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """A tile's first blocks, of which the warpgroup has no use, in the order in which they come."""
-    if cut & (count > 0):
-        clear_rows(await_full(v_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
-        await_cleared(cleared, clears)
-    for number in range(count):
-        pass_over(k_ring, turn + number, STAGES)
-        pass_over(v_ring, turn + number, STAGES)
+def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr):
+    """acc = P v over a consumer's blocks, and the factor and log-sum-exp of each row as _last_values returns them.
+
+    The first block is apart, as only it may end before its block of keys does: half a block of keys takes half the MMA.
+    """
+    BLOCK: gl.constexpr = rings.k.buffers.shape[2]
+    WIDTH: gl.constexpr = rings.v.buffers.shape[3]
+    SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
+    STATS: gl.constexpr = gl.SliceLayout(1, SCORES)
+    SKIPS: gl.constexpr = _skips_blocks(OPTIONS.mask, OPTIONS.consumers, BLOCK)
+    blocks, wave, step, skipped, row, num_keys = visit.blocks, visit.wave, visit.step, visit.skipped, visit.row, visit.num_keys
+    kv_len, first_target = visit.tile.kv_len, visit.tile.first_target
+    state = SoftmaxState(
+        gl.full([WARPGROUP_ROWS], float("-inf"), gl.float32, STATS),
+        gl.zeros([WARPGROUP_ROWS, SUMS], gl.float32, mma_layout(WARPGROUP_ROWS, SUMS)),
+        gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH)),
+    )
+    acc, factor, lse = state.acc, state.row_max, state.row_max
+    count = gl.maximum(visit.visited, 1)
+    masked = num_masked_blocks(blocks)
+    column = visited_block(skipped, blocks) * BLOCK
+    if SKIPS:
+        num_keys = gl.where(skipped > 0, kv_len - column, num_keys)
+    begun = skipped + 1
+    p = to_mma_operand(gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, SCORES), rings.v.buffers.dtype, WIDTH)
+    if num_keys <= BLOCK // 2:
+        q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        half, first = _first_block(
+            q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, tail, consumer, OPTIONS,
+            BLOCK // 2,
+        )  # fmt: skip
+        state = SoftmaxState(gl.convert_layout(first.row_max, STATS), first.row_sum, first.acc)
+        if count > begun:
+            if OPTIONS.activation is not None:
+                consumer_wait_ahead(rings.k, step + begun, True)
+            column = visited_block(begun, blocks) * BLOCK
+            q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+            p, state = _next_block(
+                q_rows, rings, step + begun, count > begun + 1, Position(row, column, kv_len - column, first_target), half, state, scale,
+                OPTIONS, OPTIONS.mask is not None,
+            )  # fmt: skip
+        else:
+            half_acc, factor, lse = _last_values(half, rings, step + skipped, wave, state, OPTIONS)
+            state = SoftmaxState(state.row_max, state.row_sum, half_acc)
+        begun += 1
+    else:
+        q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        p, state = _first_block(
+            q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, tail, consumer, OPTIONS, BLOCK
+        )  # fmt: skip
+        if OPTIONS.activation is not None:
+            consumer_wait_ahead(rings.k, step + begun, count > begun)
+    if OPTIONS.mask is not None:
+        q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+        for number in range(begun, masked):
+            column = visited_block(number, blocks) * BLOCK
+            p, state = _next_block(
+                q_rows, rings, step + number, number + 1 < count, Position(row, column, kv_len - column, first_target), p, state, scale,
+                OPTIONS, True,
+            )  # fmt: skip
+    q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
+    for number in range(gl.maximum(begun, masked), count):
+        p, state = _next_block(
+            q_rows, rings, step + number, number + 1 < count, Position(row, 0, BLOCK, first_target), p, state, scale, OPTIONS, False
+        )  # fmt: skip
+    acc = state.acc
+    if begun <= count:
+        acc, factor, lse = _last_values(p, rings, step + count - 1, wave, state, OPTIONS)
+    return acc, factor, lse
 
 
 @gluon.jit
-def _unseen_blocks(tile, blocks, visited, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, BLOCK: gl.constexpr):
-    """How many of the tile's first blocks a warpgroup's rows see nothing of; not all: its rows shall have results."""
-    last = gl.minimum(num_partial_blocks(blocks), visited - 1)
+def _skip_blocks(rings, step, count, num_keys, has_tail, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Skip the first blocks of a tile, but take part in zeroing the values' tail in the first one."""
+    if has_tail & (count > 0):
+        zero_tail(consumer_wait(rings.v, step), num_keys, tail, consumer, CONSUMERS)
+        wait_for_tail(tail)
+    for number in range(count):
+        skip_stage(rings.k, step + number)
+        skip_stage(rings.v, step + number)
+
+
+@gluon.jit
+def _num_skipped(tile, blocks, visited, consumer: gl.constexpr, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
+    """How many of the tile's first blocks a consumer's rows see nothing of; at most all but one, as its rows need a result."""
+    last = gl.minimum(num_masked_blocks(blocks), visited - 1)
     count = gl.to_tensor(0)
-    while (count < last) & (own_rows_visit(tile, visited_block(count, blocks), key_blocks, consumer, CONSUMERS, MASK, BLOCK) == 0):
+    while (count < last) & (
+        consumer_visits(tile, visited_block(count, blocks), key_blocks, consumer, OPTIONS.consumers, OPTIONS.mask, BLOCK) == 0
+    ):
         count += 1
     return count
 
 
 @gluon.jit
-def _fwd_compute(
-    consumer: gl.constexpr, shared, HEADS: gl.constexpr, DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
-    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr,
-):  # fmt: skip
-    schedule, rings, outputs, scales = shared[0], shared[1], shared[2], shared[3]
-    q_rings, k_ring, v_ring, cleared = rings
-    q_ring = q_rings[consumer]
-    out_desc, out_ptr, lse_ptr, stride_lse, stages = outputs
-    scale, value_factor, output_scale, segment_scale_ptr = scales
-    BLOCK: gl.constexpr = k_ring[0].shape[2]
-    SCORES: gl.constexpr = product_layout(WARPGROUP_ROWS, BLOCK)
-    scale = score_scale(scale, ACTIVATION)
+def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    schedule, outputs, scales, queue = kernel.schedule, kernel.outputs, kernel.scales, kernel.queue
+    rings = _Rings(kernel.rings.q[consumer], kernel.rings.k, kernel.rings.v, kernel.rings.tail)
+    output = Output(outputs.out_desc, outputs.out_ptr)
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    BLOCK: gl.constexpr = rings.k.buffers.shape[2]
+    SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
+    SOFTMAX: gl.constexpr = OPTIONS.activation is None
+    scale = score_scale(scales.scale, OPTIONS.activation)
     waves = num_waves(schedule)
-    turn, clears = 0, 0
-    EARLY: gl.constexpr = ACTIVATION is None  # takes the next tile before it stores this one; pointwise activations are 2 % slower so
-    next_tile = take_tile(shared[-1], 0, waves > 0 if EARLY else False)
+    step, tail_phase = 0, 0
+    # With softmax the next tile is taken before this one is stored; pointwise activations are 2 % slower so.
+    next_tile = pop_tile(queue, 0, waves > 0 if SOFTMAX else False)
     for wave in range(waves):
-        tile = next_tile if EARLY else take_tile(shared[-1], wave)
-        segment, head, block, q_start, q_len, kv_start, kv_len, first_target = tile
-        blocks, visited = key_blocks(tile, MASK, CONSUMERS * WARPGROUP_ROWS, BLOCK)
-        num_keys = gl.where(visited > 0, kv_len - visited_block(0, blocks) * BLOCK, 0)  # in the first block, the only one cut
-        cut = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
-        first = (block * CONSUMERS + consumer) * WARPGROUP_ROWS
-        num_rows = q_len - first
+        tile = next_tile if SOFTMAX else pop_tile(queue, wave)
+        blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
+        num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)  # in the first block, the only one cut
+        has_tail = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
+        first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+        num_rows = tile.q_len - first
+        tail = Tail(rings.tail, tail_phase)
         if num_rows > 0:
-            factor = segment_factor(value_factor, output_scale, segment_scale_ptr, segment)
-            q = await_full(q_ring, wave, ROW_STAGES)
-            if Q_REGISTERS:
+            factor = segment_factor(scales.value_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            q = consumer_wait(rings.q, wave)
+            if OPTIONS.q_in_registers:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
             skipped = 0
-            if _passes_blocks_over(MASK, CONSUMERS, BLOCK):
-                skipped = _unseen_blocks(tile, blocks, visited, consumer, CONSUMERS, MASK, BLOCK)
-                _pass_over_blocks(k_ring, v_ring, turn, skipped, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
-            acc, row_factor, lse = _fwd_rows(
-                q, q_ring, wave, tile, k_ring, v_ring, turn, blocks, skipped, visited, first + kv_len - q_len, num_keys, scale,
-                cleared, clears, consumer, CONSUMERS, ACTIVATION, MASK, STAGES, ROW_STAGES, Q_REGISTERS,
-            )  # fmt: skip
-            if EARLY:
-                next_tile = take_tile(shared[-1], wave + 1, wave + 1 < waves)
-            if ACTIVATION is None:
-                acc = acc * gl.convert_layout(row_factor, gl.SliceLayout(1, product_layout(WARPGROUP_ROWS, acc.shape[1])))[:, None]
+            if _skips_blocks(OPTIONS.mask, CONSUMERS, BLOCK):
+                skipped = _num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
+                _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
+            visit = _Visit(wave, step, tile, blocks, visited, skipped, first + tile.kv_len - tile.q_len, num_keys)
+            acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
+            if SOFTMAX:
+                next_tile = pop_tile(queue, wave + 1, wave + 1 < waves)
+                acc = rescale_rows(acc, row_factor)
             else:
                 acc = acc * factor
-            put_rows(acc, stages.index(consumer), None, out_desc, out_ptr, q_start + first, head, num_rows, HEADS, DIM)
-            if ACTIVATION is None:  # after the box has left, whose fence would wait for it
+            buffer, row = outputs.buffers.index(consumer), tile.q_start + first
+            store_epilogue(acc, output, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim)
+            if SOFTMAX:  # after the TMA store has started, whose fence would wait for it
                 lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
-                gl.store(lse_ptr + head.to(gl.int64) * stride_lse + q_start + first + lanes, lse, mask=lanes < num_rows)
+                stored = lanes < num_rows
+                gl.store(outputs.lse_ptr + tile.head.to(gl.int64) * outputs.stride_lse + tile.q_start + first + lanes, lse, mask=stored)
         else:
-            pass_over(q_ring, wave, ROW_STAGES)
-            count = gl.maximum(visited, 1)
-            _pass_over_blocks(k_ring, v_ring, turn, count, num_keys, cut, cleared, clears, consumer, CONSUMERS, STAGES)
-            if EARLY:
-                next_tile = take_tile(shared[-1], wave + 1, wave + 1 < waves)
-        turn += gl.maximum(visited, 1)
-        clears += cut.to(gl.int32)
-        end_tile(shared[-1], wave)
+            skip_stage(rings.q, wave)
+            _skip_blocks(rings, step, gl.maximum(visited, 1), num_keys, has_tail, tail, consumer, CONSUMERS)
+            if SOFTMAX:
+                next_tile = pop_tile(queue, wave + 1, wave + 1 < waves)
+        step += gl.maximum(visited, 1)
+        tail_phase += has_tail.to(gl.int32)
+        release_tile(queue, wave)
     tma.store_wait(0)
 
 
@@ -423,25 +445,15 @@ def attention_fwd_hopper_kernel(
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    schedule = tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr
-    key_rings = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
-    rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), key_rings[0], key_rings[1], make_barriers(1, CONSUMERS)
-    outputs = out_desc, out_ptr, lse_ptr, stride_lse, make_stages(q_desc, CONSUMERS)
-    scales = scale, value_factor, output_scale, segment_scale_ptr
-    shared = schedule, rings, outputs, scales, make_tile_ring(CONSUMERS)
-    if CONSUMERS == 2:
-        gl.warp_specialize([
-            (_fwd_compute, (0, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
-            (_fwd_compute, (1, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
-            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
-        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (_fwd_compute, (0, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
-            (_fwd_compute, (1, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
-            (_fwd_compute, (2, shared, HEADS, V_DIM, ACTIVATION, MASK, CONSUMERS, STAGES, ROW_STAGES, Q_REGISTERS)),
-            (_fwd_load, (q_desc, k_desc, v_desc, shared, GROUP, MASK, Q_SHARED, CONSUMERS, STAGES, ROW_STAGES)),
-        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, CONSUMERS)
+    schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
+    k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
+    rings = _Rings(make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS))
+    outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
+    scales = _Scales(scale, value_factor, output_scale, segment_scale_ptr)
+    queue = make_tile_queue(CONSUMERS)
+    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, queue)
+    launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
 
 
 # -- launcher -----------------------------------------------------------------------------------------------------------------------

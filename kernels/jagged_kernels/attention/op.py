@@ -265,7 +265,7 @@ def _constants_of(
         BLOCK_DV=padded_dim(v_dim),
         PRECISION=precision,
         ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
-        MASK=mask,
+        MASK=mask and MaskParams(*mask),
         PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

@@ -1,44 +1,125 @@
-"""Device code of jagged attention: the forward, the dq and the dk, dv kernel, each around its function for one block.
+"""Triton kernels of jagged attention for any GPU: forward, dq, and dk with dv, each around its function for one block.
 
-A program knows its next tile's bounds while it works on one. A tile first loops over the blocks that all of its rows see whole, then
-over the rest, where the mask or a segment's end hides something; blocks hidden from the whole tile are not visited (masks.py). What a
-tile loops over comes through TMA where there is a descriptor; of what it keeps, at most one block does, as one such load outside a loop
-waits for the other.
-`ACTIVATION` is a function of activations.py, None: softmax. `num_segments` is None unless several lists of query segments read the keys of
-so many segments (load_tile).
+    S = scale · q kᵀ,  P = activation(S),  O = output scale · P v                    per segment and head
+    dV = Pᵀ dO,  dP = dO vᵀ,  dQ = scale · dS k,  dK = scale · dSᵀ q
+    softmax:    dS = P ∘ (dP − delta),  delta = rowsum(dO ∘ O);  scores and lse are in base 2
+    pointwise:  dS = activation'(S) ∘ dP
+
+Tile: BLOCK_M query rows of a head, over blocks of BLOCK_N keys; for dk and dv, BLOCK_N keys of a key head, over query groups, the query
+heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles from the zigzag schedule, and reads the next tile's bounds
+while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
+
+What a tile loops over is loaded by TMA where there is a descriptor. Of what it loads once, at most one operand is: two TMA loads outside a
+loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
 
-from ..common.loads import load_rows, load_segment, load_tile, store_rows, zigzag_waves
+from ..common.loads import Rows, load_rows, load_segment, load_tile, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
-from .mask import column_blocks, first_target_column, is_visible, num_partial_blocks, partial_block, row_blocks, visible_columns
+from .mask import column_blocks, first_target_column, is_visible, masked_block, num_masked_blocks, row_blocks, visible_columns
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+class _Options(NamedTuple):
+    """Constants of a launch. block: keys, or in the dk, dv kernel query rows, of a block. block_d, block_dv: head dims padded to powers
+    of 2. activation: a function of activations.py, None: softmax."""
+
+    head_dim: tl.constexpr
+    v_dim: tl.constexpr
+    block: tl.constexpr
+    block_d: tl.constexpr
+    block_dv: tl.constexpr
+    precision: tl.constexpr
+    activation: tl.constexpr
+    mask: tl.constexpr
+
+
+class _State(NamedTuple):
+    """acc = P v `[BLOCK_M, BLOCK_DV]`, and softmax's running maximum and sum of each row."""
+
+    acc: tl.tensor
+    row_max: tl.tensor
+    row_sum: tl.tensor
+
+
+class _Visible(NamedTuple):
+    """Columns `[BLOCK_M, 1]` of a tile's query rows, and what they see: visible_columns."""
+
+    rows: tl.tensor
+    bounds: tl.tensor
+
+
+class _KeyBlock(NamedTuple):
+    """A block of keys: first row, first column, head, and number of keys from there on in the segment."""
+
+    row: tl.tensor
+    column: tl.tensor
+    head: tl.tensor
+    num_keys: tl.tensor
+
+
+class _QueryTile(NamedTuple):
+    """A tile's query rows in registers: q, dO, and with softmax the rows' log-sum-exp and delta."""
+
+    q: tl.tensor
+    do: tl.tensor
+    lse: tl.tensor
+    delta: tl.tensor
+
+
+class _KeyTile(NamedTuple):
+    """A tile's keys in registers: k, v, their columns `[BLOCK_N, 1]`, and the segment's first target column."""
+
+    k: tl.tensor
+    v: tl.tensor
+    columns: tl.tensor
+    first_target: tl.tensor
+
+
+class _Queries(NamedTuple):
+    """What a tile of keys loops over: q and dO, and with softmax the head's lse and delta."""
+
+    q: Rows
+    do: Rows
+    lse_ptr: tl.tensor
+    delta_ptr: tl.tensor
+
+
+class _QueryBlock(NamedTuple):
+    """A block of query rows: first row in q, first row in the other operands, column of the first row, head, and number of rows from
+    there on in the segment."""
+
+    q_row: tl.tensor
+    row: tl.tensor
+    column: tl.tensor
+    head: tl.tensor
+    num_rows: tl.tensor
+
+
 @triton.jit
-def _fwd_block(
-    q, k_operand, v_operand, row, column, rows, bounds, head, num_keys, acc, row_max, row_sum, scale,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """One key block: scores, online softmax or activation, acc += P v."""
-    k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, PARTIAL)
-    v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, PARTIAL)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
+    """One key block: scores, online softmax or activation, acc += P v; returns the new state."""
+    BLOCK_N: tl.constexpr = OPTIONS.block
+    k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
+    v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
+    scores = tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
     columns = tl.arange(0, BLOCK_N)[None, :]
-    if PARTIAL and MASK is not None:
-        visible = is_visible(column + columns, rows, bounds, MASK)
+    if MASKED and OPTIONS.mask is not None:
+        seen = is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask)
     else:
-        visible = columns < num_keys
-    if ACTIVATION is None:
-        if PARTIAL:
-            scores = tl.where(visible, scores, float("-inf"))
+        seen = columns < block.num_keys
+    acc, row_max, row_sum = state
+    if OPTIONS.activation is None:
+        if MASKED:
+            scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         subtracted = new_max
-        if MASK is not None:  # A row may have seen no key yet: its maximum stays -inf, and any finite number gives weights of 0.
+        if OPTIONS.mask is not None:  # A row may have seen no key yet: its maximum stays -inf, and any finite number gives weights of 0.
             subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
@@ -46,11 +127,11 @@ def _fwd_block(
         row_max = new_max
         acc = acc * rescale[:, None]
     else:  # past the segment's end v is 0
-        p, _ = ACTIVATION(scores, scale)
-        if PARTIAL and MASK is not None:
-            p = tl.where(visible, p, 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
-    return acc, row_max, row_sum
+        p, _ = OPTIONS.activation(scores, scale)
+        if MASKED and OPTIONS.mask is not None:
+            p = tl.where(seen, p, 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision=OPTIONS.precision)
+    return _State(acc, row_max, row_sum)
 
 
 @safe_ptxas
@@ -65,50 +146,48 @@ def attention_fwd_kernel(
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
+    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
-    k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
-    v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
-    out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
+    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_rows = Rows(v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN)
+    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
     scale = _score_scale(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
-        segment, head, block, q_start, q_len, kv_start, kv_len = next_tile
+        tile = next_tile
         next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
-        row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
+        row, num_rows = tile.q_start + tile.block * BLOCK_M, tile.q_len - tile.block * BLOCK_M
         q_row = row
         if Q_SHARED:
-            q_row = row - q_start
-        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-        column = block * BLOCK_M + kv_len - q_len
-        first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
-        blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, kv_len, first_target, MASK, BLOCK_N)
-        rows, bounds = _row_bounds((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
+            q_row = row - tile.q_start
+        q = load_rows(q_rows, q_row, tile.head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        column = tile.block * BLOCK_M + tile.kv_len - tile.q_len
+        first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
+        blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, tile.kv_len, first_target, MASK, BLOCK_N)
+        visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
 
-        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        row_sum = tl.zeros([BLOCK_M], tl.float32)
-        for n in range(blocks[7] * BLOCK_N, (blocks[7] + blocks[8]) * BLOCK_N, BLOCK_N):
-            acc, row_max, row_sum = _fwd_block(
-                q, k_operand, v_operand, kv_start + n, n, rows, bounds, head // GROUP, BLOCK_N, acc, row_max, row_sum, scale,
-                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, False,
-            )  # fmt: skip
-        for number in tl.range(0, num_partial_blocks(blocks), num_stages=PARTIAL_STAGES):
-            n = partial_block(number, blocks) * BLOCK_N
-            acc, row_max, row_sum = _fwd_block(
-                q, k_operand, v_operand, kv_start + n, n, rows, bounds, head // GROUP, kv_len - n, acc, row_max, row_sum, scale,
-                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
-            )  # fmt: skip
+        state = _State(
+            tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
+        )  # fmt: skip
+        for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
+            key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
+            state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, False)
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+            n = masked_block(number, blocks) * BLOCK_N
+            key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
+            state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, True)
 
+        acc, row_max, row_sum = state
         if ACTIVATION is None:
             # A row that sees no key leaves row_sum at 0: its output is 0 and its log-sum-exp -inf.
             acc = acc * (1.0 / tl.where(row_sum > 0, row_sum, 1.0))[:, None]
             lanes = tl.arange(0, BLOCK_M)
-            tl.store(lse_ptr + head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
+            tl.store(lse_ptr + tile.head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
         else:
-            acc = acc * (value_factor * _output_scale(output_scale, segment_scale_ptr, segment))
-        store_rows(out_operand, row, head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
+            acc = acc * (value_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+        store_rows(out_rows, row, tile.head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
 
 
 @triton.jit
@@ -129,37 +208,34 @@ def _output_scale(output_scale, segment_scale_ptr, segment):
 
 
 @triton.jit
-def _row_bounds(rows, first_target, MASK: tl.constexpr):
-    """The rows and, under a mask, what they see."""
+def _what_rows_see(rows, first_target, MASK: tl.constexpr):
+    """_Visible of the rows at these columns; the bounds are not read without a mask."""
     if MASK is None:
-        return rows, (rows, rows, rows)
+        return _Visible(rows, (rows, rows, rows))
     else:
-        return rows, visible_columns(rows, first_target, MASK)
+        return _Visible(rows, visible_columns(rows, first_target, MASK))
 
 
 @triton.jit
-def _dq_block(
-    q, do, k_operand, v_operand, row, column, rows, bounds, head, num_keys, lse, delta, acc, scale,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
+def _dq_block(queries, keys, values, block, visible, acc, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
     """One key block: dS from the scores computed again, acc += dS k."""
-    k = load_rows(k_operand, row, head, num_keys, HEAD_DIM, BLOCK_N, BLOCK_D, PARTIAL)
-    v = load_rows(v_operand, row, head, num_keys, V_DIM, BLOCK_N, BLOCK_DV, PARTIAL)
-    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-    dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-    if ACTIVATION is None:
-        ds = tl.exp2(scores * scale - lse[:, None]) * (dp - delta[:, None])
+    BLOCK_N: tl.constexpr = OPTIONS.block
+    k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
+    v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
+    scores = tl.dot(queries.q, tl.trans(k), input_precision=OPTIONS.precision)
+    dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
+    if OPTIONS.activation is None:
+        ds = tl.exp2(scores * scale - queries.lse[:, None]) * (dp - queries.delta[:, None])
     else:
-        _, slope = ACTIVATION(scores, scale)
-        ds = slope * dp
-    if PARTIAL:
+        _, dact = OPTIONS.activation(scores, scale)
+        ds = dact * dp
+    if MASKED:
         columns = tl.arange(0, BLOCK_N)[None, :]
-        if MASK is not None:
-            ds = tl.where(is_visible(column + columns, rows, bounds, MASK), ds, 0.0)
-        elif ACTIVATION is None:  # exp2 may have overflown where there is no key; elsewhere k is 0
-            ds = tl.where(columns < num_keys, ds, 0.0)
-    return tl.dot(ds.to(k.dtype), k, acc, input_precision=PRECISION)
+        if OPTIONS.mask is not None:
+            ds = tl.where(is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask), ds, 0.0)
+        elif OPTIONS.activation is None:  # exp2 may have overflown where there is no key; elsewhere k is 0
+            ds = tl.where(columns < block.num_keys, ds, 0.0)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision)
 
 
 @safe_ptxas
@@ -176,85 +252,81 @@ def attention_bwd_dq_kernel(
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
+    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_operand = q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN
-    k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
-    v_operand = v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN
-    out_operand = out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN
-    do_operand = do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN
-    dq_operand = dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN
+    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_rows = Rows(v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN)
+    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
+    do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
+    dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
     score_scale = _score_scale(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
-        segment, head, block, q_start, q_len, kv_start, kv_len = next_tile
+        tile = next_tile
         next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
-        row, num_rows = q_start + block * BLOCK_M, q_len - block * BLOCK_M
+        row, num_rows = tile.q_start + tile.block * BLOCK_M, tile.q_len - tile.block * BLOCK_M
         q_row = row
         if Q_SHARED:
-            q_row = row - q_start
-        q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-        do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
-        column = block * BLOCK_M + kv_len - q_len
-        first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
-        blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, kv_len, first_target, MASK, BLOCK_N)
-        rows, bounds = _row_bounds((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
+            q_row = row - tile.q_start
+        q = load_rows(q_rows, q_row, tile.head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        do = load_rows(do_rows, row, tile.head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
+        column = tile.block * BLOCK_M + tile.kv_len - tile.q_len
+        first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
+        blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, tile.kv_len, first_target, MASK, BLOCK_N)
+        visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
         lse, delta = 0.0, 0.0
         if ACTIVATION is None:
-            out = load_rows(out_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
+            out = load_rows(out_rows, row, tile.head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, True)
             lanes = tl.arange(0, BLOCK_M)
-            stat = head.to(tl.int64) * stride_lse + row + lanes
-            lse = tl.load(lse_ptr + stat, mask=lanes < num_rows, other=0.0)
+            offsets = tile.head.to(tl.int64) * stride_lse + row + lanes
+            lse = tl.load(lse_ptr + offsets, mask=lanes < num_rows, other=0.0)
             delta = tl.sum(out.to(tl.float32) * do.to(tl.float32), 1)
-            tl.store(delta_ptr + stat, delta, mask=lanes < num_rows)
+            tl.store(delta_ptr + offsets, delta, mask=lanes < num_rows)
 
+        queries = _QueryTile(q, do, lse, delta)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        for n in range(blocks[7] * BLOCK_N, (blocks[7] + blocks[8]) * BLOCK_N, BLOCK_N):
-            acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + n, n, rows, bounds, head // GROUP, BLOCK_N, lse, delta, acc, score_scale,
-                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, False,
-            )  # fmt: skip
-        for number in tl.range(0, num_partial_blocks(blocks), num_stages=PARTIAL_STAGES):
-            n = partial_block(number, blocks) * BLOCK_N
-            acc = _dq_block(
-                q, do, k_operand, v_operand, kv_start + n, n, rows, bounds, head // GROUP, kv_len - n, lse, delta, acc, score_scale,
-                HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
-            )  # fmt: skip
-        acc = acc * (scale * slope_factor * _output_scale(output_scale, segment_scale_ptr, segment))
-        store_rows(dq_operand, row, head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
+        for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
+            key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
+            acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, False)
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+            n = masked_block(number, blocks) * BLOCK_N
+            key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
+            acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, True)
+        acc = acc * (scale * slope_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+        store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
-def _dkdv_block(
-    k, v, q_operand, do_operand, lse_ptr, delta_ptr, q_row, row, column, columns, first_target, head, num_rows, dk, dv, scale,
-    HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL: tl.constexpr,
-):  # fmt: skip
-    """One query block, transposed so that P and dS are first operands: dv += Pᵀ do, dk += dSᵀ q."""
-    q = load_rows(q_operand, q_row, head, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D, PARTIAL)
+def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
+    """One query block, transposed so that P and dS are first operands: dv += Pᵀ dO, dk += dSᵀ q."""
+    BLOCK_M: tl.constexpr = OPTIONS.block
+    q = load_rows(queries.q, block.q_row, block.head, block.num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, MASKED)
     rows = tl.arange(0, BLOCK_M)
-    if PARTIAL and MASK is not None:
-        columns_of_rows = (column + rows)[None, :]
-        visible = is_visible(columns, columns_of_rows, visible_columns(columns_of_rows, first_target, MASK), MASK)
-    do = load_rows(do_operand, row, head, num_rows, V_DIM, BLOCK_M, BLOCK_DV, PARTIAL)
-    scores = tl.dot(k, tl.trans(q), input_precision=PRECISION)
-    dp = tl.dot(v, tl.trans(do), input_precision=PRECISION)
-    if ACTIVATION is None:
-        if PARTIAL:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
-            lse = tl.load(lse_ptr + row + rows, mask=rows < num_rows, other=float("inf"))
-            delta = tl.load(delta_ptr + row + rows, mask=rows < num_rows, other=0.0)
+    if MASKED and OPTIONS.mask is not None:
+        columns_of_rows = (block.column + rows)[None, :]
+        bounds = visible_columns(columns_of_rows, keys.first_target, OPTIONS.mask)
+        visible = is_visible(keys.columns, columns_of_rows, bounds, OPTIONS.mask)
+    do = load_rows(queries.do, block.row, block.head, block.num_rows, OPTIONS.v_dim, BLOCK_M, OPTIONS.block_dv, MASKED)
+    scores = tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
+    dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
+    if OPTIONS.activation is None:
+        if MASKED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
+            lse = tl.load(queries.lse_ptr + block.row + rows, mask=rows < block.num_rows, other=float("inf"))
+            delta = tl.load(queries.delta_ptr + block.row + rows, mask=rows < block.num_rows, other=0.0)
         else:
-            lse = tl.load(lse_ptr + row + rows)
-            delta = tl.load(delta_ptr + row + rows)
+            lse = tl.load(queries.lse_ptr + block.row + rows)
+            delta = tl.load(queries.delta_ptr + block.row + rows)
         p = tl.exp2(scores * scale - lse[None, :])
         ds = p * (dp - delta[None, :])
     else:
-        p, slope = ACTIVATION(scores, scale)
-        ds = slope * dp
-    if PARTIAL and MASK is not None:
+        p, dact = OPTIONS.activation(scores, scale)
+        ds = dact * dp
+    if MASKED and OPTIONS.mask is not None:
         p, ds = tl.where(visible, p, 0.0), tl.where(visible, ds, 0.0)
-    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
+    dv = tl.dot(p.to(do.dtype), do, dv, input_precision=OPTIONS.precision)
+    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=OPTIONS.precision)
     return dk, dv
 
 
@@ -273,55 +345,52 @@ def attention_bwd_dkdv_kernel(
 ):  # fmt: skip
     """dk, dv of a tile of BLOCK_N key rows; loops over LISTS lists of queries, the query heads of its group and their blocks of BLOCK_M
     rows."""
+    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
-    q_operand = q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN
-    k_operand = k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN
-    v_operand = v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN
-    do_operand = do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN
-    dk_operand = dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN
-    dv_operand = dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN
+    q_rows = Rows(q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
+    do_rows = Rows(do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN)
+    dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
+    dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
     score_scale = _score_scale(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
-        segment, kv_head, block, q_start, q_len, kv_start, kv_len = next_tile
+        tile = next_tile
         next_tile = load_tile(tiles_ptr, wave + 1, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
-        row, num_rows = kv_start + block * BLOCK_N, kv_len - block * BLOCK_N
+        row, num_rows = tile.kv_start + tile.block * BLOCK_N, tile.kv_len - tile.block * BLOCK_N
         kv_row = row
         if KV_SHARED:
-            kv_row = row - kv_start
-        v = load_rows(v_operand, kv_row, kv_head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True)
-        k = load_rows(k_operand, kv_row, kv_head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None)
-        first_target = first_target_column(num_targets_ptr, segment, kv_len, MASK)
+            kv_row = row - tile.kv_start
+        v = load_rows(v_rows, kv_row, tile.head, num_rows, V_DIM, BLOCK_N, BLOCK_DV, True)
+        k = load_rows(k_rows, kv_row, tile.head, num_rows, HEAD_DIM, BLOCK_N, BLOCK_D, k_desc is None)
+        first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
 
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        for query_list in range(0, LISTS):
+        q_start, q_len = tile.q_start, tile.q_len
+        for query_group in range(0, LISTS):
             if LISTS > 1:
-                q_start, q_len = load_segment(q_offsets_ptr, segment + query_list * num_segments)
+                q_start, q_len = load_segment(q_offsets_ptr, tile.segment + query_group * num_segments)
             q_row = q_start
             if Q_SHARED:
                 q_row = q_start - q_start
-            blocks = row_blocks(block * BLOCK_N, q_len, kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
-            columns = (block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
+            blocks = row_blocks(tile.block * BLOCK_N, q_len, tile.kv_len, first_target, MASK, BLOCK_M, BLOCK_N)
+            keys = _KeyTile(k, v, (tile.block * BLOCK_N + tl.arange(0, BLOCK_N))[:, None], first_target)
             for group_head in range(0, GROUP):
-                head = kv_head * GROUP + group_head
+                head = tile.head * GROUP + group_head
                 lse_head, delta_head = lse_ptr, delta_ptr
                 if ACTIVATION is None:
                     lse_head, delta_head = lse_ptr + head.to(tl.int64) * stride_lse, delta_ptr + head.to(tl.int64) * stride_lse
-                for m in range(blocks[7] * BLOCK_M, (blocks[7] + blocks[8]) * BLOCK_M, BLOCK_M):
-                    dk, dv = _dkdv_block(
-                        k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, m + kv_len - q_len, columns,
-                        first_target, head, BLOCK_M, dk, dv, score_scale,
-                        HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, False,
-                    )  # fmt: skip
-                for number in tl.range(0, num_partial_blocks(blocks), num_stages=PARTIAL_STAGES):
-                    m = partial_block(number, blocks) * BLOCK_M
-                    dk, dv = _dkdv_block(
-                        k, v, q_operand, do_operand, lse_head, delta_head, q_row + m, q_start + m, m + kv_len - q_len, columns,
-                        first_target, head, q_len - m, dk, dv, score_scale,
-                        HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, True,
-                    )  # fmt: skip
-        out_scale = _output_scale(output_scale, segment_scale_ptr, segment)
-        store_rows(dk_operand, row, kv_head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_operand, row, kv_head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)
+                queries = _Queries(q_rows, do_rows, lse_head, delta_head)
+                for m in range(blocks.full_first * BLOCK_M, (blocks.full_first + blocks.full_count) * BLOCK_M, BLOCK_M):
+                    query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
+                    dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, False)
+                for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+                    m = masked_block(number, blocks) * BLOCK_M
+                    query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m)
+                    dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, True)
+        out_scale = _output_scale(output_scale, segment_scale_ptr, tile.segment)
+        store_rows(dk_rows, row, tile.head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_rows, row, tile.head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

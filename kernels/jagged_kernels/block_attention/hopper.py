@@ -32,7 +32,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.device import descriptor_sizes, has_descriptor
 from ..common.gluon_api import load_tile, reinterpret, store_tile, thread_barrier
-from ..common.pipeline import LOG2_E, box_layout, product_layout
+from ..common.pipeline import LOG2_E, box_layout, mma_layout
 from ..common.ptxas import safe_ptxas
 from .configs import HopperBlockAttentionConfig
 from .params import BlockAttentionParams
@@ -304,8 +304,8 @@ def block_attention_fwd_hopper_kernel(
     out = Output(out_desc, out_ptr, stride_om, stride_oh)
     staging = _make_staging(out_desc, BLOCK_M, BLOCK_D)
     rotated_q, rotated_k = _as_dtype(q.rows, QK_DTYPE), _as_dtype(k.rows, QK_DTYPE)
-    no_scores = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, product_layout(BLOCK_M, BLOCK_M))
-    no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, product_layout(BLOCK_M, BLOCK_D))
+    no_scores = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, mma_layout(BLOCK_M, BLOCK_M))
+    no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, mma_layout(BLOCK_M, BLOCK_D))
 
     first_head = gl.program_id(0) % (HEADS // HEADS_PER_CTA) * HEADS_PER_CTA
     tile, position = _find_tile(gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M)
@@ -338,7 +338,7 @@ def block_attention_fwd_hopper_kernel(
         _load(q, tile, head + 1, more)
         _load(k, tile, head + 1, more)
         p = _softmax(scores, tile.num_rows, scale * unit * LOG2_E, BLOCK_SIZE)
-        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, product_layout(BLOCK_M, BLOCK_D), 2))
+        p = gl.convert_layout(p.to(DTYPE), gl.DotOperandLayout(0, mma_layout(BLOCK_M, BLOCK_D), 2))
         acc = warpgroup_mma(p, v.rows, no_rows, use_acc=False, is_async=True)
         acc = warpgroup_mma_wait(0, deps=(acc,))
         _store_epilogue(acc, staging, out, tile, head, angles, False, DIM)
@@ -370,8 +370,8 @@ def block_attention_bwd_hopper_kernel(
     square: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_M, BLOCK_M], DTYPE)
     p_buf = gl.allocate_shared_memory(DTYPE, [BLOCK_M, BLOCK_M], square)
     ds_buf = gl.allocate_shared_memory(QK_DTYPE, [BLOCK_M, BLOCK_M], square)
-    no_scores = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, product_layout(BLOCK_M, BLOCK_M))
-    no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, product_layout(BLOCK_M, BLOCK_D))
+    no_scores = gl.zeros([BLOCK_M, BLOCK_M], gl.float32, mma_layout(BLOCK_M, BLOCK_M))
+    no_rows = gl.zeros([BLOCK_M, BLOCK_D], gl.float32, mma_layout(BLOCK_M, BLOCK_D))
 
     first_head = gl.program_id(0) % (HEADS // HEADS_PER_CTA) * HEADS_PER_CTA
     tile, position = _find_tile(gl.program_id(0) // (HEADS // HEADS_PER_CTA), offsets_ptr, num_segments, BLOCK_M)

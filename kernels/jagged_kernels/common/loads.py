@@ -1,7 +1,34 @@
 """Device functions shared by the kernels: tiles of the zigzag schedule, loads and stores of jagged row blocks."""
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class ScheduledTile(NamedTuple):
+    """A tile of the schedule: the `block`-th of a segment and head.
+
+    q_start, q_len, kv_start, kv_len: first row and number of rows of its query and key segments. First rows are int64, as a row times its
+    stride may pass 2^31.
+    """
+
+    segment: tl.tensor
+    head: tl.tensor
+    block: tl.tensor
+    q_start: tl.tensor
+    q_len: tl.tensor
+    kv_start: tl.tensor
+    kv_len: tl.tensor
+
+
+class Rows(NamedTuple):
+    """An operand of jagged rows: pointer to its first element, TMA descriptor or None, strides of rows and heads in elements."""
+
+    ptr: tl.tensor
+    desc: tl.tensor
+    stride_row: tl.tensor
+    stride_head: tl.tensor
 
 
 @triton.jit
@@ -20,10 +47,9 @@ def zigzag_position(wave, worker, num_workers):
 
 @triton.jit
 def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments):
-    """`worker`'s tile in `wave`: segment, head and block, and first row and row count of its query and key segments.
+    """`worker`'s ScheduledTile in `wave`. A wave past the last one repeats it, so that tiles can be read ahead.
 
-    First rows are int64: rows times stride may pass 2^31. A wave past the last one repeats it, so that tiles can be read ahead.
-    num_segments: how many segments of keys there are for several lists of as many segments of queries; None where there is one list.
+    num_segments: of keys, where several query groups of as many segments read them; None: one query group.
     """
     tile_ptr = tiles_ptr + zigzag_position(tl.maximum(tl.minimum(wave, waves - 1), 0), worker, num_workers) * 3
     segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
@@ -33,7 +59,7 @@ def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_off
     q_start, kv_start = tl.load(q_offsets_ptr + segment).to(tl.int64), tl.load(kv_offsets_ptr + kv_segment).to(tl.int64)
     q_len = (tl.load(q_offsets_ptr + segment + 1) - q_start).to(tl.int32)
     kv_len = (tl.load(kv_offsets_ptr + kv_segment + 1) - kv_start).to(tl.int32)
-    return segment, head, block, q_start, q_len, kv_start, kv_len
+    return ScheduledTile(segment, head, block, q_start, q_len, kv_start, kv_len)
 
 
 @triton.jit
@@ -44,10 +70,10 @@ def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def load_rows(operand, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """[BLOCK, BLOCK_D] block of an operand (pointer, descriptor or None, row stride, head stride) from (row, head) on.
+    """The [BLOCK, BLOCK_D] block of an operand, as Rows, from (row, head) on.
 
-    Columns past DIM read as 0. RAGGED: rows past num_rows read as 0 too; otherwise they may be a neighbour's. A descriptor
-    reads whole blocks through the tensor memory accelerator.
+    Columns past DIM read as 0. RAGGED: rows past num_rows read as 0 too; otherwise they may be the next segment's, and a descriptor
+    loads the block by TMA.
     """
     ptr, desc, stride_row, stride_head = operand
     if desc is not None and not RAGGED:
@@ -68,7 +94,7 @@ def load_rows(operand, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constex
 
 @triton.jit
 def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block; operand as in load_rows."""
+    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block; operand as Rows."""
     ptr, _, stride_row, stride_head = operand
     ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
     mask = tl.arange(0, BLOCK)[:, None] < num_rows
@@ -120,7 +146,7 @@ def load_block(
     operand, batch, row, column, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
     """[BLOCK_R, BLOCK_C] block of matrix `batch` of an operand (pointer, descriptor or None, batch stride, row stride) from
-    (row, column) on. What lies past its NUM_ROWS rows and NUM_COLUMNS columns reads as 0."""
+    (row, column) on. Elements outside its NUM_ROWS rows and NUM_COLUMNS columns read as 0."""
     ptr, desc, stride_batch, stride_row = operand
     if desc is not None:
         return tl.reshape(desc.load([tl.cast(batch, tl.int32), row, column]), BLOCK_R, BLOCK_C)
@@ -134,7 +160,7 @@ def load_block(
 def store_block(
     operand, batch, row, column, block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Store what lies within the matrix of a block; operand: pointer, batch stride, row stride."""
+    """Store the part of a block that lies in the matrix; operand: pointer, batch stride, row stride."""
     ptr, stride_batch, stride_row = operand
     rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
     ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
@@ -148,12 +174,12 @@ def log2(size):
 
 
 @triton.jit
-def find_segment(place, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
-    """The last segment whose first place is not past `place`; that of segment b is offsets[b] // 2^shift, plus b where SPACED.
+def find_segment(index, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
+    """The segment of a virtual tile: the last one whose first tile is not past `index`. Segment b's first tile is offsets[b] // 2^shift,
+    plus b where SPACED: every segment then owns as many virtual tiles as it has tiles of 2^shift rows, and at least one.
 
-    Spaced, every segment owns as many places as it has tiles of 2^shift rows, and one at least. A step looks at 32 segments at once,
-    which a warp does without shared memory: two steps for a thousand segments, where halving waits for memory ten times. A division of
-    64-bit integers by a number that the compiler does not know would take longer than the rest.
+    A step compares 32 segments at once, which a warp does without shared memory: two steps for a thousand segments, where a binary search
+    waits for memory ten times. Shifts, as a 64-bit division by a number unknown to the compiler takes longer than all the rest.
     """
     low, size = 0, num_segments
     while size > 1:
@@ -163,7 +189,7 @@ def find_segment(place, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
         first = tl.load(offsets_ptr + segments, mask=inside, other=0).to(tl.int64) >> shift
         if SPACED:
             first += segments
-        skipped = (tl.sum((inside & (first <= place)).to(tl.int32), 0) - 1) * step
+        skipped = (tl.sum((inside & (first <= index)).to(tl.int32), 0) - 1) * step
         low += skipped
         size = tl.minimum(step, size - skipped)
     return low
@@ -183,20 +209,20 @@ def load_segment(offsets_ptr, segment):
 
 
 @triton.jit
-def find_tile(place, offsets_ptr, num_segments, shift):
-    """Segment of a place, its first row and its number of rows, and the row of the segment where the place's tile of 2^shift rows
-    begins: past the last one where there is no tile."""
-    segment = find_segment(place, offsets_ptr, num_segments, shift, True)
+def find_tile(index, offsets_ptr, num_segments, shift):
+    """The tile of 2^shift rows with a virtual index: its segment, the segment's first row and number of rows, and the tile's first row in
+    the segment, which is past the last one if there is no such tile."""
+    segment = find_segment(index, offsets_ptr, num_segments, shift, True)
     start, num_rows = load_segment(offsets_ptr, segment)
-    return segment, start, num_rows, ((place - (start >> shift) - segment) << shift).to(tl.int32)
+    return segment, start, num_rows, ((index - (start >> shift) - segment) << shift).to(tl.int32)
 
 
 @triton.jit
 def load_matrix(
     ptr, row, column, stride, num_rows, num_columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr, TRANSPOSED: tl.constexpr
 ):  # fmt: skip
-    """[BLOCK_R, BLOCK_C] block, from (row, column) on, of a matrix of rows `stride` apart; what lies past its rows and columns reads as 0.
-    TRANSPOSED: what is in memory is the matrix's transpose."""
+    """The [BLOCK_R, BLOCK_C] block from (row, column) on of a matrix with a row stride. Elements outside the matrix read as 0.
+    TRANSPOSED: the memory holds the matrix's transpose."""
     if TRANSPOSED:
         return tl.trans(load_matrix(ptr, column, row, stride, num_columns, num_rows, BLOCK_C, BLOCK_R, False))
     else:
@@ -207,7 +233,7 @@ def load_matrix(
 
 @triton.jit
 def store_matrix(ptr, row, column, stride, block, num_rows, num_columns):
-    """Store what lies within the matrix of a block from (row, column) on."""
+    """Store the part of a block, from (row, column) on, that lies in the matrix."""
     rows, columns = tl.arange(0, block.shape[0]), tl.arange(0, block.shape[1])
     ptrs = ptr + tl.cast(row, tl.int64) * stride + column + rows[:, None] * stride + columns[None, :]
     mask = (row + rows < num_rows)[:, None] & (column + columns < num_columns)[None, :]

@@ -1,33 +1,82 @@
-"""Device functions that the warp-specialised kernels share: layouts, rings of buffers, what leaves a tile."""
+"""Building blocks of the warp-specialised kernels: MMA operands, rings of TMA buffers, zeroed tails, epilogue stores.
+
+One warp, the producer, fills the buffers of rings by TMA. Two or three warpgroups, the consumers, read them. Both count the uses of a ring
+from the start of the kernel: `step` uses buffer step % stages, and waits for phase (step // stages) % 2 of that buffer's barriers.
+"""
 
 import functools
+from typing import NamedTuple
 
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 
 from .gluon_api import load_tile, store_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-WARPGROUP_ROWS = gl.constexpr(64)
-LOAD_REGISTERS = gl.constexpr(24)  # of a thread of the warp that loads: the fewest there are
+WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
+LOAD_REGISTERS = gl.constexpr(24)  # registers per thread of the producer: the fewest that setmaxnreg takes
+
+
+class Ring(NamedTuple):
+    """Shared-memory buffers that the producer fills and consumers empty.
+
+    buffers: `[stages, 1, rows, width]`.
+    full: a barrier per stage, arrive count 1: the producer's, with the bytes that TMA writes.
+    empty: a barrier per stage, arrive count 1 per consumer that reads the ring.
+    """
+
+    buffers: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+class Tail(NamedTuple):
+    """The rows of a block that follow the last row of its segment: the consumers set them to 0 in shared memory, each a share of them.
+
+    barrier: completes when all consumers have written their shares. phase: how many times they have before.
+    """
+
+    barrier: gl.shared_memory_descriptor
+    phase: gl.tensor
+
+
+# -- MMA ----------------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.constexpr_function
-def product_layout(rows, columns):
-    """Of a product in registers: 16 rows for each warp."""
+def mma_layout(rows, columns):
+    """Layout of an MMA's result in registers: 16 rows per warp."""
     return gl.NVMMADistributedLayout([3, 0], [rows // 16, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def vector_layout(width):
-    """Of 16-bit rows that a warpgroup reads or writes 16 bytes at a time."""
+    """Layout of 16-bit rows that a warpgroup reads or writes 16 bytes per thread at a time."""
     return gl.BlockedLayout([1, 8], [256 // width, width // 8], [4, 1], [1, 0])
 
 
 @gluon.jit
+def mma_abt(a, b):
+    """Start the asynchronous MMA a bᵀ, `[64, rows of b]`; `a` in shared memory or registers, `b` in shared memory."""
+    COLUMNS: gl.constexpr = b.shape[0]
+    zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, mma_layout(WARPGROUP_ROWS, COLUMNS))
+    return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def to_mma_operand(x, DTYPE: gl.constexpr, WIDTH: gl.constexpr):
+    """Round an MMA's result and use it as the first operand of an MMA of WIDTH columns: it stays in the same registers."""
+    return gl.convert_layout(x.to(DTYPE), gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, WIDTH), 2))
+
+
+# -- rings --------------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
 def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
+    """Barriers with an arrive count of COUNT each."""
     barriers = gl.allocate_shared_memory(gl.int64, [NUMBER, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(NUMBER):
         mbarrier.init(barriers.index(i), count=COUNT)
@@ -35,16 +84,16 @@ def make_barriers(NUMBER: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def make_ring(desc, STAGES: gl.constexpr, READERS: gl.constexpr):
-    """Buffers of a descriptor's box, a barrier for each that it is full, and one that all of its readers are done with it."""
+def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
+    """A ring of STAGES boxes of a descriptor, which CONSUMERS warpgroups read."""
     box: gl.constexpr = desc.block_type.shape
     buffers = gl.allocate_shared_memory(desc.dtype, [STAGES, box[0], box[1], box[2]], desc.layout)
-    return buffers, make_barriers(STAGES, 1), make_barriers(STAGES, READERS)
+    return Ring(buffers, make_barriers(STAGES, 1), make_barriers(STAGES, CONSUMERS))
 
 
 @gluon.jit
 def make_rings(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
-    """A ring for each warpgroup, which alone reads it."""
+    """A ring for each consumer, which alone reads it."""
     if CONSUMERS == 2:
         return make_ring(desc, STAGES, 1), make_ring(desc, STAGES, 1)
     else:
@@ -52,70 +101,83 @@ def make_rings(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 
 
 @gluon.jit
-def rows_of(buffers, slot):
-    """A ring's buffer as products read it, [rows, width]."""
-    return buffers.index(slot).reshape([buffers.shape[2], buffers.shape[3]])
+def ring_rows(ring, slot):
+    """The buffer at an index of the ring as an MMA reads it, `[rows, width]`."""
+    return ring.buffers.index(slot).reshape([ring.buffers.shape[2], ring.buffers.shape[3]])
 
 
 @gluon.jit
-def unknown(x):
-    """x, which the compiler does not know. Of addresses of products' operands that lie in two branches or loops, ptxas 12.8 computes some
-    in the first alone, which may not have run: so each gets its own."""
+def opaque(x):
+    """x, hidden from the compiler. ptxas 12.8 shares the address of an MMA operand between two branches or loops and computes it in the
+    first one alone, which may not have run. An address that depends on `opaque` is computed in each of them."""
     return gl.inline_asm_elementwise("shfl.sync.idx.b32 $0, $1, 0, 31, -1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
-def own_rows(ring, turn, STAGES: gl.constexpr):
-    """The buffer of that turn, filled, for one of several loops, which are not to share its address."""
-    return rows_of(ring[0], unknown(turn % STAGES))
+def opaque_rows(ring, step):
+    """The full buffer of a step at an opaque address, for one of several loops or branches that read it."""
+    return ring_rows(ring, opaque(step % ring.buffers.shape[0]))
 
 
 @gluon.jit
-def fetch(ring, desc, turn, head, row, STAGES: gl.constexpr):
-    """Fill the ring's buffer of that turn with a box of rows, once its readers are done with what it held."""
-    buffers, full, empty = ring
-    slot = turn % STAGES
-    mbarrier.wait(empty.index(slot), turn // STAGES & 1 ^ 1)
-    mbarrier.expect(full.index(slot), desc.block_type.nbytes)
-    load_tile(desc, [head, row.to(gl.int32), 0], full.index(slot), buffers.index(slot))
+def producer_wait(ring, step):
+    """Wait until the consumers have released the buffer that a step reuses."""
+    mbarrier.wait(ring.empty.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1 ^ 1)
 
 
 @gluon.jit
-def await_full(ring, turn, STAGES: gl.constexpr):
-    """The ring's buffer of that turn, [rows, width], once it is filled. Not after its release: its barrier may have turned twice since."""
-    buffers, full, _ = ring
-    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1)
-    return rows_of(buffers, turn % STAGES)
+def producer_load(ring, desc, step, head, row):
+    """Fill the buffer of a step with a box of rows by TMA, once the consumers have released it."""
+    producer_wait(ring, step)
+    slot = step % ring.buffers.shape[0]
+    mbarrier.expect(ring.full.index(slot), desc.block_type.nbytes)
+    load_tile(desc, [head, row.to(gl.int32), 0], ring.full.index(slot), ring.buffers.index(slot))
 
 
 @gluon.jit
-def release(ring, turn, STAGES: gl.constexpr):
-    """This warpgroup is done with the buffer of that turn."""
-    _, _, empty = ring
-    mbarrier.arrive(empty.index(turn % STAGES), count=1)
+def producer_skip(ring, step):
+    """Mark the buffer of a step as full without filling it, for a consumer that will skip it."""
+    producer_wait(ring, step)
+    mbarrier.arrive(ring.full.index(step % ring.buffers.shape[0]), count=1)
 
 
 @gluon.jit
-def hold_until_full(ring, turn, wanted, STAGES: gl.constexpr):
-    """Wait for the buffer of that turn, if wanted, between arithmetic and the wait for the products that it shall overlap: the assembler
-    moves waits for products above arithmetic, but not above a loop, as of this wait."""
-    _, full, _ = ring
-    mbarrier.wait(full.index(turn % STAGES), turn // STAGES & 1, pred=wanted)
+def consumer_wait(ring, step):
+    """The buffer of a step, `[rows, width]`, once it is full. Not to be called after its release: the barrier may be two phases ahead."""
+    STAGES: gl.constexpr = ring.buffers.shape[0]
+    mbarrier.wait(ring.full.index(step % STAGES), step // STAGES & 1)
+    return ring_rows(ring, step % STAGES)
 
 
 @gluon.jit
-def pass_over(ring, turn, STAGES: gl.constexpr):
-    """Release the buffer of that turn unread. No product keeps the warpgroup's warps together here, and one of them releases it for all:
-    another that came later would look for its own turn on a barrier that has turned twice."""
-    await_full(ring, turn, STAGES)
+def consumer_wait_ahead(ring, step, wanted):
+    """Wait for the buffer of a later step, if `wanted`, before the wait for an MMA that the arithmetic so far should overlap with: ptxas
+    moves waits for MMAs above arithmetic, but not above the loop of this wait."""
+    mbarrier.wait(ring.full.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1, pred=wanted)
+
+
+@gluon.jit
+def consumer_release(ring, step):
+    """This warpgroup has read the buffer of a step."""
+    mbarrier.arrive(ring.empty.index(step % ring.buffers.shape[0]), count=1)
+
+
+@gluon.jit
+def skip_stage(ring, step):
+    """Release the buffer of a step unread. One warp releases it for the whole warpgroup, so the warps must meet first, as no MMA makes them
+    wait for one another here: a late warp would wait for a phase that the barrier has left."""
+    consumer_wait(ring, step)
     thread_barrier()
-    release(ring, turn, STAGES)
+    consumer_release(ring, step)
+
+
+# -- tails --------------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def clear_rows(buffer, num_rows, cleared, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """This warpgroup's share of making what follows the rows of a block 0: a neighbour's NaN would survive a weight of 0. All warpgroups
-    take part, also those that have no rows in the tile."""
+def zero_tail(buffer, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on: they hold rows of another segment, and 0 · NaN is NaN. All
+    consumers take part, also one that has no rows in the tile."""
     CHUNK: gl.constexpr = 16
     L: gl.constexpr = vector_layout(buffer.shape[1])
     rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
@@ -125,65 +187,77 @@ def clear_rows(buffer, num_rows, cleared, consumer: gl.constexpr, CONSUMERS: gl.
             part.store(gl.where(CHUNK * chunk + rows < num_rows, part.load(L), 0.0))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(cleared.index(0), count=1)
+    mbarrier.arrive(tail.barrier.index(0), count=1)
 
 
 @gluon.jit
-def await_cleared(cleared, turn):
-    """Wait until all warpgroups have cleared their shares for the turn-th time."""
-    mbarrier.wait(cleared.index(0), turn & 1)
+def wait_for_tail(tail):
+    """Wait until all consumers have written their shares of the tail."""
+    mbarrier.wait(tail.barrier.index(0), tail.phase & 1)
 
 
 @gluon.jit
-def pass_over_keys(
-    k_ring, other_ring, turn, num_keys, cleared, clears, consumer: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr
-):  # fmt: skip
-    """A block of keys, and what belongs to it, that this warpgroup has no rows for; what follows the keys is made 0 by all together."""
-    if num_keys < k_ring[0].shape[2]:
-        clear_rows(await_full(k_ring, turn, STAGES), num_keys, cleared, consumer, CONSUMERS)
-        await_cleared(cleared, clears)
-    pass_over(k_ring, turn, STAGES)
-    pass_over(other_ring, turn, STAGES)
+def skip_key_block(k_ring, other_ring, step, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """Skip a block of keys, and the stage of another ring that belongs to it, but take part in zeroing the keys' tail."""
+    if num_keys < k_ring.buffers.shape[2]:
+        zero_tail(consumer_wait(k_ring, step), num_keys, tail, consumer, CONSUMERS)
+        wait_for_tail(tail)
+    skip_stage(k_ring, step)
+    skip_stage(other_ring, step)
+
+
+# -- epilogue -----------------------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
-def make_stages(desc, NUMBER: gl.constexpr):
-    """Buffers of 64 rows, through which results leave."""
+def make_epilogue_buffers(desc, NUMBER: gl.constexpr):
+    """Buffers of 64 rows, from which TMA stores results."""
     box: gl.constexpr = desc.block_type.shape
     return gl.allocate_shared_memory(desc.dtype, [NUMBER, 1, WARPGROUP_ROWS, box[2]], desc.layout)
 
 
 @gluon.jit
-def await_stored():
-    """Wait until nothing is left in this warpgroup's staging buffers."""
+def wait_for_stores():
+    """Wait until TMA has read all of this warpgroup's epilogue buffers."""
     tma.store_wait(0)
     thread_barrier()
 
 
+class Output(NamedTuple):
+    """A contiguous result `[rows, heads, dim]`: its TMA descriptor, None in fp32, and a pointer to its first element."""
+
+    desc: gl.tensor
+    ptr: gl.tensor
+
+
 @gluon.jit
-def put_rows(acc, stage, PENDING: gl.constexpr, desc, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """Store a warpgroup's 64 rows, as far as they are the tile's, to a contiguous `[rows, HEADS, DIM]`. Through a staging buffer, whose
-    former rows have left it once PENDING later boxes are under way (None: `await_stored` has been called): as a box, or, where another's
-    rows follow, by 16 bytes a thread. In fp32, which has no descriptor, the product's layout stores whole sectors as it is."""
-    if desc is None:
-        _store_rows(acc, ptr, row, head, num_rows, HEADS, DIM)
+def store_epilogue(
+    acc, output, buffer, PENDING: gl.constexpr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr
+):  # fmt: skip
+    """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output `[rows, HEADS, DIM]`.
+
+    64 rows go through shared memory by TMA; fewer, by 16 bytes per thread, as another segment's rows follow. fp32 is stored from registers.
+    PENDING: how many later TMA stores may be under way when the buffer is reused; None: `wait_for_stores` has been called.
+    """
+    if output.desc is None:
+        _store_rows(acc, output.ptr, row, head, num_rows, HEADS, DIM)
     else:
-        whole = num_rows >= WARPGROUP_ROWS
+        full = num_rows >= WARPGROUP_ROWS
         if PENDING is not None:
-            if PENDING > 0 and whole:
+            if PENDING > 0 and full:
                 tma.store_wait(PENDING)
             else:
                 tma.store_wait(0)
             thread_barrier()
-        rows = stage.reshape([WARPGROUP_ROWS, acc.shape[1]])
-        rows.store(acc.to(stage.dtype))
-        if whole:
+        rows = buffer.reshape([WARPGROUP_ROWS, acc.shape[1]])
+        rows.store(acc.to(buffer.dtype))
+        if full:
             fence_async_shared()
             thread_barrier()
-            store_tile(desc, [head, row.to(gl.int32), 0], stage)
+            store_tile(output.desc, [head, row.to(gl.int32), 0], buffer)
         else:
             thread_barrier()
-            _store_rows(rows.load(vector_layout(acc.shape[1])), ptr, row, head, num_rows, HEADS, DIM)
+            _store_rows(rows.load(vector_layout(acc.shape[1])), output.ptr, row, head, num_rows, HEADS, DIM)
 
 
 @gluon.jit
@@ -198,7 +272,42 @@ def _store_rows(x, ptr, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.conste
     gl.store(ptrs, x, mask=mask)
 
 
+# -- warp roles ---------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _consume(index: gl.constexpr, consume: gl.constexpr, args, OPTIONS: gl.constexpr):
+    consume(index, args, OPTIONS)
+
+
+@gluon.jit
+def _produce(produce: gl.constexpr, args, OPTIONS: gl.constexpr):
+    produce(args, OPTIONS)
+
+
+@gluon.jit
+def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIONS: gl.constexpr, REGISTERS: gl.constexpr):
+    """Run consume(index, args, OPTIONS) on each of OPTIONS.consumers warpgroups, 2 or 3, with REGISTERS registers per thread, and
+    produce(args, OPTIONS) on one more warp. Consumer 0 is the warps of the launch, num_warps=4."""
+    if OPTIONS.consumers == 2:
+        gl.warp_specialize([
+            (_consume, (0, consume, args, OPTIONS)),
+            (_consume, (1, consume, args, OPTIONS)),
+            (_produce, (produce, args, OPTIONS)),
+        ], [4, 1], [REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (0, consume, args, OPTIONS)),
+            (_consume, (1, consume, args, OPTIONS)),
+            (_consume, (2, consume, args, OPTIONS)),
+            (_produce, (produce, args, OPTIONS)),
+        ], [4, 4, 1], [REGISTERS, REGISTERS, LOAD_REGISTERS])  # fmt: skip
+
+
+# -- host ---------------------------------------------------------------------------------------------------------------------------
+
+
 @functools.cache
 def box_layout(dtype: torch.dtype, *box: int):
-    """Of a descriptor's box in shared memory."""
+    """Shared-memory layout of a descriptor's box."""
     return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

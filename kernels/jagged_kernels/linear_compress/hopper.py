@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.device import device_properties
 from ..common.gluon_api import load_tile, store_tile, thread_barrier
-from ..common.pipeline import box_layout, make_barriers, product_layout
+from ..common.pipeline import box_layout, make_barriers, mma_layout
 from ..common.ptxas import safe_ptxas
 from .configs import HopperGemmConfig
 from .hopper_gemm import M_TILE, PART_N, Addends, Ring, Role, free_steps, gemm, store_fragments
@@ -242,7 +242,7 @@ def _store_epilogue(acc, out_desc, staging, batch, row, column, NUM_BEFORE: gl.c
             tma.store_wait(BUFFERS - 1)
         thread_barrier()
         buffer = staging.index(NUM_BEFORE % BUFFERS)
-        rounded = gl.convert_layout(acc.to(staging.dtype), product_layout(M_TILE, WIDTH), assert_trivial=True)
+        rounded = gl.convert_layout(acc.to(staging.dtype), mma_layout(M_TILE, WIDTH), assert_trivial=True)
         buffer.reshape([M_TILE, WIDTH]).store(rounded)
         fence_async_shared()
         thread_barrier()

@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.pipeline import product_layout, unknown
+from ..common.pipeline import mma_layout, opaque
 
 M_TILE = gl.constexpr(64)  # rows of a wgmma
 PART_N = gl.constexpr(32)  # columns of a shared result that are added at once: 16 registers
@@ -186,10 +186,10 @@ def gemm(ring, step, addends, role, K: gl.constexpr):
     FREE: gl.constexpr = free_steps(K, BLOCK_K, ROUNDS)
     NUM_ACCS: gl.constexpr = role.WIDE + role.HALF
     upcoming = None
-    wide = gl.zeros([M_TILE, BLOCK_N], gl.float32, product_layout(M_TILE, BLOCK_N))
-    half = gl.zeros([M_TILE, BLOCK_N // 2], gl.float32, product_layout(M_TILE, BLOCK_N // 2))
+    wide = gl.zeros([M_TILE, BLOCK_N], gl.float32, mma_layout(M_TILE, BLOCK_N))
+    half = gl.zeros([M_TILE, BLOCK_N // 2], gl.float32, mma_layout(M_TILE, BLOCK_N // 2))
     accs = Accumulators(wide, half)
-    for i in range(unknown(gl.to_tensor(FREE))):
+    for i in range(opaque(gl.to_tensor(FREE))):
         accs = _issue_step(ring, step, accs, role, False, BLOCK_K)
         accs = _wait(accs, role, NUM_ACCS)
         _consumer_release(ring, step - 1, i > 0)

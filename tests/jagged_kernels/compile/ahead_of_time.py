@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
+from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.common.ptxas import compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -10,7 +11,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..sass import unwritten_registers
 
-MASKS = {"none": None, "hstu": (1, -1, -1, 1, 2, 3, 100, 20), "window": (0, 64, 32, 0, 1, 0, 0, 0)}
+MASKS = {"none": None, "hstu": MaskParams(1, -1, -1, 1, 2, 3, 100, 20), "window": MaskParams(0, 64, 32, 0, 1, 0, 0, 0)}
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 

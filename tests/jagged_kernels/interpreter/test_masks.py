@@ -6,7 +6,7 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from jagged_kernels.attention.mask import column_blocks, first_target_column, num_partial_blocks, partial_block, row_blocks
+from jagged_kernels.attention.mask import column_blocks, first_target_column, masked_block, num_masked_blocks, row_blocks
 from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.schedule.cost import key_tile_work, query_tile_work
 
@@ -26,10 +26,10 @@ def _visit_kernel(
         first = tile * BLOCK_M + kv_len - q_len
         last = tl.minimum(first + BLOCK_M, kv_len) - 1
         blocks = column_blocks(first, last, kv_len, first_target, MASK, BLOCK_N)
-    for number in range(0, num_partial_blocks(blocks)):
-        at = tile * num_blocks + partial_block(number, blocks)
+    for number in range(0, num_masked_blocks(blocks)):
+        at = tile * num_blocks + masked_block(number, blocks)
         tl.store(visits_ptr + at, tl.load(visits_ptr + at) + 1)
-    for block in range(blocks[7], blocks[7] + blocks[8]):
+    for block in range(blocks.full_first, blocks.full_first + blocks.full_count):
         at = tile * num_blocks + block
         tl.store(visits_ptr + at, tl.load(visits_ptr + at) + 1)
         tl.store(full_ptr + at, 1)
