@@ -77,7 +77,8 @@ SECTIONS = (attention,)
 
 def document() -> str:
     """The whole page."""
-    title = "# Which kernels run\n\nPrinted by `python -m jagged_kernels.kernels_used`. A test compares it with the code; do not edit it.\n"
+    source = "Printed by `python -m jagged_kernels.kernels_used`; a test holds it to the code. Do not edit it by hand."
+    title = f"# Which kernels run\n\n{source}\n"
     return "\n".join([title, *(section() for section in SECTIONS)])
 
 

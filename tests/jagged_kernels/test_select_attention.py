@@ -191,6 +191,11 @@ def test_hopper_splits_query_rows_by_its_own_tile():
     assert [select(problem(capability=capability, **shared)).query_chunks for capability in (A100, H100)] == [33, 66]
 
 
+@pytest.mark.parametrize("capability, tma", [(None, False), ((8, 0), False), ((8, 9), False), ((9, 0), True), ((12, 0), True)], ids=str)
+def test_portable_kernels_use_the_tensor_memory_accelerator_where_there_is_one(capability, tma):
+    assert select(problem(dtype=torch.float32, capability=capability)).tma == tma
+
+
 def test_ds_is_stored_where_that_is_faster():
     faster = module.storing_ds_is_faster
     assert faster(2**14, 128, 128) and faster(2**14, 128, 72)

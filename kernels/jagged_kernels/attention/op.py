@@ -78,7 +78,7 @@ def triton_attention(
 
         hopper.forward(operands, segments, params, selection.fwd)
     else:
-        _triton_forward(operands, segments, params, selection.fwd)
+        _triton_forward(operands, segments, params, selection)
     return operands.out, operands.lse
 
 
@@ -186,14 +186,15 @@ def _query_chunks(q: Tensor, k: Tensor, chunks: int) -> Segments:
 # -- launchers of the portable kernels ----------------------------------------------------------------------------------------------
 
 
-def _triton_forward(operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig) -> None:
+def _triton_forward(operands: Operands, segments: Segments, params: AttentionParams, selection: Selection) -> None:
     q, k, v, out, lse = operands
+    config = selection.fwd
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
     if grid := _grid(config, tiles):
         align, strides = _row_and_head_strides(q, k, v, out)
         factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         attention_fwd_kernel[grid](
-            q, k, v, out, lse, *_descriptors(align, (k, config.block), (v, config.block)),
+            q, k, v, out, lse, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets,
             params.segment_scale, params.scale, *factors, params.output_scale, *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
@@ -214,7 +215,7 @@ def _triton_backward(
         out = do if out is None else out
         align, strides = _row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
-            q, k, v, out, do, dq, lse, delta, *_descriptors(align, (k, config.block), (v, config.block)),
+            q, k, v, out, do, dq, lse, delta, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             queries.q_offsets, queries.kv_offsets, queries.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
             *scales, *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
@@ -225,7 +226,7 @@ def _triton_backward(
     if grid := _grid(config, tiles):
         align, strides = _row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
-            q, k, v, do, dk, dv, lse, delta, *_descriptors(align, (q, config.block), (k, config.tile), (do, config.block)),
+            q, k, v, do, dk, dv, lse, delta, *_descriptors(selection.tma, align, (q, config.block), (k, config.tile), (do, config.block)),
             keys.q_offsets, keys.kv_offsets, keys.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
             *scales, *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.block, BLOCK_N=config.tile, Q_SHARED=params.q_shared,
@@ -276,15 +277,16 @@ def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
     return aligned_strides(*((x, dim) for x in tensors for dim in (0, 1)))
 
 
-def _descriptors(align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
-    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if the GPU has TMA and rows start at 16-byte boundaries.
+def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
+    """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if rows start at 16-byte boundaries; None without TMA.
 
     A tensor without rows gets a descriptor of one row that is never read: without descriptors another kernel would be compiled.
     """
-    device = blocks[0][0].device
+    if not tma:
+        return [None] * len(blocks)
     tensors = [x if x.shape[0] else x.new_empty_strided((1, *x.shape[1:]), x.stride()) for x, _ in blocks]
     aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x in tensors)
-    if device.type != "cuda" or device_properties(device)[0] < (9, 0) or not aligned:
+    if not aligned:
         return [None] * len(blocks)
     return [TensorDescriptor(x, *descriptor_sizes(x), [1, rows, padded_dim(x.shape[2])]) for x, (_, rows) in zip(tensors, blocks)]
 

@@ -67,6 +67,7 @@ class Selection:
         backend: "triton", the portable kernels, or "hopper".
         fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of dkdv.
         dq_from_ds: that of the kernel that reads dS, where the backward may store it; Hopper's alone.
+        tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
         query_chunks: with kv_shared, into how many chunks dkdv splits the query rows, each against all keys.
     """
 
@@ -75,6 +76,7 @@ class Selection:
     dq: LaunchConfig | HopperConfig
     dkdv: LaunchConfig | HopperConfig
     dq_from_ds: HopperConfig | None = None
+    tma: bool = False
     query_chunks: int = 1
 
     @property
@@ -102,7 +104,7 @@ def select(problem: AttentionProblem) -> Selection:
     q_rows = p.q_rows * p.q_segments if p.q_shared and p.q_rows is not None else p.q_rows
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
     long = (not p.masked and length is not None and length >= LONG for length in (kv_seqlen, queries_of_keys))
-    selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability or HOPPER, tile, *long)
+    selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, *long)
     return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
 
@@ -203,8 +205,9 @@ def _hopper_selection(dim: int, activation: str, masked: bool, long: bool) -> Se
 
 @_cached
 def _triton_selection(
-    dim: int, itemsize: int, capability: tuple[int, int], tile: AttentionTile, long_keys: bool, long_queries: bool
+    dim: int, itemsize: int, capability: tuple[int, int] | None, tile: AttentionTile, long_keys: bool, long_queries: bool
 ) -> Selection:  # fmt: skip
-    keys, queries = (attention_config(dim, itemsize, capability, tile.query, long) for long in (long_keys, long_queries))
+    keys, queries = (attention_config(dim, itemsize, capability or HOPPER, tile.query, long) for long in (long_keys, long_queries))
     fwd, dq = (config if config.tile else dataclasses.replace(config, tile=tile.query) for config in (keys.fwd, keys.dq))
-    return Selection("triton", fwd, dq, dataclasses.replace(queries.dkdv, tile=tile.key))
+    tma = capability is not None and capability >= (9, 0)
+    return Selection("triton", fwd, dq, dataclasses.replace(queries.dkdv, tile=tile.key), tma=tma)
