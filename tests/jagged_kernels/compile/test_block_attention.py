@@ -90,5 +90,8 @@ def test_hopper_block_attention_kernels_compile(name, rotate, relative):
     for dtype, dim, width, block_size, precise in cases[:: 1 if rotate else 2]:
         compiled = compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, relative, precise)
         assert compiled.metadata.shared <= 227 * 1024 // (2 if block_size <= 64 else 1)
+        rows = max(block_size, 64)
+        tile, square = 2 * rows * width, 2 * rows * rows  # the sum at the head of hopper.py, without its barriers
+        assert 0 < compiled.metadata.shared - (4 * tile if name == "fwd" else 5 * tile + 2 * square) < 1024
         for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "cp.async.bulk.tensor.3d.global"):
             assert instruction in compiled.asm["ptx"]
