@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from jagged_kernels.attention.params import AttentionParams
 from jagged_kernels.attention.select import AttentionProblem
-from jagged_kernels.common.device import rows_in_place
+from jagged_kernels.common.device import contiguous_last_dim
 from jagged_kernels.schedule.host import TileList, num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
@@ -182,7 +182,7 @@ def _triton_attention(
     from jagged_kernels.attention.op import triton_attention
 
     device = q.device
-    q, k, v = rows_in_place(q), rows_in_place(k), rows_in_place(v)
+    q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
     if params.scale <= 0 and params.activation == "softmax":  # the kernels take the row maximum before scaling
         q, params = q * params.scale, params._replace(scale=1.0)
     q_offsets, kv_offsets = q_offsets.to(device, non_blocking=True), kv_offsets.to(device, non_blocking=True)

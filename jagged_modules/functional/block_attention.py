@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jagged_kernels.common.device import rows_in_place
+from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
 from ..autocast import autocast
@@ -66,7 +66,7 @@ def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Ro
     if _block_attention_by_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
-        q, k, v = (rows_in_place(x) for x in (q, k, v))
+        q, k, v = (contiguous_last_dim(x) for x in (q, k, v))
         options = block_size, scale, implementation, is_batch_invariant()
         return triton_block_attention(q, k, v, offsets, *kernel_arguments(rotary, q.device), *options)
 
@@ -102,7 +102,7 @@ def block_diagonal_attention_packed(
     from jagged_kernels.block_attention.op import triton_block_attention_packed
 
     options = block_size, scale, implementation, is_batch_invariant()
-    return triton_block_attention_packed(rows_in_place(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options)
+    return triton_block_attention_packed(contiguous_last_dim(qkv), offsets, *kernel_arguments(rotary, qkv.device), *options)
 
 
 def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from jagged_kernels.common.device import rows_in_place
+from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 from torch.nn import functional as nnf
 
@@ -78,7 +78,7 @@ def jagged_linear(
     if implementation != "reference" and runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
+        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
     dtype = x.dtype
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # so that the sum with the bias is rounded once
     if implementation == "reference":
@@ -98,7 +98,7 @@ def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
         offsets, bias = torch.arange(2, device=x.device) * x.shape[0], None if bias is None else bias[None]
-        return triton_jagged_dense_bmm(rows_in_place(x), offsets, weight.mT[None], bias, activation, None, True)
+        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight.mT[None], bias, activation, None, True)
     dtype = x.dtype
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
     out = products_cpu(weight, x[:, :, None]).squeeze(2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jagged_kernels.common.device import rows_in_place
+from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
 from ..containers.offsets import matrix_offsets
@@ -43,7 +43,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 
-        return triton_jagged_dense_bmm(rows_in_place(x), offsets, y, None, None, max_seqlen, batch_invariant)
+        return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, y, None, None, max_seqlen, batch_invariant)
     return jagged_dense_bmm_cpu(x, y, offsets, batch_invariant)
 
 
@@ -68,7 +68,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_jagged_bmm
 
-        return triton_jagged_jagged_bmm(rows_in_place(x), rows_in_place(y), offsets, max_seqlen, batch_invariant)
+        return triton_jagged_jagged_bmm(contiguous_last_dim(x), contiguous_last_dim(y), offsets, max_seqlen, batch_invariant)
     segments, width = offsets.shape[0] - 1, x.shape[1]
     out = product_cpu(x.flatten(), y, offsets, *matrix_offsets(offsets, width), segments * width, True, batch_invariant)
     return out.unflatten(0, (segments, width))
@@ -100,8 +100,8 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
         from jagged_kernels.matmul.op import triton_jagged_gram, triton_jagged_outer
 
         if itself and plan.y_offsets is plan.x_offsets:
-            return triton_jagged_gram(rows_in_place(x), offsets[0], offsets[2], plan.total)
-        return triton_jagged_outer(rows_in_place(x), rows_in_place(y), *offsets, plan.total)
+            return triton_jagged_gram(contiguous_last_dim(x), offsets[0], offsets[2], plan.total)
+        return triton_jagged_outer(contiguous_last_dim(x), contiguous_last_dim(y), *offsets, plan.total)
     return outer_cpu(x, y, *offsets, plan.total, batch_invariant)
 
 
@@ -129,7 +129,7 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
     if runs_kernels(implementation, p):
         from jagged_kernels.matmul.op import triton_array_jagged_bmm
 
-        return triton_array_jagged_bmm(p.contiguous(), rows_in_place(y), *offsets, out_rows, transposed)
+        return triton_array_jagged_bmm(p.contiguous(), contiguous_last_dim(y), *offsets, out_rows, transposed)
     return product_cpu(p, y, *offsets, out_rows, transposed, batch_invariant)
 
 

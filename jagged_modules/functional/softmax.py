@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jagged_kernels.common.device import rows_in_place
+from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
 from ..containers.offsets import matrix_offsets
@@ -33,7 +33,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
     if runs_kernels(implementation, x):
         from jagged_kernels.softmax.op import triton_jagged_softmax
 
-        return triton_jagged_softmax(rows_in_place(x), offsets, max_seqlen, batch_invariant)
+        return triton_jagged_softmax(contiguous_last_dim(x), offsets, max_seqlen, batch_invariant)
     return softmax_cpu(x.flatten(), offsets, *matrix_offsets(offsets, x.shape[1]), True, batch_invariant).view(x.shape)
 
 

@@ -17,7 +17,7 @@ def test_parts_of_long_segments():
 
 
 def test_means_are_not_known():
-    assert launch.mean_rows(30, torch.empty(4)) == 10 and launch.mean_rows(30, torch.empty(4), True) is None
+    assert launch.mean_seqlen(30, torch.empty(4)) == 10 and launch.mean_seqlen(30, torch.empty(4), True) is None
 
 
 def test_a_single_row_is_aligned_as_many_are():

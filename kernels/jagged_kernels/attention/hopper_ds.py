@@ -139,7 +139,7 @@ def plan_workspace(
     long for it.
     """
     num_segments = q_offsets.shape[0] - 1
-    queries, keys = launch.mean_rows(q.shape[0], q_offsets) / 64, launch.mean_rows(k.shape[0], kv_offsets) / 64
+    queries, keys = launch.mean_seqlen(q.shape[0], q_offsets) / 64, launch.mean_seqlen(k.shape[0], kv_offsets) / 64
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
     most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if workspace is None else workspace
     room = most // BLOCK_BYTES

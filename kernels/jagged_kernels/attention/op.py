@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
-from ..common.device import aligned_strides, descriptor_sizes, device_properties, has_descriptor, precision, rows_in_place
+from ..common.device import aligned_strides, contiguous_last_dim, descriptor_sizes, device_properties, has_descriptor, precision
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
@@ -104,7 +104,7 @@ def triton_attention_backward(
     params = _params(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
-    operands, do = Operands(q, k, v, out, lse), rows_in_place(do)
+    operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
     selection = select(_problem(operands, queries, key_block, params, kv_shared, implementation))
     chunks = selection.query_chunks
     if kv_shared:

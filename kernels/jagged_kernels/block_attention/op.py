@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelChoice
-from ..common.device import aligned_strides, device_properties, has_descriptor, precision, rows_in_place
+from ..common.device import aligned_strides, contiguous_last_dim, device_properties, has_descriptor, precision
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams
@@ -128,7 +128,7 @@ def _backward(do: Tensor, q: Tensor, k: Tensor, v: Tensor, dq: Tensor, dk: Tenso
     """Write dq, dk and dv."""
     if q.shape[0] == 0:
         return
-    do = rows_in_place(do)
+    do = contiguous_last_dim(do)
     choice = _select("bwd", q, k, v, params)
     if choice.backend == "hopper":
         from . import hopper

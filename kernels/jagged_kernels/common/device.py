@@ -72,7 +72,7 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     return align, [stride // align for stride in strides]
 
 
-def rows_in_place(x: Tensor) -> Tensor:
+def contiguous_last_dim(x: Tensor) -> Tensor:
     """Copies unless the last dimension is contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
@@ -96,7 +96,7 @@ def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch
     return shift
 
 
-def mean_rows(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> float | None:
+def mean_seqlen(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -> float | None:
     """Mean segment length, computed from shapes: no sync. None under batch_invariant, where no choice may depend on it."""
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 

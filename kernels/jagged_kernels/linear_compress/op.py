@@ -19,7 +19,7 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.configs import GemmConfig, KernelChoice
-from ..common.device import aligned_strides, cdiv, device_properties, has_descriptor, precision, rows_in_place
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, has_descriptor, precision
 from ..common.ops import below_autograd, differentiate, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
 from .triton_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
@@ -98,7 +98,7 @@ def _gemm(
     weight: Tensor, embedding: Tensor, addends: Sequence[Tensor], indices: Sequence[Tensor], dtype: torch.dtype, config: GemmConfig
 ) -> Tensor:
     """weight `[M, K]`, with aligned rows, @ embedding[b] `[K, N]` + Σ addends[index[b]], `[B, M, N]`, by Triton."""
-    weight, embedding = weight.unsqueeze(0), rows_in_place(embedding)
+    weight, embedding = weight.unsqueeze(0), contiguous_last_dim(embedding)
     (batch, k, n), m = embedding.shape, weight.shape[1]
     out = embedding.new_empty((batch, m, n), dtype=dtype)
     tiles = batch * cdiv(m, config.block_m) * cdiv(n, config.block_n)
@@ -190,7 +190,7 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) 
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) -> Tensor:
     """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, as a sum of fp32 parts, enough of them to fill the GPU, in a fixed order."""
-    embedding = rows_in_place(embedding)
+    embedding = contiguous_last_dim(embedding)
     (batch, m, n), k = gradient.shape, embedding.shape[1]
     tiles, steps = cdiv(m, config.block_m) * cdiv(k, config.block_n), batch * cdiv(n, config.block_k)
     if tiles * steps == 0:

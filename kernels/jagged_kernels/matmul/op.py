@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import GemmConfig
-from ..common.device import aligned_strides, cdiv, chunk_shift, device_properties, precision, rows_in_place
+from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim, device_properties, precision
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import jagged_matmul_config
 from .triton_kernels import (
@@ -73,9 +73,9 @@ def triton_jagged_dense_bmm_dact(grad: Tensor, x: Tensor, offsets: Tensor, y: Te
 
 
 def _dense(x: Tensor, offsets: Tensor, y: Tensor, bias: Tensor | None, activation: str | None, grad: Tensor | None) -> Tensor:
-    x, (segments, depth, columns) = rows_in_place(x), y.shape
-    bias = None if bias is None else rows_in_place(bias)
-    grad = None if grad is None else rows_in_place(grad)
+    x, (segments, depth, columns) = contiguous_last_dim(x), y.shape
+    bias = None if bias is None else contiguous_last_dim(bias)
+    grad = None if grad is None else contiguous_last_dim(grad)
     transposed = y.stride(2) != 1 and y.stride(1) == 1
     y = y if transposed or y.stride(2) == 1 else y.contiguous()
     out = x.new_empty((x.shape[0], columns))
@@ -127,7 +127,7 @@ def triton_jagged_sum(x: Tensor, offsets: Tensor, max_seqlen: int | None = None,
 
 def _jagged_jagged(x: Tensor | None, y: Tensor, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool) -> Tensor:
     """x[b]ᵀ @ y[b], `[B, D, T]`; x None: a column of ones."""
-    x, y, segments = None if x is None else rows_in_place(x), rows_in_place(y), offsets.shape[0] - 1
+    x, y, segments = None if x is None else contiguous_last_dim(x), contiguous_last_dim(y), offsets.shape[0] - 1
     (length, columns), depth = y.shape, 1 if x is None else x.shape[1]
     out = y.new_empty((segments, depth, columns))
     if out.numel() == 0:
@@ -168,7 +168,7 @@ def triton_jagged_outer(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tens
     Returns:
         `[total]`.
     """
-    return _outer(rows_in_place(x), rows_in_place(y), x_offsets, y_offsets, p_offsets, total)
+    return _outer(contiguous_last_dim(x), contiguous_last_dim(y), x_offsets, y_offsets, p_offsets, total)
 
 
 def _gram_fake(x, offsets, p_offsets, total):
@@ -178,7 +178,7 @@ def _gram_fake(x, offsets, p_offsets, total):
 @operator("jagged_gram", fake=_gram_fake)
 def triton_jagged_gram(x: Tensor, offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
     """p[b] = x[b] @ x[b]ᵀ. Reads about half as much as `triton_jagged_outer` of x with itself; same arguments."""
-    return _outer(rows_in_place(x), None, offsets, offsets, p_offsets, total)
+    return _outer(contiguous_last_dim(x), None, offsets, offsets, p_offsets, total)
 
 
 def _outer(x: Tensor, y: Tensor | None, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int) -> Tensor:
@@ -222,7 +222,7 @@ def triton_array_jagged_bmm(
     Returns:
         `[rows, D]`.
     """
-    p, y = p.contiguous(), rows_in_place(y)
+    p, y = p.contiguous(), contiguous_last_dim(y)
     columns, segments = y.shape[1], x_offsets.shape[0] - 1
     out = y.new_empty((rows, columns))
     if out.numel() == 0:

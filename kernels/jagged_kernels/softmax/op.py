@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..common.device import aligned_strides, cdiv, chunk_shift, rows_in_place
+from ..common.device import aligned_strides, cdiv, chunk_shift, contiguous_last_dim
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import SoftmaxConfig, jagged2_softmax_config, jagged_softmax_config
 from .triton_kernels import jagged2_softmax_kernel, jagged_softmax_kernel
@@ -46,7 +46,7 @@ def triton_jagged_softmax_backward(
 
 def _jagged_softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool) -> Tensor:
     """Forward of x, or with grad the backward, x being the forward's result."""
-    x, grad = rows_in_place(x), None if grad is None else rows_in_place(grad)
+    x, grad = contiguous_last_dim(x), None if grad is None else contiguous_last_dim(grad)
     (rows, columns), segments = x.shape, offsets.shape[0] - 1
     out = x.new_empty((rows, columns))
     if out.numel() == 0:
