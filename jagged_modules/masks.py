@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -82,7 +83,7 @@ class AttentionMask:
         return [int(self.causal), left, right, int(has_targets), *fields]
 
     @classmethod
-    def from_spec(cls, spec: list[int], num_targets: Tensor | None) -> AttentionMask:
+    def from_spec(cls, spec: Sequence[int], num_targets: Tensor | None) -> AttentionMask:
         """The mask of `spec`."""
         causal, left, right, _, *sizes = spec
         window = None if left < 0 else left, None if right < 0 else right

@@ -74,8 +74,13 @@ def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segm
     """The segmentation of this tensor object, a new one if the tensor was written to since the last call."""
     if not _is_tracked(offsets):
         return Segmentation(host_lengths)
-    state, segmentation = _segmentations.get(offsets, (None, None))
-    if state is None or not (torch.equal(state, offsets) if isinstance(state, Tensor) else state == offsets._version):
+    kept = _segmentations.get(offsets)
+    segmentation = None
+    if kept is not None:
+        state, segmentation = kept
+        if not (torch.equal(state, offsets) if isinstance(state, Tensor) else state == offsets._version):
+            segmentation = None
+    if segmentation is None:
         segmentation = Segmentation(host_lengths)
         remember(offsets, segmentation)
     if segmentation.host_lengths is None:

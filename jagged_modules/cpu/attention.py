@@ -65,7 +65,7 @@ def attention_cpu_backward(
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
     for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
         operands = _take(grad, group.rows), *group.operands(queries, keys, values)
-        if activation == "softmax":
+        if activation == "softmax" and lse is not None:
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
             grads = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
         else:

@@ -117,13 +117,14 @@ def block_attention(
     scale: float | None = None,
     rotary: Rotary | None = None,
     precise: bool | None = False,
+    composed: bool = False,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Bound]:
     """Bounds of `functional.block_diagonal_attention` and its gradients: "out", "dq", "dk", "dv".
 
     A program may round rotated operands to their dtype, as it may P and dS. Gradients of rotated operands are rotated back before their one
     rounding. precise: bfloat16 q, k and dS are rounded to float16 in units of their largest element, as the Hopper kernels do on request;
-    None: it is not known whether they are.
+    None: it is not known whether they are. composed: rotary is a step of its own, before which the gradients are rounded too.
     """
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
@@ -152,7 +153,8 @@ def block_attention(
         for total, result in zip(totals, of_group):
             total.add(group.rows, result, heads)
     results = [x.bound for x in totals]
-    gradients = [_rotated(x, cos, -sin) if t else x for x, t in zip(results[1:], turned)]
+    rounded = [x.rounded(q.dtype) if composed else x for x in results[1:]]
+    gradients = [_rotated(x, cos, -sin) if t else y for x, y, t in zip(rounded, results[1:], turned)]
     lines = 1 if all_alike else None
     return {name: x.rounded(q.dtype)._replace(lines=lines) for name, x in zip(("out", "dq", "dk", "dv"), (results[0], *gradients))}
 

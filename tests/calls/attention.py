@@ -179,6 +179,17 @@ def _keeps_units(o: dict) -> bool | None:
     return o["precise"] and {"hopper": True, "auto": None}.get(o["implementation"], False)
 
 
+def _is_composed(case: Case) -> bool:
+    """Whether blocks too large for a kernel of their own are rotated first and then given to jagged attention."""
+    o, dtype = case.options, getattr(torch, case.dtype)
+    if case.device != "cuda" or o["implementation"] == "reference":
+        return False
+    from jagged_kernels.block_attention.select import has_kernels
+
+    group = o["heads"][0] // o["heads"][1]
+    return not has_kernels(o["head_dim"], dtype.itemsize, torch.cuda.get_device_capability(), o["block_size"], group, o["implementation"])
+
+
 def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
     tensors = _attention_tensors(make, o | dict(v_dim=None), sum(lengths), sum(lengths))
@@ -189,7 +200,8 @@ def block_diagonal_attention(make: Maker, o: dict, lengths: list[list[int]]) -> 
         return dict(out=F.block_diagonal_attention(q, k, v, offsets, implementation=o["implementation"], **options))
 
     def model(inputs, gradients):
-        return accuracy.block_attention(*inputs.values(), gradients["out"], offsets, precise=_keeps_units(o), **options)
+        arithmetic = dict(precise=_keeps_units(o), composed=_is_composed(make.case))
+        return accuracy.block_attention(*inputs.values(), gradients["out"], offsets, **arithmetic, **options)
 
     return Call(tensors, function, model, dict.fromkeys(("q", "k", "v", "out"), make.segments(lengths)))
 
@@ -203,7 +215,8 @@ def block_diagonal_attention_packed(make: Maker, o: dict, lengths: list[list[int
         return dict(out=F.block_diagonal_attention_packed(qkv, offsets, implementation=o["implementation"], **options))
 
     def model(inputs, gradients):
-        bounds = accuracy.block_attention(*inputs["qkv"].unbind(1), gradients["out"], offsets, precise=_keeps_units(o), **options)
+        arithmetic = dict(precise=_keeps_units(o), composed=_is_composed(make.case))
+        bounds = accuracy.block_attention(*inputs["qkv"].unbind(1), gradients["out"], offsets, **arithmetic, **options)
         return dict(out=bounds["out"], dqkv=stacked([bounds[name] for name in ("dq", "dk", "dv")], 1))
 
     return Call(tensors, function, model, dict.fromkeys(("qkv", "out"), make.segments(lengths)))

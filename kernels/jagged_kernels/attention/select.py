@@ -209,5 +209,5 @@ def _triton_selection(
 ) -> Selection:  # fmt: skip
     keys, queries = (attention_config(dim, itemsize, capability or HOPPER, tile.query, long) for long in (long_keys, long_queries))
     fwd, dq = (config if config.tile else dataclasses.replace(config, tile=tile.query) for config in (keys.fwd, keys.dq))
-    tma = capability is not None and capability >= (9, 0)
+    tma = capability is not None and capability[0] >= 9  # torch 2.11 does not trace comparisons of tuples
     return Selection("triton", fwd, dq, dataclasses.replace(queries.dkdv, tile=tile.key), tma=tma)
