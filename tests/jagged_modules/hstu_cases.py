@@ -117,6 +117,6 @@ def double_stack(config):
     return jm.HSTUStack(WIDTH, HEADS, LAYERS, config).double()
 
 
-@pytest.fixture
-def values():
+def history_values():
+    """[sum(LENGTHS), WIDTH], fp64: the rows of `LENGTHS`."""
     return torch.randn(sum(LENGTHS), WIDTH, dtype=torch.float64)

@@ -25,6 +25,7 @@ from .hstu_cases import (
     converted,
     double_stack,
     every_config,
+    history_values,
 )
 
 
@@ -49,8 +50,9 @@ def test_equals_the_padded_network(config, dtype, offsets_of):
 
 
 @every_config
-def test_swapped_targets_swap_their_results(config, values, offsets_of):
+def test_swapped_targets_swap_their_results(config, offsets_of):
     """With groups: whole groups of them. No other row notices."""
+    values = history_values()
     stack, group, offsets = double_stack(config), config.target_group_size, offsets_of(LENGTHS)
     order, end = torch.arange(len(values)), int(offsets[9])  # user 8 has 7 targets
     order[end - 7 : end - 7 + group], order[end - 7 + group : end - 7 + 2 * group] = (
@@ -63,7 +65,8 @@ def test_swapped_targets_swap_their_results(config, values, offsets_of):
 
 
 @every_config
-def test_batch_mates_do_not_matter(config, values, offsets_of):
+def test_batch_mates_do_not_matter(config, offsets_of):
+    values = history_values()
     stack = double_stack(config)
     together, _ = stack((values, offsets_of(LENGTHS)), torch.tensor(TARGETS))
     for rows, expected, t in zip(values.split(LENGTHS), together.split(LENGTHS), TARGETS):
@@ -71,7 +74,8 @@ def test_batch_mates_do_not_matter(config, values, offsets_of):
         torch.testing.assert_close(alone, expected)
 
 
-def test_the_scaling_length_of_the_container(values, offsets_of):
+def test_the_scaling_length_of_the_container(offsets_of):
+    values = history_values()
     stack, fixed = double_stack(config_of(scaling_seqlen=None)), double_stack(config_of(scaling_seqlen=30))
     fixed.load_state_dict(stack.state_dict())
     x = jm.Jagged(values, offsets_of(LENGTHS), max_seqlen=30)
@@ -80,7 +84,8 @@ def test_the_scaling_length_of_the_container(values, offsets_of):
     assert stack(empty).values.shape == (0, WIDTH)
 
 
-def test_q_k_and_v_are_views_of_one_projection(values, offsets_of, monkeypatch):
+def test_q_k_and_v_are_views_of_one_projection(offsets_of, monkeypatch):
+    values = history_values()
     seen = []
 
     def attention(q, k, v, *args, **kwargs):
@@ -99,8 +104,9 @@ def test_q_k_and_v_are_views_of_one_projection(values, offsets_of, monkeypatch):
 
 @every_config
 @pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
-def test_cached_histories(config, offsets_dtype, values, offsets_of):
+def test_cached_histories(config, offsets_dtype, offsets_of):
     """Empty histories, users without targets, histories shorter and longer than context and max_attn_len."""
+    values = history_values()
     stack = double_stack(config)
     is_target = torch.cat([torch.arange(h + t) >= h for h, t in zip(HISTORY, TARGETS)])
     out, _ = stack((values, offsets_of(LENGTHS, offsets_dtype)), torch.tensor(TARGETS))
@@ -110,8 +116,9 @@ def test_cached_histories(config, offsets_dtype, values, offsets_of):
     assert offsets is targets
 
 
-def test_caching_and_scoring_call_the_stack_and_its_layers(values, offsets_of):
+def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
     """So forward hooks see both, as they see a plain forward."""
+    values = history_values()
     stack, history, targets = double_stack(CONFIGS["all"]), (values, offsets_of(LENGTHS)), (values[:10], offsets_of([1] * 10))
     seen = []
     for module, name in ((stack, "stack"), *((layer, i) for i, layer in enumerate(stack.layers))):
@@ -126,7 +133,8 @@ def test_caching_and_scoring_call_the_stack_and_its_layers(values, offsets_of):
     assert seen == 3 * order
 
 
-def test_the_last_layer_of_a_cache_projects_alone(values, offsets_of, monkeypatch):
+def test_the_last_layer_of_a_cache_projects_alone(offsets_of, monkeypatch):
+    values = history_values()
     attended, attend = [], hstu.HSTULayer._attend
     monkeypatch.setattr(hstu.HSTULayer, "_attend", lambda layer, *args: attended.append(layer) or attend(layer, *args))
     stack = double_stack(CONFIGS["plain"])
@@ -134,7 +142,8 @@ def test_the_last_layer_of_a_cache_projects_alone(values, offsets_of, monkeypatc
     assert attended == [*stack.layers[:-1]]
 
 
-def test_a_cache_serves_many_times(values, offsets_of):
+def test_a_cache_serves_many_times(offsets_of):
+    values = history_values()
     stack = double_stack(CONFIGS["plain"])
     cache = stack.cache((values, offsets_of(LENGTHS)))
     targets = torch.randn(20, WIDTH, dtype=torch.float64)
@@ -153,7 +162,8 @@ def test_a_cache_holds_what_targets_see(context, rows, offsets_of):
     assert [layer.values.shape for layer in cache.layers] == [(rows, HEADS, 3 + 5)] * 2
 
 
-def test_the_cache_of_a_jagged_keeps_its_scaling_length(values, offsets_of):
+def test_the_cache_of_a_jagged_keeps_its_scaling_length(offsets_of):
+    values = history_values()
     stack, lengths = double_stack(config_of(scaling_seqlen=None)), offsets_of(LENGTHS)
     cache = stack.cache(jm.Jagged(values, lengths, max_seqlen=30))
     assert [layer.max_seqlen for layer in cache.layers] == [30] * LAYERS
