@@ -24,15 +24,15 @@ from .buckets import Rows, compute_dtype
 @host_operator("jagged_modules::attention_cpu")
 def attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
-    activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
-    batch_invariant: bool = False,
+    activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
+    num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
     From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments are computed one by one, and without a mask
     query rows too. Low precision is computed in fp32 and rounded once.
     """
-    params = AttentionParams(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
+    params = AttentionParams(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
     queries, keys, values, results = _computable(activation, q, k, v, out)
     for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
@@ -55,11 +55,11 @@ def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
 def attention_cpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
-    activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
-    batch_invariant: bool = False,
+    activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
+    num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
-    params = AttentionParams(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
+    params = AttentionParams(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
     grad = _scaled(grad, q_offsets, params)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))

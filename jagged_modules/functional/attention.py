@@ -6,7 +6,7 @@ import torch
 from jagged_kernels.attention.params import AttentionParams
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import contiguous_last_dim
-from jagged_kernels.schedule.host import TileList, num_query_groups
+from jagged_kernels.schedule.host import num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -141,10 +141,10 @@ def jagged_attention(
             q_shared=q_shared,
             activation=activation,
             mask=None if mask is None else mask.spec,
-            num_targets=None if mask is None else mask.num_targets,
-            segment_scale=output_scale if by_segment else None,
             output_scale=1.0 if by_segment else float(output_scale),
             batch_invariant=batch_invariant,
+            num_targets=None if mask is None else mask.num_targets,
+            segment_scale=output_scale if by_segment else None,
         )
         if implementation == "auto" and q.device.type != "cuda":
             out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, *params)
@@ -208,9 +208,11 @@ def _triton_attention(
     else:
         schedule = schedule.to(device, non_blocking=True)
         _check_schedule(schedule, q_offsets)
-    key_tiles = TileList(None, None, None) if schedule.backward is None else schedule.backward.tile_list
+    tiles, num_tiles, block_m = schedule.tile_list
+    key_tiles, num_key_tiles, key_block = (None, None, None) if schedule.backward is None else schedule.backward.tile_list
     out, _ = triton_attention(
-        q, k, v, q_offsets, kv_offsets, *schedule.tile_list, *key_tiles, kv_shared, implementation, backward_workspace.current(), *params
+        q, k, v, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles,
+        block_m, key_block, kv_shared, implementation, backward_workspace.current(), *params,
     )  # fmt: skip
     return out
 

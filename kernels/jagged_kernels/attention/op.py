@@ -25,7 +25,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
-from ..common.device import aligned_strides, contiguous_last_dim, descriptor_sizes, device_properties, has_descriptor, precision
+from ..common.device import contiguous_last_dim, descriptor_sizes, device_properties, has_descriptor, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
@@ -37,7 +37,7 @@ from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, 
 
 
 def _attention_fake(
-    q, k, v, q_offsets, kv_offsets, tiles, num_tiles, block_m, key_tiles, num_key_tiles, key_block, kv_shared, implementation, workspace,
+    q, k, v, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles, block_m, key_block, kv_shared, implementation, workspace,
     scale, q_shared, activation, *params,
 ):  # fmt: skip
     return _empty_outputs(q, v, q_offsets, q_shared, activation)
@@ -46,11 +46,10 @@ def _attention_fake(
 @operator("attention", fake=_attention_fake)
 def triton_attention(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
-    tiles: Tensor, num_tiles: Tensor, block_m: int,
-    key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int | None,
-    kv_shared: bool, implementation: str, workspace: int | None,
-    scale: float, q_shared: bool, activation: str, mask: list[int] | None, num_targets: Tensor | None,
-    segment_scale: Tensor | None, output_scale: float, batch_invariant: bool,
+    tiles: Tensor, num_tiles: Tensor, key_tiles: Tensor | None, num_key_tiles: Tensor | None,
+    block_m: int, key_block: int | None, kv_shared: bool, implementation: str, workspace: int | None,
+    scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
+    num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel.
 
@@ -60,8 +59,8 @@ def triton_attention(
             `kv_shared` they describe one segment of all rows. Without either or a mask, q_offsets may be several query groups,
             `[n · B + 1]`: the segments b, B + b, ... read the keys of segment b, and have one segment_scale.
         tiles, num_tiles, block_m: schedule of query tiles.
-        key_tiles, num_key_tiles, key_block: schedule of key tiles, None: made by the backward. The backward alone reads these, kv_shared
-            and workspace: autograd takes its inputs from the forward's.
+        key_tiles, num_key_tiles, key_block: schedule of key tiles, None: made by the backward. Only the backward reads these, kv_shared
+            and workspace. They are inputs of the forward because autograd takes the backward's inputs from there.
         implementation: "triton", "hopper", or "auto", which chooses.
         workspace: limit of the memory, in bytes, that the backward allocates to be faster; None: no limit.
         scale, ...: the fields of `AttentionParams`. batch_invariant: the schedule's tile size is not used.
@@ -69,7 +68,7 @@ def triton_attention(
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
     """
-    params = _params(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
+    params = _params(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
     selection = select(_problem(operands, segments, None, params, kv_shared, implementation))
@@ -90,18 +89,17 @@ def _backward_fake(do, out, lse, q, k, v, *rest):
 def triton_attention_backward(
     do: Tensor, out: Tensor | None, lse: Tensor,
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor,
-    tiles: Tensor, num_tiles: Tensor, block_m: int,
-    key_tiles: Tensor | None, num_key_tiles: Tensor | None, key_block: int | None,
-    kv_shared: bool, implementation: str, workspace: int | None,
-    scale: float, q_shared: bool, activation: str, mask: list[int] | None, num_targets: Tensor | None,
-    segment_scale: Tensor | None, output_scale: float, batch_invariant: bool,
+    tiles: Tensor, num_tiles: Tensor, key_tiles: Tensor | None, num_key_tiles: Tensor | None,
+    block_m: int, key_block: int | None, kv_shared: bool, implementation: str, workspace: int | None,
+    scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
+    num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it; or those for
     Hopper. `out` is read with softmax alone. Other arguments are the forward's.
 
     A gradient has its operand's shape and dtype.
     """
-    params = _params(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
+    params = _params(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
     operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
@@ -166,7 +164,7 @@ def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str
     single_rows: judge the row stride of a single row, which is never used, as that of many.
     """
     aligned = has_descriptor(q) and has_descriptor(k) and has_descriptor(v)
-    if aligned and not (single_rows and _row_and_head_strides(q, k, v)[0] * q.element_size() < 16):
+    if aligned and not (single_rows and row_and_head_strides(q, k, v)[0] * q.element_size() < 16):
         return ()
     return tuple(f"{name} {list(x.shape)} with strides {x.stride()}" for name, x in (("q", q), ("k", k), ("v", v)))
 
@@ -191,7 +189,7 @@ def _triton_forward(operands: Operands, segments: Segments, params: AttentionPar
     config = selection.fwd
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
     if grid := _grid(config, tiles):
-        align, strides = _row_and_head_strides(q, k, v, out)
+        align, strides = row_and_head_strides(q, k, v, out)
         factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
@@ -213,7 +211,7 @@ def _triton_backward(
     tiles, num_tiles = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
     if grid := _grid(config, tiles):
         out = do if out is None else out
-        align, strides = _row_and_head_strides(q, k, v, out, do, dq)
+        align, strides = row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             queries.q_offsets, queries.kv_offsets, queries.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
@@ -224,7 +222,7 @@ def _triton_backward(
     config = selection.dkdv
     tiles, num_tiles = kernel_tiles(keys, config, dk.shape[0], k.shape[1], params, key_tiles=True)
     if grid := _grid(config, tiles):
-        align, strides = _row_and_head_strides(q, k, v, do, dk, dv)
+        align, strides = row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta, *_descriptors(selection.tma, align, (q, config.block), (k, config.tile), (do, config.block)),
             keys.q_offsets, keys.kv_offsets, keys.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
@@ -273,10 +271,6 @@ def _constants_of(
     )
 
 
-def _row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
-    return aligned_strides(*((x, dim) for x in tensors for dim in (0, 1)))
-
-
 def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[TensorDescriptor | None]:
     """TMA descriptors `[H, rows, D]` for (tensor, rows of a block), if rows start at 16-byte boundaries; None without TMA.
 
@@ -294,6 +288,9 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
+_OPTIONS = slice(9, -2)  # of the forward operator's arguments, those that are not tensors
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
@@ -301,17 +298,16 @@ class _Attention(torch.autograd.Function):
             out, lse = triton_attention(*inputs)
         params = AttentionParams(*inputs[-len(AttentionParams._fields) :])
         saved_out = out if params.activation == "softmax" else None
-        ctx.inputs = [None if isinstance(x, Tensor) else x for x in inputs]
-        ctx.save_for_backward(saved_out, lse, *(x if isinstance(x, Tensor) else None for x in inputs))
+        ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop :])
+        ctx.options = inputs[_OPTIONS]
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
-        inputs = (x if tensor is None else tensor for x, tensor in zip(ctx.inputs, tensors))
-        dq, dk, dv = triton_attention_backward(do, out, lse, *inputs)
-        return dq, dk, dv, *(None,) * (len(tensors) - 3)
+        inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
+        return *triton_attention_backward(do, out, lse, *inputs), *(None,) * (len(inputs) - 3)
 
 
 differentiate(triton_attention, _Attention.apply)

@@ -31,20 +31,20 @@ class AttentionParams(NamedTuple):
         q_shared: every segment takes all rows of q; q_offsets count output rows.
         activation: a public name.
         mask: `MaskParams`, as a list at an operator's boundary; None: everything is visible.
-        num_targets: `[B]`, if the mask has targets.
-        segment_scale: fp32, one factor of the output for each segment of queries; takes the place of output_scale if not None.
         output_scale: factor of the output.
         batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments.
+        num_targets: `[B]`, if the mask has targets.
+        segment_scale: fp32, one factor of the output for each segment of queries; takes the place of output_scale if not None.
     """
 
     scale: float
     q_shared: bool
     activation: str
     mask: MaskParams | list[int] | None
-    num_targets: Tensor | None
-    segment_scale: Tensor | None
     output_scale: float
     batch_invariant: bool
+    num_targets: Tensor | None
+    segment_scale: Tensor | None
 
 
 class Operands(NamedTuple):

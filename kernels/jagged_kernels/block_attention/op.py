@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelChoice
-from ..common.device import aligned_strides, contiguous_last_dim, device_properties, has_descriptor, precision
+from ..common.device import contiguous_last_dim, device_properties, has_descriptor, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams
@@ -168,7 +168,7 @@ def _grid(config: BlockAttentionConfig, num_rows: int, num_heads: int, offsets: 
 
 def _layout(*tensors: Tensor) -> tuple[list[int], dict]:
     """Row and head strides, and constants of the layout: pairs of 16-bit elements are words if all tensors start at 4-byte boundaries."""
-    align, strides = aligned_strides(*((x, dim) for x in tensors for dim in (0, 1)))
+    align, strides = row_and_head_strides(*tensors)
     packed = tensors[0].element_size() == 2 and align % 2 == 0 and all(x.data_ptr() % 4 == 0 for x in tensors)
     return strides, dict(ALIGN=align, PACKED=packed)
 

@@ -67,8 +67,22 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     multiply by the constant `align` instead, which tells the compiler how wide a load may be. The stride of a single row is used as that of
     many is: both then run the same kernel, which adds in the same order, and none is compiled later.
     """
-    strides = [x.stride(dim) if x.shape[dim] > 1 or dim == 0 else 0 for x, dim in dims]
-    align = math.gcd(16 // min(x.element_size() for x, _ in dims), *strides)
+    strides = [x.stride(dim) if dim == 0 or x.shape[dim] > 1 else 0 for x, dim in dims]
+    return _in_aligned_units(strides, min(x.element_size() for x, _ in dims))
+
+
+def row_and_head_strides(*tensors: Tensor) -> tuple[int, list[int]]:
+    """`aligned_strides` of the first two dimensions of tensors `[rows, H, D]`."""
+    strides, itemsize = [], 16
+    for x in tensors:
+        stride_row, stride_head, _ = x.stride()
+        strides += stride_row, stride_head if x.shape[1] > 1 else 0
+        itemsize = min(itemsize, x.element_size())
+    return _in_aligned_units(strides, itemsize)
+
+
+def _in_aligned_units(strides: list[int], itemsize: int) -> tuple[int, list[int]]:
+    align = math.gcd(16 // itemsize, *strides)
     return align, [stride // align for stride in strides]
 
 
