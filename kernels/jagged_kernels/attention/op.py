@@ -136,6 +136,7 @@ def _problem(
 ) -> AttentionProblem:  # fmt: skip
     q, k, v, _, _ = operands
     capability, num_sms = device_properties(q.device)
+    judges_alignment = implementation != "triton" and q.element_size() == 2  # Hopper's kernels take 16 bits alone
     return AttentionProblem(
         head_dim=q.shape[2],
         v_dim=v.shape[2],
@@ -151,7 +152,7 @@ def _problem(
         kv_segments=segments.kv_offsets.shape[0] - 1,
         q_shared=params.q_shared,
         kv_shared=kv_shared,
-        misaligned=_misaligned(q, k, v, params.batch_invariant and implementation == "auto"),
+        misaligned=_misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
         schedule=(segments.tiles.block, key_block),
         num_kv_heads=k.shape[1],
         num_sms=num_sms,

@@ -34,7 +34,7 @@ class AttentionProblem(NamedTuple):
         batch_invariant: nothing depends on numbers of rows and segments, but for whether there are any.
         q_rows, q_segments: rows of q, and segments that share them out or, with q_shared, that take all of them.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
-        misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read.
+        misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
         schedule: rows of the tiles of the schedule at hand, None for a side without tiles; None: there is no schedule yet.
         num_kv_heads, num_sms: for the number of query chunks, with kv_shared alone.
     """
@@ -103,8 +103,8 @@ def select(problem: AttentionProblem) -> Selection:
     chunks = query_chunks(p, tile.key) if p.kv_shared else 1
     q_rows = p.q_rows * p.q_segments if p.q_shared and p.q_rows is not None else p.q_rows
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
-    long = (not p.masked and length is not None and length >= LONG for length in (kv_seqlen, queries_of_keys))
-    selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, *long)
+    long_keys, long_queries = (not p.masked and (length or 0) >= LONG for length in (kv_seqlen, queries_of_keys))
+    selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries)
     return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
 
@@ -113,9 +113,10 @@ def select(problem: AttentionProblem) -> Selection:
 
 def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
     """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte boundaries."""
+    if capability != HOPPER or dtype.itemsize != 2:
+        return False
     dim = padded_dim(head_dim)
-    dims_fit = dim in (64, 128) and padded_dim(v_dim) == dim and head_dim % 8 == v_dim % 8 == 0
-    return capability == HOPPER and dtype.itemsize == 2 and dims_fit
+    return dim in (64, 128) and padded_dim(v_dim) == dim and head_dim % 8 == v_dim % 8 == 0
 
 
 def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: int, activation: str) -> bool:
@@ -181,8 +182,8 @@ def _triton_tile(p: AttentionProblem, q_seqlen: float | None) -> AttentionTile:
     largest = attention_tile(max(p.head_dim, p.v_dim), p.dtype.itemsize, q_seqlen)
     if p.batch_invariant:
         return largest
-    query, key = (most if rows is None else min(rows, most) for rows, most in zip(p.schedule, (largest.query, largest.key)))
-    return AttentionTile(query=query, key=key)
+    query, key = p.schedule
+    return AttentionTile(min(query or largest.query, largest.query), min(key or largest.key, largest.key))
 
 
 def _cached(function: Callable) -> Callable:

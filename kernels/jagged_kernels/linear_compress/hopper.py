@@ -25,14 +25,14 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
+import triton
 from torch import Tensor
-from triton import cdiv
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common.device import device_properties
+from ..common.device import cdiv, device_properties
 from ..common.gluon_api import load_tile, store_tile, thread_barrier
 from ..common.pipeline import box_layout, make_barriers, mma_layout
 from ..common.ptxas import safe_ptxas
@@ -101,9 +101,9 @@ class Tile(NamedTuple):
 @gluon.constexpr_function
 def has_height(m, height):
     """Whether there are tiles of so many M tiles: as few tiles as possible, of heights as equal as possible, and tiles of height 1."""
-    m_tiles = cdiv(m, 64)
-    tiles = cdiv(m_tiles, 3)
-    return height in (1, m_tiles // tiles, cdiv(m_tiles, tiles))
+    m_tiles = triton.cdiv(m, 64)
+    tiles = triton.cdiv(m_tiles, 3)
+    return height in (1, m_tiles // tiles, triton.cdiv(m_tiles, tiles))
 
 
 # -- tile queue ------------------------------------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ def has_height(m, height):
 @gluon.jit
 def _tile(number, tall, sizes):
     """The tile with a number; `tall`: as in Schedule."""
-    M_TILES: gl.constexpr = cdiv(sizes.M, M_TILE)
-    TILES: gl.constexpr = cdiv(M_TILES, 3)
+    M_TILES: gl.constexpr = triton.cdiv(sizes.M, M_TILE)
+    TILES: gl.constexpr = triton.cdiv(M_TILES, 3)
     tile = number // sizes.N_TILES
     n_tile = number % sizes.N_TILES
     batch = tile // TILES
@@ -129,7 +129,7 @@ def _tile(number, tall, sizes):
 @gluon.jit
 def _shared_index(index, m_tile, n_tile, sizes):
     """Index of an M tile and N tile in a shared result."""
-    return (index * cdiv(sizes.M, M_TILE) + m_tile) * sizes.N_TILES + n_tile
+    return (index * triton.cdiv(sizes.M, M_TILE) + m_tile) * sizes.N_TILES + n_tile
 
 
 @gluon.jit
