@@ -124,6 +124,8 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
         return
     if x.device != weight.device:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
+    if x.dtype == weight.dtype and x.is_floating_point():  # fast path
+        return
     if not x.is_floating_point() or autocast_dtype(x) != autocast_dtype(weight):
         raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
-from ..autocast import autocast, autocast_dtype
+from ..autocast import autocast
 from ..containers.candidates import CandidateIndex
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask, check_num_targets
@@ -94,7 +94,6 @@ def jagged_attention(
     q, k, v = autocast(q), autocast(k), autocast(v)
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     scale = q.shape[2] ** -0.5 if scale is None else float(scale)
-    dtype, batch_invariant = q.dtype, is_batch_invariant(implementation)
 
     if q_shared:
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
@@ -103,6 +102,7 @@ def jagged_attention(
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q, "max_seqlen_q")
         if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
+    dtype, batch_invariant = q.dtype, is_batch_invariant(implementation)
     groups = 1
     if not q_shared and not kv_shared:
         groups = num_query_groups("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
@@ -181,7 +181,7 @@ def _triton_attention(
 ) -> Tensor:
     from jagged_kernels.attention.op import triton_attention
 
-    device = q.device
+    device, workspace = q.device, backward_workspace.current()
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
     if params.scale <= 0 and params.activation == "softmax":  # the kernels take the row maximum before scaling
         q, params = q * params.scale, params._replace(scale=1.0)
@@ -208,11 +208,10 @@ def _triton_attention(
     else:
         schedule = schedule.to(device, non_blocking=True)
         _check_schedule(schedule, q_offsets)
-    tiles, num_tiles, block_m = schedule.tile_list
-    key_tiles, num_key_tiles, key_block = (None, None, None) if schedule.backward is None else schedule.backward.tile_list
+    keys = schedule.backward
     out, _ = triton_attention(
-        q, k, v, q_offsets, kv_offsets, tiles, num_tiles, key_tiles, num_key_tiles,
-        block_m, key_block, kv_shared, implementation, backward_workspace.current(), *params,
+        q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
+        schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params,
     )  # fmt: skip
     return out
 
@@ -319,6 +318,7 @@ def self_target_attention(
     ):
         if of_user != of_candidates:
             raise ValueError(f"q_candidates must have q_user's {what}, {of_user}, got {of_candidates}")
+    q_user, q_candidates, k, v = autocast(q_user), autocast(q_candidates), autocast(k), autocast(v)
     check_attention(q_user, k, v, None, None, None, "softmax", 1, None, None, "auto", q_name="q_user")
     rows = q_user.shape[0], q_candidates.shape[0]
     if k.shape[0] != rows[0]:
@@ -339,9 +339,9 @@ def self_target_attention(
 def check_attention(
     q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation, q_name: str = "q"
 ) -> None:
-    """Everything that needs no offset values. q_name: what the caller calls q."""
+    """Everything that needs no offset values, of q, k and v as autocast gives them. q_name: what the caller calls q."""
     for name, x in (("k", k), ("v", v)):
-        if autocast_dtype(x) != autocast_dtype(q):
+        if x.dtype != q.dtype:
             raise ValueError(f"{name} must have {q_name}'s dtype, {q.dtype}, got {x.dtype}")
         if x.device != q.device:
             raise ValueError(f"{name} must be on {q_name}'s device, {q.device}, got {x.device}")

@@ -40,7 +40,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.activations import activation_factors
-from ..common.device import has_descriptor
+from ..common.descriptors import has_descriptor
 from ..common.pipeline import (
     WARPGROUP_ROWS,
     Output,
@@ -49,6 +49,7 @@ from ..common.pipeline import (
     consumer_release,
     consumer_wait,
     consumer_wait_ahead,
+    head_descriptor,
     launch_specialised,
     make_barriers,
     make_epilogue_buffers,
@@ -74,7 +75,6 @@ from .hopper_common import (
     Schedule,
     TileQueue,
     consumer_visits,
-    descriptor,
     first_target_of,
     grid,
     key_blocks,
@@ -362,7 +362,7 @@ class _Launches:
         self.operands = operands._replace(out=do if out is None else out.contiguous())
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
         self.value_factor, self.slope_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-        self.q_desc, self.do_desc, self.k_desc, self.v_desc = (descriptor(x, 64) for x in (q, do, k, v))
+        self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
         self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
 
     def query_tiles(self, segments: Segments) -> TileList:
@@ -388,7 +388,7 @@ class _Launches:
         params, config = self.params, self.selection.dkdv
         q_desc, do_desc = self.q_desc, self.do_desc
         if config.block != 64:
-            q_desc, do_desc = descriptor(q, config.block), descriptor(self.grads.do, config.block)
+            q_desc, do_desc = head_descriptor(q, config.block), head_descriptor(self.grads.do, config.block)
         tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_tiles=True)
         if blocks := grid(tiles):
             attention_bwd_dkdv_hopper_kernel[blocks](
@@ -404,7 +404,7 @@ class _Launches:
         tiles, num_tiles, _ = segments.tiles
         if blocks := grid(tiles):
             attention_bwd_dq_of_kept_hopper_kernel[blocks](
-                descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, places, segments.q_offsets, segments.kv_offsets,
+                head_descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, places, segments.q_offsets, segments.kv_offsets,
                 tiles, num_tiles, segment_scale, self.params.scale, self.slope_factor, self.params.output_scale,
                 QUERY_BLOCK=self.selection.dkdv.block, **kept_constants(self.selection.dq_from_ds, self.operands),
             )  # fmt: skip

@@ -13,11 +13,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.activations import activation_function
-from ..common.configs import padded_dim
-from ..common.device import descriptor_sizes, device_properties
+from ..common.device import device_properties
 from ..common.gluon_api import thread_barrier
 from ..common.loads import load_tile, zigzag_waves
-from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, mma_layout
+from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, head_descriptor, make_barriers, mma_layout
 from .configs import HopperConfig
 from .mask import (
     column_blocks,
@@ -301,18 +300,6 @@ def grid(tiles: Tensor) -> tuple[int, ...]:
     return (blocks,) if blocks else ()
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns past D read as 0."""
-    return TensorDescriptor(x, *descriptor_sizes(x), *_box(rows, x.shape[2], x.dtype))
-
-
-@functools.cache
-def _box(rows: int, dim: int, dtype: torch.dtype):
-    """Shape and layout of a descriptor's box."""
-    box = [1, rows, padded_dim(dim)]
-    return box, box_layout(dtype, *box)
-
-
 def result_descriptor(x: Tensor) -> TensorDescriptor | None:
     """TMA descriptor for stores of 64 rows; None for fp32 partial sums, which are stored from registers."""
-    return None if x.dtype == torch.float32 else descriptor(x, WARPGROUP_ROWS.value)
+    return None if x.dtype == torch.float32 else head_descriptor(x, WARPGROUP_ROWS.value)

@@ -44,6 +44,7 @@ from ..common.pipeline import (
     consumer_release,
     consumer_wait,
     consumer_wait_ahead,
+    head_descriptor,
     launch_specialised,
     make_barriers,
     make_epilogue_buffers,
@@ -71,7 +72,6 @@ from .hopper_common import (
     Tile,
     TileQueue,
     consumer_visits,
-    descriptor,
     grid,
     key_blocks,
     launch_constants,
@@ -463,11 +463,13 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
+    num_segments = segments.segments_per_group
     value_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    constants = launch_constants(config, operands, params)
     if blocks := grid(tiles):
         attention_fwd_hopper_kernel[blocks](
-            descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), result_descriptor(out), out, lse,
-            segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets,
+            head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), result_descriptor(out), out, lse,
+            segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
             params.segment_scale, params.scale, value_factor, params.output_scale, lse.stride(0),
-            Q_REGISTERS=config.rows_in_registers, **launch_constants(config, operands, params),
+            Q_REGISTERS=config.rows_in_registers, **constants,
         )  # fmt: skip

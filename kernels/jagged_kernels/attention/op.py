@@ -25,7 +25,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
-from ..common.device import contiguous_last_dim, descriptor_sizes, device_properties, has_descriptor, precision, row_and_head_strides
+from ..common.descriptors import descriptor, has_descriptor
+from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
@@ -283,7 +284,7 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
     aligned = align * blocks[0][0].element_size() >= 16 and all(has_descriptor(x) for x in tensors)
     if not aligned:
         return [None] * len(blocks)
-    return [TensorDescriptor(x, *descriptor_sizes(x), [1, rows, padded_dim(x.shape[2])]) for x, (_, rows) in zip(tensors, blocks)]
+    return [descriptor(x.transpose(0, 1), 1, rows, padded_dim(x.shape[2])) for x, (_, rows) in zip(tensors, blocks)]
 
 
 # -- autograd ----------------------------------------------------------------------------------------------------------------

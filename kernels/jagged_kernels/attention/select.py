@@ -113,10 +113,11 @@ def select(problem: AttentionProblem) -> Selection:
 
 def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capability: tuple[int, int] | None) -> bool:
     """Whether the kernels for compute capability 9.0 run these, where rows begin at 16-byte boundaries."""
-    if capability != HOPPER or dtype.itemsize != 2:
-        return False
-    dim = padded_dim(head_dim)
-    return dim in (64, 128) and padded_dim(v_dim) == dim and head_dim % 8 == v_dim % 8 == 0
+    if capability == HOPPER and dtype.itemsize == 2:  # torch 2.11 does not trace != of tuples
+        narrow = 40 <= head_dim <= 64 and 40 <= v_dim <= 64
+        wide = 72 <= head_dim <= 128 and 72 <= v_dim <= 128
+        return (narrow or wide) and head_dim % 8 == v_dim % 8 == 0
+    return False
 
 
 def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: int, activation: str) -> bool:
@@ -136,7 +137,8 @@ def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: b
     A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Both took the same
     time for about 320 keys at head dim 128 and 600 at 64 without a mask, and for four times as many under one.
     """
-    return kv_seqlen is not None and kv_seqlen >= LONG * 64 / padded_dim(head_dim) * (4 if masked else 1)
+    shortest = LONG if head_dim <= 64 else LONG // 2
+    return kv_seqlen is not None and kv_seqlen >= shortest * (4 if masked else 1)
 
 
 def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> bool:

@@ -30,9 +30,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from ..common.device import descriptor_sizes, has_descriptor
+from ..common.descriptors import has_descriptor
 from ..common.gluon_api import load_tile, reinterpret, store_tile, thread_barrier
-from ..common.pipeline import LOG2_E, box_layout, mma_layout
+from ..common.pipeline import LOG2_E, head_descriptor, mma_layout
 from ..common.ptxas import safe_ptxas
 from .configs import HopperBlockAttentionConfig
 from .params import BlockAttentionParams
@@ -488,6 +488,4 @@ def _constants(q: Tensor, params: BlockAttentionParams, config: HopperBlockAtten
 
 def _descriptors(config: HopperBlockAttentionConfig, *tensors: Tensor) -> list[TensorDescriptor]:
     """Of `[L, H, D]`, as `[H, L, D]`, in boxes of one head's tile."""
-    box = [1, config.block_m, config.block_d]
-    layout = box_layout(tensors[0].dtype, *box)
-    return [TensorDescriptor(x, *descriptor_sizes(x), box, layout) for x in tensors]
+    return [head_descriptor(x, config.block_m) for x in tensors]

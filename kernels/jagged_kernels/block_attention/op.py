@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from ..common.configs import KernelChoice
-from ..common.device import contiguous_last_dim, device_properties, has_descriptor, precision, row_and_head_strides
+from ..common.descriptors import has_descriptor
+from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from .configs import BlockAttentionConfig
 from .params import BlockAttentionParams, RotaryParams

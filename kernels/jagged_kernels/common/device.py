@@ -117,17 +117,3 @@ def mean_seqlen(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -
 
 def cdiv(size: int, block: int) -> int:
     return (size + block - 1) // block
-
-
-def has_descriptor(x: Tensor) -> bool:
-    """Whether the tensor memory accelerator reads rows of x `[rows, H, D]`: they start at 16-byte boundaries, and none is expanded."""
-    (rows, heads, _), (stride_row, stride_head, stride), unit = x.shape, x.stride(), 16 // x.element_size()
-    aligned_rows = rows == 1 or stride_row > 0 and stride_row % unit == 0
-    aligned_heads = heads == 1 or stride_head > 0 and stride_head % unit == 0
-    return rows > 0 and stride == 1 and aligned_rows and aligned_heads and x.data_ptr() % 16 == 0
-
-
-def descriptor_sizes(x: Tensor) -> tuple[list[int], list[int]]:
-    """Shape and strides of x `[rows, H, D]` as `[H, rows, D]`. A dimension of size 1 may have any stride: 16 stands in for it."""
-    (rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
-    return [heads, rows, dim], [stride_head if heads > 1 else 16, stride_row if rows > 1 else 16, 1]

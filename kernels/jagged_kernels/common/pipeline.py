@@ -8,10 +8,13 @@ import functools
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .configs import padded_dim
 from .gluon_api import load_tile, store_tile, thread_barrier
 
 LOG2_E = gl.constexpr(1.4426950408889634)
@@ -307,7 +310,27 @@ def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIO
 # -- host ---------------------------------------------------------------------------------------------------------------------------
 
 
+def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
+    """TMA descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have any stride: 16 stands in for it."""
+    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _box_layout(x.dtype, *box))
+
+
+def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns past D read as 0."""
+    (num_rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
+    strides = [stride_head if heads > 1 else 16, stride_row if num_rows > 1 else 16, 1]
+    return TensorDescriptor(x, [heads, num_rows, dim], strides, *_head_box(x.dtype, rows, dim))
+
+
 @functools.cache
-def box_layout(dtype: torch.dtype, *box: int):
+def _head_box(dtype: torch.dtype, rows: int, dim: int):
+    """Shape and layout of a box: swizzles of 64 or 128 columns."""
+    box = [1, rows, max(64, padded_dim(dim))]
+    return box, _box_layout(dtype, *box)
+
+
+@functools.cache
+def _box_layout(dtype: torch.dtype, *box: int):
     """Shared-memory layout of a descriptor's box."""
     return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)

@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..common.device import cdiv, device_properties
 from ..common.gluon_api import load_tile, store_tile, thread_barrier
-from ..common.pipeline import box_layout, make_barriers, mma_layout
+from ..common.pipeline import descriptor, make_barriers, mma_layout
 from ..common.ptxas import safe_ptxas
 from .configs import HopperGemmConfig
 from .hopper_gemm import M_TILE, PART_N, Addends, Ring, Role, free_steps, gemm, store_fragments
@@ -444,7 +444,7 @@ def _launch(tiling: Tiling, state: Tensor, candidates: Candidates | None, shared
     level, out, addends, indices = none if candidates is None else candidates
     shared_level, result = (None, None) if shared is None else shared
     linear_compress_fwd_hopper_kernel[(min(num_sms, tiles),)](
-        *_descriptors(level, config), None if out is None else _descriptor(out, 1, 64, 64), addends, indices,
+        *_descriptors(level, config), None if out is None else descriptor(out, 1, 64, 64), addends, indices,
         *_descriptors(shared_level, config), result, state, shared_tiles, tiles, shared_tall, tall,
         M=tiling.m, K=0 if level is None else level.weight.shape[1], SHARED_K=0 if shared_level is None else shared_level.weight.shape[1],
         N_TILES=n_tiles, BLOCK_N=config.block_n, BLOCK_K=config.block_k, STAGES=config.num_stages, BUFFERS=config.num_buffers,
@@ -455,10 +455,4 @@ def _launch(tiling: Tiling, state: Tensor, candidates: Candidates | None, shared
 def _descriptors(level: Level | None, config: HopperGemmConfig) -> tuple[TensorDescriptor | None, TensorDescriptor | None]:
     if level is None:
         return None, None
-    return _descriptor(level.weight, 64, config.block_k), _descriptor(level.embedding, 1, config.block_k, config.block_n)
-
-
-def _descriptor(x: Tensor, *box: int) -> TensorDescriptor:
-    """TMA descriptor for boxes of a size. A dimension of size 1 may have any stride: 16 stands in for it."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), box_layout(x.dtype, *box))
+    return descriptor(level.weight, 64, config.block_k), descriptor(level.embedding, 1, config.block_k, config.block_n)

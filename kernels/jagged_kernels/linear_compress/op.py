@@ -19,7 +19,8 @@ from torch.nn import functional
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from ..common.configs import GemmConfig, KernelChoice
-from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, has_descriptor, precision
+from ..common.descriptors import descriptor, has_descriptor
+from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
 from ..common.ops import below_autograd, differentiate, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
 from .triton_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
@@ -136,11 +137,7 @@ def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list
 
 def _descriptor(x: Tensor, rows: int, columns: int, config: GemmConfig) -> TensorDescriptor | None:
     """TMA descriptor of x for blocks [1, rows, columns]. None without TMA, or if rows of x do not start at 16-byte boundaries."""
-    strides = [x.stride(dim) if x.shape[dim] > 1 else 16 for dim in (0, 1)]
-    unaligned = any(stride * x.element_size() % 16 or stride == 0 for stride in strides)
-    if not config.uses_tma or unaligned or x.data_ptr() % 16 or x.numel() == 0:
-        return None
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, rows, columns])
+    return descriptor(x, 1, rows, columns) if config.uses_tma and x.numel() > 0 and has_descriptor(x) else None
 
 
 # -- backward ----------------------------------------------------------------------------------------------------------------
