@@ -84,7 +84,7 @@ def _plan(x_offsets, y_offsets, **others) -> ScorePlan:
 
 
 add_safe_globals([Segmentation])
-_register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged._unchecked)
+_register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,
