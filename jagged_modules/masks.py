@@ -9,7 +9,7 @@ from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
 from torch.types import Device
 
-from .scalars import check_flag, check_size
+from .scalars import check_flag, check_size, is_sequence, to_ints
 from .validation import check_device, check_integers, values_are_checkable
 
 
@@ -59,7 +59,7 @@ class AttentionMask:
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
         if self.window is not None:
-            if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+            if not is_sequence(self.window) or len(self.window) != 2:
                 raise TypeError(f"window must be a pair (left, right) or None, got {self.window!r}")
             for name, side in zip(("window's left", "window's right"), self.window):
                 if side is not None:
@@ -161,7 +161,7 @@ class AttentionMask:
             raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(num_queries, length, num_targets)
-        return "\n".join(" ".join("#" if x else "." for x in row) for row in seen.tolist())
+        return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)
 
 
 def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:

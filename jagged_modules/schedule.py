@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem, select
-from jagged_kernels.common.device import gpu_capability
+from jagged_kernels.common.device import device_properties, gpu_capability
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -42,7 +42,7 @@ def host_schedule(
         capability: compute capability of the GPU; None: that of the machine's first one.
     """
     initialized = torch.cuda.is_initialized()
-    workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
+    workers = device_properties(torch.device("cuda", 0)).num_sms if initialized else NUM_WORKERS
     mask = None if mask is None or mask.hides_nothing() else mask
     problem = AttentionProblem(
         head_dim,
@@ -99,7 +99,9 @@ def device_schedule(
         problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, **segments)
     tile = select(problem).tile
 
-    def build(offsets, other_offsets, rows, heads, block_m, block_n, key_tiles=False):
+    def build(
+        offsets: Tensor, other_offsets: Tensor, rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool = False
+    ) -> TileSchedule:
         tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, mask, num_targets, key_tiles)
         return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS)
 

@@ -11,7 +11,7 @@ from jagged_kernels.attention.select import AttentionProblem
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
-from ..scalars import check_kind, check_size
+from ..scalars import check_kind, check_size, is_sequence, to_ints
 from ..schedule import TileSchedule, device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, values_are_checkable
@@ -139,8 +139,7 @@ class Jagged(Queries):
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
-        if not isinstance(values, Tensor):
-            raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+        check_kind("values", values, Tensor, "a torch.Tensor")
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
 
@@ -338,10 +337,10 @@ def _is_nested(x: Any) -> bool:
 
 
 def _is_pair(x: Any) -> bool:
-    return isinstance(x, (tuple, list)) and len(x) == 2 and isinstance(x[0], Tensor)
+    return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
 
 
-def _check_parts(whose: str, values: object, offsets: object, max_seqlen: int | None) -> None:
+def _check_parts(whose: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
     """TypeError or ValueError unless the parts make a Jagged. whose: prefix of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
@@ -380,7 +379,8 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
     if int(host_lengths.sum()) != total:
         raise ValueError(f"host_lengths must add up to the number of rows, {total}, got {int(host_lengths.sum())}")
     if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
-        raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
+        lengths = to_ints(offsets.diff())
+        raise ValueError(f"host_lengths must be the differences of offsets, {lengths}, got {to_ints(host_lengths)}")
 
 
 def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,28 +93,34 @@ class Queries:
         raise NotImplementedError
 
 
-# offsets → (state of the offsets, segmentation). The state shows whether the tensor was written to since: a copy of its values on the host,
-# its version on a device. Not an attribute of the tensor, because torch.save would save it.
-_segmentations = WeakTensorKeyDictionary()
+class _Kept(NamedTuple):
+    """A tensor's segmentation, and what shows whether the tensor was written to since: a copy of its values; on a device its version."""
+
+    state: Tensor | int
+    segmentation: Segmentation
+
+
+_segmentations: Any = WeakTensorKeyDictionary()  # offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
 
 
 def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segmentation:
     """The segmentation of this tensor object; a new one if the tensor was written to since the last call."""
     if not _is_tracked(offsets):
         return Segmentation(host_lengths)
-    state, segmentation = _segmentations.get(offsets) or (None, None)
-    if segmentation is None or not (torch.equal(state, offsets) if isinstance(state, Tensor) else state == offsets._version):
+    kept: _Kept | None = _segmentations.get(offsets)
+    if kept is None or not (torch.equal(kept.state, offsets) if isinstance(kept.state, Tensor) else kept.state == offsets._version):
         segmentation = Segmentation(host_lengths)
         remember(offsets, segmentation)
-    if segmentation.host_lengths is None:
-        segmentation.host_lengths = host_lengths
-    return segmentation
+        return segmentation
+    if kept.segmentation.host_lengths is None:
+        kept.segmentation.host_lengths = host_lengths
+    return kept.segmentation
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
     """Make the segmentation that of this tensor too, for example of a copy on another device."""
     if _is_tracked(offsets):
-        _segmentations[offsets] = offsets.clone() if _on_host(offsets) else offsets._version, segmentation
+        _segmentations[offsets] = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
 
 
 def _is_tracked(offsets: Tensor) -> bool:
