@@ -25,6 +25,9 @@ class CandidateIndex(Queries):
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
+    A model that torch.export makes with a sorted index as input takes no other index, because None is part of the input's structure. To take
+    candidates in any order, give the model the map and make the index inside of it.
+
     Example::
 
         index = CandidateIndex.from_counts(torch.tensor([3, 0, 2]))   # users 0 and 2 have candidates 0..2 and 3..4
