@@ -25,7 +25,7 @@ class CandidateIndex(Queries):
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
-    A model that torch.export makes with a sorted index as input takes no other index, because None is part of the input's structure. To take
+    A model that torch.export makes with a sorted index as input takes no other index, because None is structure. To take
     candidates in any order, give the model the map and make the index inside of it.
 
     Example::
