@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem, select
@@ -77,7 +78,7 @@ def device_schedule(
     *,
     num_heads: int,
     num_kv_heads: int,
-    mask: list[int] | None = None,
+    mask: Sequence[int] | None = None,
     num_targets: Tensor | None = None,
     backward: bool = True,
 ) -> TileSchedule:
@@ -86,7 +87,7 @@ def device_schedule(
     Args:
         problem: head dims, dtype and options; the numbers of rows and segments and the GPU are filled in here.
         q_rows, kv_rows: rows of all segments together.
-        mask: `AttentionMask.params` as a list, with num_targets on the offsets' device.
+        mask: `AttentionMask.params`, with num_targets on the offsets' device.
         backward: whether to list the backward's tiles too, or to leave them to the backward, which may never come.
     """
     from jagged_kernels.common.ops import capability
