@@ -2,7 +2,7 @@
 
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 
-from . import pytrees as _pytrees  # noqa: F401 - registers the containers
+from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
 from .layers.block_attention import BlockDiagonalSelfAttention

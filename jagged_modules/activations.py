@@ -5,8 +5,8 @@ The functions here are plain torch, any device, differentiable: the definitions.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from jagged_kernels.common.gelu_taylor import COEFFICIENTS, RANGE
@@ -40,7 +40,8 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
     return grad * (0.5 + torch.where(x.abs() <= RANGE, a * slope, 0.5 * x.sign()))
 
 
-class Activation(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Activation:
     """A function of each score, and its gradient: (gradient of the value, score) → gradient of the score."""
 
     function: Callable[[Tensor], Tensor]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, library
+from torch._C import DisableTorchFunction
 
 if TYPE_CHECKING:  # torch.library does not export the class
     from torch._library.custom_ops import CustomOpDef
@@ -29,10 +30,10 @@ def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     inside it, where nn.Linear's takes no harm. Nor do modes of torch functions reach into it, `batch_invariant`'s of layers for one."""
 
     def register(body: Callable[..., object]) -> CustomOpDef:
-        schema = library.infer_schema(body, mutates_args=())
+        schema = library.infer_schema(body, mutates_args=())  # pyright: ignore[reportUnknownMemberType] - unannotated in torch
 
         def alone(*args: Any) -> object:
-            with torch.autocast("cpu", enabled=False), torch._C.DisableTorchFunction():
+            with torch.autocast("cpu", enabled=False), DisableTorchFunction():
                 return body(*args)
 
         return library.custom_op(name, alone, mutates_args=(), device_types="cpu", schema=schema)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
+from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
 from torch.types import Device
 
-from .scalars import check_flag, check_size
+from .scalars import check_flag, check_size, is_sequence, to_ints
 from .validation import check_device, check_integers, values_are_checkable
 
 
@@ -59,7 +59,7 @@ class AttentionMask:
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
         if self.window is not None:
-            if not isinstance(self.window, (tuple, list)) or len(self.window) != 2:
+            if not is_sequence(self.window) or len(self.window) != 2:
                 raise TypeError(f"window must be a pair (left, right) or None, got {self.window!r}")
             for name, side in zip(("window's left", "window's right"), self.window):
                 if side is not None:
@@ -73,25 +73,46 @@ class AttentionMask:
         for name in ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"):
             check_size(name, getattr(self, name), at_least=0)
 
+    def __repr__(self) -> str:
+        """The fields that differ from their defaults. Of num_targets only the shape: reading the values could wait for a device."""
+        given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
+        targets, _ = given.pop("num_targets")
+        parts = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
+        if targets is not None:
+            parts.append(f"num_targets=Tensor{list(targets.shape)}")
+        return f"AttentionMask({', '.join(parts)})"
+
     @property
-    def spec(self) -> list[int]:
-        """The fields as the kernels take them: [causal, left, right, has targets, group size, context, max_attn_len, full]; -1: open."""
-        left, right = (-1 if side is None else side for side in self.window or (None, None))
-        has_targets = self.num_targets is not None
-        exempt = self.min_full_attn_seqlen if self.max_attn_len else 0
-        fields = self.target_group_size, self.contextual_seqlen, self.max_attn_len, exempt
-        return [int(self.causal), left, right, int(has_targets), *fields]
+    def params(self) -> MaskParams:
+        """The fields as integers, which the kernels take. They hold whether there are num_targets, not their values."""
+        left, right = self.window or (None, None)
+        return MaskParams(
+            causal=int(self.causal),
+            left=-1 if left is None else left,
+            right=-1 if right is None else right,
+            has_targets=int(self.num_targets is not None),
+            group_size=self.target_group_size,
+            context=self.contextual_seqlen,
+            max_attn_len=self.max_attn_len,
+            full_attn_len=self.min_full_attn_seqlen if self.max_attn_len else 0,
+        )
 
     @classmethod
-    def from_spec(cls, spec: Sequence[int], num_targets: Tensor | None) -> AttentionMask:
-        """The mask of `spec`."""
-        causal, left, right, _, *sizes = spec
-        window = None if left < 0 else left, None if right < 0 else right
-        return cls(bool(causal), window, num_targets, *sizes)
+    def from_params(cls, params: MaskParams, num_targets: Tensor | None) -> AttentionMask:
+        """The mask with these `params`."""
+        return cls(
+            causal=bool(params.causal),
+            window=(None if params.left < 0 else params.left, None if params.right < 0 else params.right),
+            num_targets=num_targets,
+            target_group_size=params.group_size,
+            contextual_seqlen=params.context,
+            max_attn_len=params.max_attn_len,
+            min_full_attn_seqlen=params.full_attn_len,
+        )
 
     def hides_nothing(self) -> bool:
         """Whether every row sees every column."""
-        return self.spec[:4] == [0, -1, -1, 0] and not self.max_attn_len
+        return not (self.causal or self.max_attn_len) and self.num_targets is None and self.window in (None, (None, None))
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]` of a segment with `num_targets` targets: what each row sees. The written rule, literally."""
@@ -140,7 +161,7 @@ class AttentionMask:
             raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(num_queries, length, num_targets)
-        return "\n".join(" ".join("#" if x else "." for x in row) for row in seen.tolist())
+        return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)
 
 
 def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:

@@ -7,10 +7,10 @@ rebuilt container finds them by its offsets tensor if that is the same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from torch.serialization import add_safe_globals
+from torch.serialization import add_safe_globals  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .containers.candidates import CandidateIndex
@@ -20,11 +20,14 @@ from .functional import ScorePlan
 from .layers.hstu import HSTUCache
 from .masks import AttentionMask
 from .rotary import Rotary
+from .scalars import is_sequence
 from .schedule import TileSchedule
+
+Build = Callable[..., Any]
 
 
 def _register(
-    cls: type, children: Sequence[str], constants: Sequence[str] = (), build: Callable | None = None, get: Callable = getattr
+    cls: type, children: Sequence[str], constants: Sequence[str] = (), build: Build | None = None, get: Callable[[Any, str], Any] = getattr
 ) -> None:
     """Register cls as a pytree that `torch.export.save` stores and that `torch.load` accepts with weights_only=True.
 
@@ -35,7 +38,7 @@ def _register(
         get: (object, name of a child) → the child.
     """
 
-    def flatten(x):
+    def flatten(x: Any) -> tuple[list[Any], Any]:
         given = {name: get(x, name) for name in children}
         given = {name: child for name, child in given.items() if child is not None}
         return list(given.values()), (tuple(given), tuple(getattr(x, name) for name in constants))
@@ -44,7 +47,7 @@ def _register(
         values, context = flatten(x)
         return [(GetAttrKey(name), value) for name, value in zip(context[0], values)], context
 
-    def unflatten(values, context):
+    def unflatten(values: Iterable[Any], context: Any) -> Any:
         present, fixed = context
         return (build or _object(cls))(**dict.fromkeys(children) | dict(zip(present, values)) | dict(zip(constants, fixed)))
 
@@ -60,31 +63,31 @@ def _register(
     add_safe_globals([cls])
 
 
-def _object(cls: type) -> Callable:
-    def build(**attributes):
+def _object(cls: type[object]) -> Build:
+    def build(**attributes: Any) -> object:
         x = object.__new__(cls)
-        x.__dict__.update(attributes)  # not the constructor of a frozen dataclass, which checks
+        vars(x).update(attributes)  # not the constructor of a frozen dataclass, which checks
         return x
 
     return build
 
 
-def _tuples(context):
+def _tuples(context: Any) -> Any:
     """The context with tuples for the lists that JSON turned them into."""
-    return tuple(_tuples(x) for x in context) if isinstance(context, list) else context
+    return tuple(_tuples(x) for x in context) if is_sequence(context) else context
 
 
-def _plan_child(plan: ScorePlan, name: str):
+def _plan_child(plan: ScorePlan, name: str) -> Any:
     """The child. y_offsets that are x_offsets are None: operators compute x with itself then, so that this is structure."""
     return None if name == "y_offsets" and plan.y_offsets is plan.x_offsets else getattr(plan, name)
 
 
-def _plan(x_offsets, y_offsets, **others) -> ScorePlan:
+def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
     return ScorePlan(x_offsets, x_offsets if y_offsets is None else y_offsets, **others)
 
 
 add_safe_globals([Segmentation])
-_register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged._unchecked)
+_register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,

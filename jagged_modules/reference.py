@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .activations import POINTWISE
 from .masks import AttentionMask
+from .scalars import to_ints
 
 
 def attention_reference(
@@ -30,8 +31,9 @@ def attention_reference(
     those at b, B + b, ... see the b-th of B segments of keys. Hidden values must be finite here: 0 times NaN is NaN.
     """
     group = q.shape[1] // k.shape[1]
-    num_targets = mask.num_targets.tolist() if mask is not None and mask.num_targets is not None else None
-    outputs, q_segments, kv_segments = [], segments(q_offsets, q_shared), segments(kv_offsets)
+    num_targets = to_ints(mask.num_targets) if mask is not None and mask.num_targets is not None else None
+    outputs: list[Tensor] = []
+    q_segments, kv_segments = segments(q_offsets, q_shared), segments(kv_offsets)
     kv_segments *= len(q_segments) // len(kv_segments)
     for b, (q_rows, kv_rows) in enumerate(zip(q_segments, kv_segments, strict=True)):
         keys, values = (x[kv_rows].repeat_interleave(group, dim=1) for x in (k, v))
@@ -59,7 +61,7 @@ def linear_compress_reference(weights: Sequence[Tensor], embeddings: Sequence[Te
 
 def segments(offsets: Tensor, shared: bool = False) -> list[slice]:
     """Row slice of each segment; of the one shared block of rows, once per segment, if `shared`. An empty one if there is none."""
-    bounds = offsets.tolist() if offsets.shape[0] > 1 else [0, 0]
+    bounds = to_ints(offsets) if offsets.shape[0] > 1 else [0, 0]
     return [slice(0, end - start) if shared else slice(start, end) for start, end in zip(bounds, bounds[1:])]
 
 

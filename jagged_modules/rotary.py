@@ -131,5 +131,5 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
             raise ValueError(f"{name} must be on x's device, {x.device}, got {table.device}")
     dtype = torch.promote_types(x.dtype, torch.float32)
     cos, sin = (table.to(dtype)[:, None] for table in (cos, sin))
-    first, second = x.to(dtype).unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = torch.unbind(torch.unflatten(x.to(dtype), -1, (-1, 2)), -1)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1).flatten(-2).to(x.dtype)

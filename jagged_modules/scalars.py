@@ -1,10 +1,21 @@
-"""Checks of arguments that are numbers or switches, and of any argument's kind."""
+"""Numbers as arguments: checks of sizes, numbers and switches, and of any argument's kind; tensors as lists of ints."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+from torch import Tensor
+
+
+def to_ints(x: Tensor) -> list[int]:
+    """The values of a 1-D integer or bool tensor. Reading them waits for a device."""
+    return x.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - torch: a list of anything
+
+
+def is_sequence(x: object) -> bool:
+    """Whether x is a list or a tuple. A function, so that type checkers keep the declared type of x."""
+    return isinstance(x, (list, tuple))
 
 
 def check_size(name: str, value: object, at_least: int = 1) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem, select
-from jagged_kernels.common.device import gpu_capability
+from jagged_kernels.common.device import device_properties, gpu_capability
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -42,7 +43,7 @@ def host_schedule(
         capability: compute capability of the GPU; None: that of the machine's first one.
     """
     initialized = torch.cuda.is_initialized()
-    workers = torch.cuda.get_device_properties(0).multi_processor_count if initialized else NUM_WORKERS
+    workers = device_properties(torch.device("cuda", 0)).num_sms if initialized else NUM_WORKERS
     mask = None if mask is None or mask.hides_nothing() else mask
     problem = AttentionProblem(
         head_dim,
@@ -77,7 +78,7 @@ def device_schedule(
     *,
     num_heads: int,
     num_kv_heads: int,
-    mask: list[int] | None = None,
+    mask: Sequence[int] | None = None,
     num_targets: Tensor | None = None,
     backward: bool = True,
 ) -> TileSchedule:
@@ -86,7 +87,7 @@ def device_schedule(
     Args:
         problem: head dims, dtype and options; the numbers of rows and segments and the GPU are filled in here.
         q_rows, kv_rows: rows of all segments together.
-        mask: `AttentionMask.spec`, with num_targets on the offsets' device.
+        mask: `AttentionMask.params`, with num_targets on the offsets' device.
         backward: whether to list the backward's tiles too, or to leave them to the backward, which may never come.
     """
     from jagged_kernels.common.ops import capability
@@ -99,7 +100,9 @@ def device_schedule(
         problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, **segments)
     tile = select(problem).tile
 
-    def build(offsets, other_offsets, rows, heads, block_m, block_n, key_tiles=False):
+    def build(
+        offsets: Tensor, other_offsets: Tensor, rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool = False
+    ) -> TileSchedule:
         tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, mask, num_targets, key_tiles)
         return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from .autocast import autocast_dtype
@@ -24,7 +25,7 @@ class WrongDtype(TypeError, ValueError):
 
 def values_are_checkable(x: Tensor) -> bool:
     """Whether reading x costs nothing (host), or was asked for (`debug_checks`); never while a graph is being traced."""
-    if torch.compiler.is_compiling() or isinstance(x, torch._subclasses.FakeTensor) or x.device.type == "meta":
+    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.device.type == "meta":
         return False
     return x.device.type == "cpu" or debug_checks.current()
 
@@ -97,7 +98,7 @@ def _triton_interprets() -> bool:
     if torch.compiler.is_compiling():  # triton's knobs cannot be traced; the operators refuse host tensors when the graph runs
         return True
     try:
-        from triton import knobs
+        from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
     except ImportError:
         return False
     return knobs.runtime.interpret
@@ -132,12 +133,12 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
 
 def transforms_are_active() -> bool:
     """Whether a torch.func transform (vmap, grad, jvp) runs."""
-    return torch._C._are_functorch_transforms_active()
+    return torch._C._are_functorch_transforms_active()  # pyright: ignore[reportPrivateUsage] - torch has no public function for it
 
 
 def refuse_transforms(what: str) -> None:
     """RuntimeError where the derivatives of a transform or of forward mode would be silently zero."""
-    if transforms_are_active() or forward_ad._current_level >= 0:
+    if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         raise RuntimeError(f'{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode; implementation="reference" does')
 
 

@@ -12,18 +12,21 @@ from torch import Tensor
 
 from ..scalars import check_kind, check_size
 from ..validation import check_integers, check_offsets, values_are_checkable
+from .jagged import Jagged
 from .offsets import rows_and_segments
-from .segmentation import Segmentation, remember, segmentation_of
+from .segmentation import Queries, QuerySegments, Segmentation, remember, segmentation_of
 
 
-class CandidateIndex:
-    """The candidate → user map of a batch.
+class CandidateIndex(Queries):
+    """The candidate → user map of a batch. Build it with `from_map`, `from_counts`, `from_offsets` or `from_jagged`.
 
-    Build it with one of `from_map`, `from_counts`, `from_offsets`, `from_jagged`; its attributes:
-
-        offsets: `[num_users + 1]`, candidates of user u, once grouped by user, are rows offsets[u] : offsets[u + 1].
+    Attributes:
+        offsets: `[num_users + 1]`. Grouped by user, the candidates of user u are rows offsets[u] : offsets[u + 1].
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
+
+    A model that torch.export makes with a sorted index as input takes no other index, because None is structure. To take
+    candidates in any order, give the model the map and make the index inside of it.
 
     Example::
 
@@ -31,19 +34,24 @@ class CandidateIndex:
         index = CandidateIndex.from_map(torch.tensor([2, 0, 2]), num_users=3)
     """
 
-    def __init__(self, offsets: Tensor, order: Tensor | None = None, inverse: Tensor | None = None, host_counts: Tensor | None = None):
-        segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()  # else a pytree leaf
-        self.offsets, self.order, self.inverse, self._segmentation = offsets, order, inverse, segmentation
+    offsets: Tensor
+    order: Tensor | None
+    inverse: Tensor | None
+
+    def __init__(self, offsets: Any, order: Any = None, inverse: Any = None, host_counts: Tensor | None = None) -> None:
+        # No checks: a pytree is rebuilt from tensors, fake tensors or other objects.
+        self.offsets, self.order, self.inverse = offsets, order, inverse
+        self._segmentation = segmentation_of(offsets, host_counts) if isinstance(offsets, Tensor) else Segmentation()
         self._query_offsets: dict[int, Tensor] = {}
         self._users: Tensor | None = None
 
     @classmethod
     def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
-        """The CandidateIndex itself, or `from_map` of a tensor `[num_candidates]` of user indices in any order.
+        """A CandidateIndex as it is; a tensor `[num_candidates]` of user indices in any order through `from_map`.
 
         Raises:
             TypeError: neither a CandidateIndex nor an integer tensor.
-            ValueError: wrong shape, or host indices outside [0, num_users). Messages call the argument candidates.
+            ValueError: wrong shape, or host indices outside [0, num_users). Errors call the argument candidates.
         """
         if isinstance(candidates, CandidateIndex):
             return candidates
@@ -108,11 +116,9 @@ class CandidateIndex:
         Raises:
             TypeError, ValueError: as `Jagged.wrap`; also a KeyedJaggedTensor with several keys, whose segments are not users.
         """
-        from .jagged import Jagged
-
         jagged = Jagged.wrap(x)
-        if jagged._keys is not None and len(jagged._keys) != 1:
-            raise ValueError(f"x must have one key, the candidates, got {jagged._keys}; pass x[key]")
+        if jagged.feature_keys is not None and len(jagged.feature_keys) != 1:
+            raise ValueError(f"x must have one key, the candidates, got {jagged.feature_keys}; pass x[key]")
         return cls(jagged.offsets, host_counts=jagged.host_lengths)
 
     @property
@@ -126,24 +132,24 @@ class CandidateIndex:
 
     @property
     def is_sorted(self) -> bool:
-        """Whether the candidates are known to be grouped by user (a map on a device is not looked at)."""
+        """Whether the candidates are known to be grouped by user. False for a map on a device, whose values are not read."""
         return self.order is None
 
     @property
     def candidate_to_user(self) -> Tensor:
-        """`[num_candidates]` user of each candidate, in the candidates' own order. Synchronises if the counts are on a device.
+        """`[num_candidates]` user of each candidate, in the candidates' own order. Synchronises if the index is sorted and on a device.
 
         Raises:
-            ValueError: an index on meta, grouped by user: its number of candidates is unknown. `users` takes it as an argument.
+            ValueError: a sorted index on meta, whose number of candidates is unknown. `users` takes that number as an argument.
         """
         if self.order is not None:
             return self.users(self.order.shape[0])
         if self.offsets.device.type == "meta":
-            raise ValueError("candidate_to_user is not known of candidates on meta: call users(num_candidates)")
+            raise ValueError("candidate_to_user is unknown for a sorted index on meta: call users(num_candidates)")
         return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
-        """`candidate_to_user` where the number of candidates is known: no sync, kept for the next call."""
+        """`candidate_to_user` for a known number of candidates: no sync. The result is cached."""
         if self._users is not None:
             return self._users
         if torch.compiler.is_compiling():
@@ -155,11 +161,6 @@ class CandidateIndex:
     def _find_users(self, num_candidates: int) -> Tensor:
         _, users = rows_and_segments(self.offsets, num_candidates)
         return users if self.inverse is None else users[self.inverse]
-
-    @property
-    def segmentation_id(self) -> bytes:
-        """Equal for all copies of the index, in every process and thread."""
-        return self._segmentation.id
 
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
         """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
@@ -173,12 +174,14 @@ class CandidateIndex:
                 offsets = self._query_offsets[rows_per_candidate] = self.offsets * rows_per_candidate
         return offsets
 
-    def query_lengths(self, rows_per_candidate: int) -> Tensor | None:
-        """`[num_users]` query rows per user on the host, or None."""
-        return None if self.host_counts is None else self.host_counts * rows_per_candidate
+    def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+        """Each user's candidates are one query segment."""
+        host_lengths = None if self.host_counts is None else self.host_counts * rows_per_candidate
+        num_rows = None if self.order is None else self.order.shape[0] * rows_per_candidate
+        return QuerySegments(self.query_offsets(rows_per_candidate), host_lengths, num_rows)
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> CandidateIndex:
-        """The index with its tensors on `device`; self where they are there already. host_counts stay on the host."""
+        """The index with its tensors on `device`; self if they are there already. host_counts stay on the host."""
         if self.offsets.device == torch.device(device):
             return self
         return self._map(lambda x: x.to(device, non_blocking=non_blocking))

@@ -1,4 +1,4 @@
-"""Jagged: the one form of every input, and the one place that knows TorchRec's and torch's containers."""
+"""Jagged: the form that layers and operators turn every input into. Only this file knows TorchRec's and torch's containers."""
 
 from __future__ import annotations
 
@@ -11,27 +11,26 @@ from jagged_kernels.attention.select import AttentionProblem
 from torch import Tensor, nn
 
 from ..masks import AttentionMask
-from ..scalars import check_size
+from ..scalars import check_kind, check_size, is_sequence, to_ints
 from ..schedule import TileSchedule, device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, values_are_checkable
-from .candidates import CandidateIndex
-from .segmentation import Segmentation, remember, segmentation_of
+from .segmentation import Queries, QuerySegments, Segmentation, remember, segmentation_of
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
-class Jagged:
+class Jagged(Queries):
     """Rows of variable-length segments: segment b is `values[offsets[b]:offsets[b + 1]]`.
 
     Args:
         values: `[L, ...]`.
         offsets: `[B + 1]` int32 or int64, on the values' device or the host.
-        max_seqlen: the longest segment, if known; a hint for sizing, never a truncation.
-        host_lengths: `[B]` the segments' lengths on the host, if known. Schedules are then built on the host, without waiting for a
-            device; host offsets tell them by themselves.
+        max_seqlen: length of the longest segment, if known. Nothing is truncated to it.
+        host_lengths: `[B]` the segments' lengths on the host, if known. Schedules are then built on the host without a sync. Not needed
+            where the offsets are on the host.
 
     Raises:
-        TypeError, ValueError: offsets that are no offsets of L rows, or host_lengths that are not their lengths.
+        TypeError, ValueError: offsets that do not describe L rows, or host_lengths that differ from the lengths in offsets.
 
     Example::
 
@@ -49,22 +48,22 @@ class Jagged:
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._segmentation = segmentation_of(offsets, host_lengths)
-        self._container: Any = None  # what wrap was given
-        self._keys: list[str] | None = None  # of a KeyedJaggedTensor: the features that the segments belong to, in order
+        self._container: Any = None  # the argument of wrap
+        self.feature_keys: list[str] | None = None  # of a KeyedJaggedTensor, whose segments are feature-major
 
     # -- containers in and out ---------------------------------------------------------------------------------------------
 
     @classmethod
-    def wrap(cls, x, max_seqlen: int | None = None, *, name: str = "x") -> Jagged:
-        """Jagged of a JaggedTensor, a KeyedJaggedTensor (each feature and sample is a segment, feature-major), a (values, offsets)
-        pair, a torch nested tensor of jagged layout, or a Jagged, which is returned as it is, but for another max_seqlen.
+    def wrap(cls, x: Any, max_seqlen: int | None = None, *, name: str = "x") -> Jagged:
+        """The Jagged of any container.
 
         Layers do not apply the weights of TorchRec's containers, so floating-point weights are an error. Integer weights are the row ids
-        of an EmbeddingCollection with need_indices: they stay with the rows, and `unwrap` passes them on.
+        of an EmbeddingCollection with need_indices: `unwrap` passes them on.
 
         Args:
-            x: one of them.
-            max_seqlen: as of `Jagged`.
+            x: a JaggedTensor; a KeyedJaggedTensor (each pair of feature and sample is a segment, feature-major); a (values, offsets) pair;
+                a torch nested tensor of jagged layout; or a Jagged, which is returned unless max_seqlen differs.
+            max_seqlen: as in `Jagged`.
             name: what errors call x.
 
         Raises:
@@ -80,37 +79,24 @@ class Jagged:
             jagged.max_seqlen, jagged._container = max_seqlen, x._container
             return jagged
         x = wait_for(x)
-        if _is_torchrec(x):
-            _refuse_weights(name, x)
-            values, offsets = x.values(), x.offsets()
-            offsets = offsets if offsets.shape[0] else offsets.new_zeros(1)  # JaggedTensor.empty() has none
-        elif isinstance(x, Tensor) and x.is_nested:
-            if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
-                what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
-                raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
-            values, offsets = x.values(), x.offsets()
-        elif isinstance(x, (tuple, list)) and len(x) == 2 and isinstance(x[0], Tensor):
-            values, offsets = x
-        else:
-            raise TypeError(
-                f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
-                f"got {type(x).__name__}"
-            )
+        values, offsets = _values_and_offsets(name, x)
         _check_parts(f"{name}'s ", values, offsets, max_seqlen)
-        jagged = cls._unchecked(values, offsets, max_seqlen)
-        jagged._container, jagged._keys = x, x.keys() if hasattr(x, "keys") else None
+        jagged = cls.unchecked(values, offsets, max_seqlen)
+        jagged._container, jagged.feature_keys = x, x.keys() if hasattr(x, "keys") else None
         return jagged
 
-    def unwrap(self, values: Tensor):
-        """The kind of container that `wrap` was given, of the same segments, with new values `[L, ...]`."""
+    def unwrap(self, values: Tensor) -> Any:
+        """The kind of container that was given to `wrap`, with new values `[L, ...]` in the same segments."""
         self._check_rows(values)
         x = self._container
         if x is None:
             return self.with_values(values)
-        if isinstance(x, (tuple, list)):
-            return type(x)((values, x[1]))
+        if isinstance(x, tuple):
+            return values, self.offsets
+        if isinstance(x, list):
+            return [values, self.offsets]
         if isinstance(x, Tensor):
-            return torch.nested.nested_tensor_from_jagged(values, x.offsets())
+            return torch.nested.nested_tensor_from_jagged(values, self.offsets)
         same = dict(lengths=x.lengths_or_none(), offsets=x.offsets_or_none(), weights=x.weights_or_none())
         if hasattr(x, "keys"):
             strides = dict(stride_per_key_per_rank=x.stride_per_key_per_rank()) if x.variable_stride_per_key() else dict(stride=x.stride())
@@ -118,17 +104,17 @@ class Jagged:
         return type(x)(values, **same)
 
     def with_values(self, values: Tensor) -> Jagged:
-        """A Jagged of the same segments with other values `[L, ...]`, offsets on their device; it shares the schedules."""
+        """A Jagged of the same segments with other values `[L, ...]` and with offsets on their device. It shares the schedules."""
         self._check_rows(values)
         offsets = self.offsets if self.offsets.device == values.device else self.offsets.to(values.device, non_blocking=True)
         return self._copy(values, offsets)
 
-    def to(self, device, non_blocking: bool = False) -> Jagged:
-        """The Jagged with its tensors on `device`; it shares the schedules, which follow at their first use."""
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> Jagged:
+        """The Jagged with its tensors on `device`. It shares the schedules; their first use on the device copies them there."""
         return self._copy(*(x.to(device, non_blocking=non_blocking) for x in (self.values, self.offsets)))
 
     def pin_memory(self) -> Jagged:
-        """The Jagged, its schedules included, in page-locked memory. DataLoader calls it."""
+        """The Jagged and its schedules in page-locked memory. DataLoader calls it."""
         pinned = self._copy(self.values.pin_memory(), self.offsets.pin_memory())
         for key, schedule in list(self._segmentation.schedules.items()):
             self._segmentation.keep(key, schedule.pin_memory())
@@ -138,23 +124,22 @@ class Jagged:
         if offsets is not self.offsets:
             self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
             remember(offsets, self._segmentation)
-        jagged = self._unchecked(values, offsets, self.max_seqlen, self._segmentation)
-        jagged._keys = self._keys
+        jagged = self.unchecked(values, offsets, self.max_seqlen, self._segmentation)
+        jagged.feature_keys = self.feature_keys
         return jagged
 
     @classmethod
-    def _unchecked(cls, values, offsets, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
-        """A Jagged without checks: a pytree's leaves may be tensors, fake tensors or other objects."""
+    def unchecked(cls, values: Any, offsets: Any, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
+        """A Jagged without checks. A pytree is rebuilt from tensors, fake tensors or other objects."""
         jagged = cls.__new__(cls)
-        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged._keys = values, offsets, max_seqlen, None, None
+        jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = values, offsets, max_seqlen, None, None
         if segmentation is None:
             segmentation = segmentation_of(offsets) if isinstance(offsets, Tensor) else Segmentation()
         jagged._segmentation = segmentation
         return jagged
 
     def _check_rows(self, values: Tensor) -> None:
-        if not isinstance(values, Tensor):
-            raise TypeError(f"values must be a torch.Tensor, got {type(values).__name__}")
+        check_kind("values", values, Tensor, "a torch.Tensor")
         if values.shape[0] != self.values.shape[0]:
             raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
 
@@ -166,7 +151,7 @@ class Jagged:
 
     @property
     def host_lengths(self) -> Tensor | None:
-        """`[B]` lengths on the host, or None if only the device knows them."""
+        """`[B]` lengths of the segments on the host, or None if only the device knows them."""
         return self._segmentation.lengths_on_host(self.offsets)
 
     def __repr__(self) -> str:
@@ -181,32 +166,32 @@ class Jagged:
         head_dim: int,
         dtype: torch.dtype | None = None,
         num_kv_heads: int | None = None,
-        queries: Jagged | CandidateIndex | int | None = None,
+        queries: Queries | int | None = None,
         rows_per_candidate: int = 1,
         mask: AttentionMask | None = None,
     ) -> Jagged:
-        """Build and store the attention schedule on the host, for instance in a DataLoader worker. Returns self.
+        """Build the schedule of an attention on the host, for example in a DataLoader worker, and keep it. Returns self.
 
-        Attention with other sizes, another dtype size, mask, queries or `batch_invariant` finds no schedule here: it builds its own on the
-        device, with a warning.
+        These segments are the keys. The attention finds the schedule if it has the same number of heads, head dim, queries, mask fields,
+        size of dtype and setting of `batch_invariant`. If one of them differs, the attention warns and builds another schedule.
 
         Args:
-            num_heads, head_dim, num_kv_heads: of the attention that will use it; for HSTU the larger of head_dim and linear_dim.
-            dtype: of its q, k and v, under autocast that of autocast; torch's default dtype if None.
-            queries: the query side: None for self-attention, another Jagged, the candidates of each user, or a number of query
-                rows for every segment.
-            rows_per_candidate: query rows of each candidate, where queries is a CandidateIndex.
-            mask: the attention's. A schedule is right for every mask, and balanced for this one; for its num_targets too where they are
-                on the side, host or device, that it is built on.
+            num_heads, head_dim, num_kv_heads: those of the attention; num_kv_heads is num_heads if None. For HSTU, head_dim is the larger
+                of the config's head_dim and linear_dim.
+            dtype: dtype of q, k and v: autocast's dtype under autocast; torch's default dtype if None.
+            queries: a Jagged whose rows are the queries; a CandidateIndex; a number of query rows, the same for every segment; None for
+                self-attention.
+            rows_per_candidate: query rows of each candidate, if queries is a CandidateIndex.
+            mask: the attention's mask. It changes only how evenly the schedule spreads the work. Its num_targets count if they are on the
+                host.
 
         Raises:
-            TypeError: a wrong kind of argument. ValueError: sizes below 1, or lengths that only a device knows.
+            TypeError: an argument of the wrong kind. ValueError: sizes below 1, or lengths that only the device knows.
         """
         if self.host_lengths is None:
             raise ValueError("prepare builds on the host, but the lengths are on a device only; pass host_lengths to Jagged")
-        sizes = dict(num_heads=num_heads, head_dim=head_dim, num_kv_heads=num_kv_heads)
-        sizes["dtype"] = torch.get_default_dtype() if dtype is None else dtype
-        self._schedule(queries, rows_per_candidate, mask, **sizes, prepares=True)
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        self._schedule(queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads, by_prepare=True)
         return self
 
     def schedule(
@@ -216,42 +201,48 @@ class Jagged:
         head_dim: int,
         dtype: torch.dtype,
         num_kv_heads: int | None = None,
-        queries: Jagged | CandidateIndex | int | None = None,
+        queries: Queries | int | None = None,
         rows_per_candidate: int = 1,
         mask: AttentionMask | None = None,
     ) -> TileSchedule | None:
-        """The attention schedule with these segments as keys, on the values' device; arguments as in `prepare`.
+        """The schedule of an attention with these segments as keys, on the values' device. Arguments and errors as in `prepare`.
 
-        Built once and kept: on the host where it knows the lengths of both sides, else on the device without waiting for it. None
-        where nothing needs one: on the CPU, and under torch.compile, where the operators build it inside the graph.
+        Built once and kept: on the host if the host knows the lengths of queries and keys, else on the device without a sync. None if the
+        caller needs none: on the CPU, which uses no schedule, and under torch.compile, where the operators build it inside the graph. None
+        also if only the device knows the number of query rows; the operator then builds the schedule.
         """
         if self.values.device.type == "cpu" or torch.compiler.is_compiling():
             return None
-        sizes = dict(num_heads=num_heads, head_dim=head_dim, dtype=dtype, num_kv_heads=num_kv_heads)
-        return self._schedule(queries, rows_per_candidate, mask, **sizes)
+        return self._schedule(queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads)
 
     def _schedule(
-        self, queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads, prepares: bool = False
+        self,
+        queries: Queries | int | None,
+        rows_per_candidate: int,
+        mask: AttentionMask | None,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        num_kv_heads: int | None,
+        by_prepare: bool = False,
     ) -> TileSchedule | None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         for name, size in dict(
             num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, rows_per_candidate=rows_per_candidate
         ).items():
             check_size(name, size)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {type(dtype).__name__}")
+        check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
         queries = self if queries is None else queries
-        if not isinstance(queries, (Jagged, CandidateIndex, int)):
-            raise TypeError(f"queries must be a Jagged, a CandidateIndex, an int or None, got {type(queries).__name__}")
-        if mask is not None and not isinstance(mask, AttentionMask):
-            raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
-        mask = None if mask is None or mask.hides_nothing() else mask
+        check_kind("queries", queries, (Queries, int), "a Jagged, a CandidateIndex, an int or None")
+        if mask is not None:
+            check_kind("mask", mask, AttentionMask, "an AttentionMask")
+            mask = None if mask.hides_nothing() else mask
         sizes = _Sizes(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant())
         segments = queries if isinstance(queries, int) else queries.segmentation_id
-        key = (segments, rows_per_candidate, *sizes, *(mask.spec if mask else ()))
+        key = (segments, rows_per_candidate, *sizes, *(mask.params if mask else ()))
         schedule = self._segmentation.schedules.get(key)
         if schedule is None:
-            self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), prepares)
+            self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
             with torch.inference_mode(False):  # a later call may save it for its backward
                 schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype)
             if schedule is None:
@@ -261,43 +252,51 @@ class Jagged:
         return schedule
 
     def _build_schedule(
-        self, queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes, dtype: torch.dtype
+        self, queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes, dtype: torch.dtype
     ) -> TileSchedule | None:
-        q_offsets, q_lengths, q_rows = self._query_segments(queries, rows_per_candidate)
-        heads = dict(num_heads=sizes.num_heads, num_kv_heads=sizes.num_kv_heads)
-        if q_lengths is not None and self.host_lengths is not None:
-            options = dict(head_dim=sizes.head_dim, dtype=dtype, mask=mask, batch_invariant=sizes.batch_invariant)
-            return host_schedule(q_lengths, self.host_lengths, **heads, **options)
-        if q_rows is None:
-            return None  # candidates' offsets on a device: only the operator knows their number, from q's shape
+        if isinstance(queries, Queries):
+            segments = queries.query_segments(rows_per_candidate)
+        else:
+            segments = self._equal_query_segments(queries)
+        if segments.host_lengths is not None and self.host_lengths is not None:
+            return host_schedule(
+                segments.host_lengths,
+                self.host_lengths,
+                num_heads=sizes.num_heads,
+                num_kv_heads=sizes.num_kv_heads,
+                head_dim=sizes.head_dim,
+                dtype=dtype,
+                mask=mask,
+                batch_invariant=sizes.batch_invariant,
+            )
+        if segments.num_rows is None:
+            return None  # candidates' offsets on a device: only the operator knows the number of rows, from q's shape
         device = self.values.device
-        problem = AttentionProblem(
-            sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant
-        )  # fmt: skip
-        spec, targets = (None, None) if mask is None else (mask.spec, mask.num_targets)
-        targets = None if targets is None else targets.to(device, non_blocking=True)
-        offsets = (x.to(device, non_blocking=True) for x in (q_offsets, self.offsets))
-        return device_schedule(problem, *offsets, q_rows, self.values.shape[0], **heads, mask=spec, num_targets=targets)
+        targets = None if mask is None else mask.num_targets
+        return device_schedule(
+            AttentionProblem(sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant),
+            segments.offsets.to(device, non_blocking=True),
+            self.offsets.to(device, non_blocking=True),
+            segments.num_rows,
+            self.values.shape[0],
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            mask=None if mask is None else list(mask.params),
+            num_targets=None if targets is None else targets.to(device, non_blocking=True),
+        )
 
-    def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
-        """Query offsets, host lengths if known, and number of rows if known."""
-        if isinstance(queries, Jagged):
-            return queries.offsets, queries.host_lengths, queries.values.shape[0]
-        if isinstance(queries, CandidateIndex):
-            candidates = None if queries.order is None else queries.order.shape[0] * rows_per_candidate
-            return queries.query_offsets(rows_per_candidate), queries.query_lengths(rows_per_candidate), candidates
-        check_size("queries", queries, at_least=0)
-        offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * queries
-        return offsets, torch.full((self.num_segments,), queries), self.num_segments * queries
+    def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+        return QuerySegments(self.offsets, self.host_lengths, self.values.shape[0])
 
-    @property
-    def segmentation_id(self) -> bytes:
-        """Equal for all Jagged of the same segments, in every process."""
-        return self._segmentation.id
+    def _equal_query_segments(self, rows: int) -> QuerySegments:
+        """As many query segments as there are segments here, each of so many rows."""
+        check_size("queries", rows, at_least=0)
+        offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * rows
+        return QuerySegments(offsets, torch.full((self.num_segments,), rows), self.num_segments * rows)
 
 
 class _Sizes(NamedTuple):
-    """What of an attention a schedule is built for and found by, besides its segments and mask."""
+    """The sizes and options of an attention that its schedule depends on."""
 
     num_heads: int
     num_kv_heads: int
@@ -306,16 +305,42 @@ class _Sizes(NamedTuple):
     batch_invariant: bool
 
 
-def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes) -> str:
-    """What a schedule is built for, as text for a warning."""
-    parts = [f"{name}={size}" for name, size in sizes._asdict().items()]
-    parts.append(f"queries={queries if isinstance(queries, int) else type(queries).__name__}")
-    if isinstance(queries, CandidateIndex):
-        parts.append(f"rows_per_candidate={rows_per_candidate}")
-    return ", ".join([*parts, f"mask={None if mask is None else mask.spec}"])
+def _description(queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes) -> str:
+    """The attention that a schedule is built for, as text for a warning."""
+    parts = {**sizes._asdict(), "queries": queries if isinstance(queries, int) else type(queries).__name__}
+    if rows_per_candidate != 1:
+        parts["rows_per_candidate"] = rows_per_candidate
+    return ", ".join(f"{name}={part}" for name, part in dict(parts, mask=mask).items())
 
 
-def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
+def _values_and_offsets(name: str, x: Any) -> tuple[Any, Any]:
+    """The parts of any container but Jagged, not checked yet."""
+    if _is_torchrec(x):
+        _refuse_weights(name, x)
+        offsets = x.offsets()
+        return x.values(), offsets if offsets.shape[0] else offsets.new_zeros(1)  # JaggedTensor.empty() has no offsets
+    if _is_nested(x):
+        if x.layout != torch.jagged or x._lengths is not None or x._ragged_idx != 1:
+            what = x.layout if x.layout != torch.jagged else "holes" if x._lengths is not None else f"dimension {x._ragged_idx} ragged"
+            raise ValueError(f"{name} must have layout torch.jagged, its second dimension ragged and no holes, got {what}")
+        return x.values(), x.offsets()
+    if _is_pair(x):
+        return x
+    raise TypeError(
+        f"{name} must be a JaggedTensor, KeyedJaggedTensor, (values, offsets) pair, nested tensor of jagged layout or Jagged, "
+        f"got {type(x).__name__}"
+    )
+
+
+def _is_nested(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_nested
+
+
+def _is_pair(x: Any) -> bool:
+    return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
+
+
+def _check_parts(whose: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
     """TypeError or ValueError unless the parts make a Jagged. whose: prefix of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
         raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
@@ -326,7 +351,7 @@ def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:
     check_device(f"{whose}offsets", offsets, values.device, f"{whose or 'the '}values'")
 
 
-def _refuse_weights(name: str, x) -> None:
+def _refuse_weights(name: str, x: Any) -> None:
     weights = x.weights_or_none()
     if weights is not None and weights.is_floating_point():
         raise ValueError(
@@ -335,7 +360,7 @@ def _refuse_weights(name: str, x) -> None:
         )
 
 
-def _as_tensor(name: str, x) -> Tensor:
+def _as_tensor(name: str, x: Any) -> Tensor:
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError):
@@ -354,11 +379,12 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
     if int(host_lengths.sum()) != total:
         raise ValueError(f"host_lengths must add up to the number of rows, {total}, got {int(host_lengths.sum())}")
     if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
-        raise ValueError(f"host_lengths must be the differences of offsets, {offsets.diff().tolist()}, got {host_lengths.tolist()}")
+        lengths = to_ints(offsets.diff())
+        raise ValueError(f"host_lengths must be the differences of offsets, {lengths}, got {to_ints(host_lengths)}")
 
 
-def wrap_rows(name: str, x, width: int, projection: nn.Module) -> Jagged:
-    """A layer's input: TypeError or ValueError unless it is a container of `[L, width]` values that the projection takes."""
+def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
+    """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and of the projection's dtype and device."""
     jagged = Jagged.wrap(x, name=name)
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
         raise ValueError(f"{name}'s values must have shape [L, {width}], got {list(jagged.values.shape)}")
@@ -367,36 +393,35 @@ def wrap_rows(name: str, x, width: int, projection: nn.Module) -> Jagged:
 
 
 def check_same_segments(name: str, x: Jagged, other_name: str, other: Jagged) -> None:
-    """ValueError unless both have the same number of segments and, if both are KeyedJaggedTensors, of keys.
-
-    Keys of the same names must have the same order.
+    """ValueError unless both have as many segments and, if both are KeyedJaggedTensors, as many keys. The same keys must come in the same
+    order.
     """
     if x.num_segments != other.num_segments:
         raise ValueError(f"{name} and {other_name} must have the same number of segments, got {x.num_segments} and {other.num_segments}")
-    keys, other_keys = x._keys, other._keys
+    keys, other_keys = x.feature_keys, other.feature_keys
     if keys is None or other_keys is None or keys == other_keys:
         return
     if len(keys) != len(other_keys) or sorted(keys) == sorted(other_keys):
         raise ValueError(f"{other_name} must have as many keys as {name}, in the same order, {keys}, got {other_keys}")
 
 
-def wait_for(x):
+def wait_for(x: Any) -> Any:
     """The result of a TorchRec LazyAwaitable, which sharded collections return; any other x unchanged."""
-    torchrec = sys.modules.get("torchrec.distributed.types")
+    torchrec: Any = sys.modules.get("torchrec.distributed.types")
     if torchrec is None or not isinstance(x, torchrec.LazyAwaitable):
         return x
-    return torchrec.LazyAwaitable._wait_async(x)  # which keeps the result: a second wait() would communicate again
+    return torchrec.LazyAwaitable._wait_async(x)  # keeps the result; a second wait() would communicate again
 
 
-def _is_torchrec(x) -> bool:
+def _is_torchrec(x: Any) -> bool:
     return _is_one_of(x, "JaggedTensor", "KeyedJaggedTensor")
 
 
-def is_keyed_tensor(x) -> bool:
-    """Whether x is TorchRec's KeyedTensor: dense `[B, Σ widths]` values of named features."""
+def is_keyed_tensor(x: Any) -> bool:
+    """Whether x is a KeyedTensor of TorchRec: dense `[B, Σ widths]` values of named features."""
     return _is_one_of(x, "KeyedTensor")
 
 
-def _is_one_of(x, *names: str) -> bool:
-    torchrec = sys.modules.get("torchrec.sparse.jagged_tensor")  # not imported: then x is none of its classes
+def _is_one_of(x: Any, *names: str) -> bool:
+    torchrec: Any = sys.modules.get("torchrec.sparse.jagged_tensor")  # None: nobody imported it, so x cannot be one of its classes
     return torchrec is not None and isinstance(x, tuple(getattr(torchrec, name) for name in names))

@@ -1,9 +1,10 @@
-"""Segmentation: what all containers with the same offsets tensor share."""
+"""What containers with the same offsets share: host lengths, tile schedules and an id."""
 
 from __future__ import annotations
 
 import os
 import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ..schedule import TileSchedule
 from ..validation import values_are_checkable
 
-MAX_SCHEDULES = 16  # kept with a segmentation
+MAX_SCHEDULES = 16  # that a segmentation keeps
 
 
 class Segmentation:
@@ -20,13 +21,13 @@ class Segmentation:
 
     Attributes:
         host_lengths: `[B]` lengths on the host, None until they are known.
-        schedules: the attention schedules built so far, by sizes and queries.
-        prepared: descriptions of what `Jagged.prepare` built schedules for.
+        schedules: the attention schedules built so far. The key holds the sizes, the queries and the mask of the attention.
+        prepared: descriptions of the schedules that `Jagged.prepare` built.
     """
 
     def __init__(self, host_lengths: Tensor | None = None) -> None:
         self.host_lengths = host_lengths
-        self.schedules: dict[tuple, TileSchedule] = {}
+        self.schedules: dict[tuple[object, ...], TileSchedule] = {}
         self.prepared: dict[str, None] = {}  # an ordered set
 
     @property
@@ -37,8 +38,8 @@ class Segmentation:
         """
         return vars(self).setdefault("_id", os.urandom(16))
 
-    def keep(self, key: tuple, schedule: TileSchedule) -> None:
-        """Store a schedule, and drop the oldest beyond MAX_SCHEDULES: cached histories outlive their batch and would collect them.
+    def keep(self, key: tuple[object, ...], schedule: TileSchedule) -> None:
+        """Store a schedule. Drop the oldest beyond MAX_SCHEDULES: a cached history meets new queries in every batch.
 
         There is no lock, because a forked process could inherit it locked. Concurrent calls are safe without one.
         """
@@ -46,52 +47,80 @@ class Segmentation:
         for oldest in list(self.schedules)[:-MAX_SCHEDULES]:
             self.schedules.pop(oldest, None)
 
-    def note_build(self, what: str, prepares: bool) -> None:
-        """Record that a schedule for `what` is built: by `Jagged.prepare` (`prepares`), or later, which warns if others were prepared."""
-        if prepares:
-            self.prepared[what] = None
+    def note_build(self, description: str, by_prepare: bool) -> None:
+        """Record a schedule that `Jagged.prepare` builds. Warn if attention builds one although others were prepared."""
+        if by_prepare:
+            self.prepared[description] = None
         elif self.prepared:
-            other = " of other queries" if what in self.prepared else ""
-            prepared = "; ".join(self.prepared)
+            other = " of other queries" if description in self.prepared else ""
             warnings.warn(
-                f"no schedule that Jagged.prepare built fits this attention, so it builds one: it needs ({what}){other}, prepared are "
-                f"({prepared})",
+                f"no schedule that Jagged.prepare built fits this attention, so it builds one: it needs ({description}){other}, prepared "
+                f"are ({'; '.join(self.prepared)})",
                 stacklevel=4,
             )
 
     def lengths_on_host(self, offsets: Tensor) -> Tensor | None:
-        """host_lengths, computed once if the offsets are on the host; None if they are on a device only."""
+        """host_lengths; computed once from offsets that are on the host, None if offsets are on a device and nobody gave the lengths."""
         if self.host_lengths is None and offsets.device.type == "cpu" and not torch.compiler.is_compiling():
             self.host_lengths = offsets.diff()
         return self.host_lengths
 
 
-# offsets → (a copy of their values, or their version on a device; segmentation). An attribute of the tensor would be saved by torch.save.
-_segmentations = WeakTensorKeyDictionary()
+class QuerySegments(NamedTuple):
+    """Segments of the query rows of an attention.
+
+    offsets: `[B + 1]`. host_lengths: `[B]` on the host, None if only the device knows them. num_rows: rows of all segments together, None
+    if only the device knows it.
+    """
+
+    offsets: Tensor
+    host_lengths: Tensor | None
+    num_rows: int | None
+
+
+class Queries:
+    """Base of the containers that can be the queries of an attention: `Jagged` and `CandidateIndex`."""
+
+    _segmentation: Segmentation
+
+    @property
+    def segmentation_id(self) -> bytes:
+        """Equal for all copies of the container's segments, in every process and thread."""
+        return self._segmentation.id
+
+    def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+        """Segments of the query rows. rows_per_candidate: query rows of each candidate, where the container's rows are candidates."""
+        raise NotImplementedError
+
+
+class _Kept(NamedTuple):
+    """A tensor's segmentation, and what shows whether the tensor was written to since: a copy of its values; on a device its version."""
+
+    state: Tensor | int
+    segmentation: Segmentation
+
+
+_segmentations: Any = WeakTensorKeyDictionary()  # offsets → _Kept. Not an attribute of the tensor, because torch.save would save it.
 
 
 def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segmentation:
-    """The segmentation of this tensor object, a new one if the tensor was written to since the last call."""
+    """The segmentation of this tensor object; a new one if the tensor was written to since the last call."""
     if not _is_tracked(offsets):
         return Segmentation(host_lengths)
-    kept = _segmentations.get(offsets)
-    segmentation = None
-    if kept is not None:
-        state, segmentation = kept
-        if not (torch.equal(state, offsets) if isinstance(state, Tensor) else state == offsets._version):
-            segmentation = None
-    if segmentation is None:
+    kept: _Kept | None = _segmentations.get(offsets)
+    if kept is None or not (torch.equal(kept.state, offsets) if isinstance(kept.state, Tensor) else kept.state == offsets._version):
         segmentation = Segmentation(host_lengths)
         remember(offsets, segmentation)
-    if segmentation.host_lengths is None:
-        segmentation.host_lengths = host_lengths
-    return segmentation
+        return segmentation
+    if kept.segmentation.host_lengths is None:
+        kept.segmentation.host_lengths = host_lengths
+    return kept.segmentation
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
-    """Associate the segmentation with this tensor, for instance a copy on another device."""
+    """Make the segmentation that of this tensor too, for example of a copy on another device."""
     if _is_tracked(offsets):
-        _segmentations[offsets] = offsets.clone() if _on_host(offsets) else offsets._version, segmentation
+        _segmentations[offsets] = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
 
 
 def _is_tracked(offsets: Tensor) -> bool:

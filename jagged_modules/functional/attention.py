@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from jagged_kernels.attention.params import AttentionParams
 from jagged_kernels.attention.select import AttentionProblem
@@ -93,9 +95,11 @@ def jagged_attention(
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     q, k, v = autocast(q), autocast(k), autocast(v)
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
-    scale = q.shape[2] ** -0.5 if scale is None else float(scale)
+    factor = q.shape[2] ** -0.5 if scale is None else float(scale)
 
-    if q_shared:
+    if isinstance(q_offsets, str):
+        if isinstance(kv_offsets, str):
+            raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
         check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
         q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
     else:
@@ -104,10 +108,10 @@ def jagged_attention(
             check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
     dtype, batch_invariant = q.dtype, is_batch_invariant(implementation)
     groups = 1
-    if not q_shared and not kv_shared:
+    if not q_shared and not isinstance(kv_offsets, str):
         groups = num_query_groups("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
     _check_output_scale(output_scale, q_offsets.shape[0] - 1, q.device)
-    if mask is not None:
+    if mask is not None and not isinstance(kv_offsets, str):
         check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
     if mask is not None and mask.hides_nothing():
         mask = None
@@ -125,22 +129,23 @@ def jagged_attention(
                 )
             q, k, v, schedule = *(x.float() for x in (q, k, v)), None
         row_scale = expand_to_rows(row_scale, q_offsets.to(q.device, non_blocking=True), rows)
-    if kv_shared:
+    if isinstance(kv_offsets, str):
         # No query row meets another, so keys shared by all segments make one segment of all query rows.
         ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
         q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
 
     if implementation == "reference":
-        flags = dict(scale=scale, q_shared=q_shared, activation=activation, mask=mask, output_scale=output_scale)
-        out = attention_reference(q, k, v, q_offsets, kv_offsets, **flags)
+        out = attention_reference(
+            q, k, v, q_offsets, kv_offsets, scale=factor, q_shared=q_shared, activation=activation, mask=mask, output_scale=output_scale
+        )
     else:
         refuse_transforms("jagged_attention does")
         by_segment = isinstance(output_scale, Tensor)
         params = AttentionParams(
-            scale=scale,
+            scale=factor,
             q_shared=q_shared,
             activation=activation,
-            mask=None if mask is None else mask.spec,
+            mask=None if mask is None else list(mask.params),
             output_scale=1.0 if by_segment else float(output_scale),
             batch_invariant=batch_invariant,
             num_targets=None if mask is None else mask.num_targets,
@@ -201,9 +206,9 @@ def _triton_attention(
             batch_invariant=params.batch_invariant,
         )
         q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
-        options = dict(mask=params.mask, num_targets=params.num_targets, backward=False)
         schedule = device_schedule(
-            problem, q_offsets, kv_offsets, q_rows, k.shape[0], num_heads=q.shape[1], num_kv_heads=k.shape[1], **options
+            problem, q_offsets, kv_offsets, q_rows, k.shape[0], num_heads=q.shape[1], num_kv_heads=k.shape[1],
+            mask=params.mask, num_targets=params.num_targets, backward=False,
         )  # fmt: skip
     else:
         schedule = schedule.to(device, non_blocking=True)
@@ -260,9 +265,10 @@ def target_attention(
     else:
         check_offsets_shape("kv_offsets", kv_offsets)
         num_users = kv_offsets.shape[0] - 1
-    if num_users is None and isinstance(candidates, Tensor):
-        raise TypeError('candidates must be a CandidateIndex where kv_offsets is "shared", got Tensor')
-    candidates = CandidateIndex.wrap(candidates, num_users)
+    if num_users is not None:
+        candidates = CandidateIndex.wrap(candidates, num_users)
+    elif not isinstance(candidates, CandidateIndex):
+        raise TypeError(f'candidates must be a CandidateIndex where kv_offsets is "shared", got {type(candidates).__name__}')
     candidates.check(q.shape[0], num_users)
     check_device("candidates", candidates.offsets, q.device, "q's")
     candidates = candidates.to(q.device)
@@ -284,12 +290,13 @@ def target_attention(
         mask=mask,
         schedule=schedule,
         implementation=implementation,
-    ).unflatten(0, (num_candidates, rows))
-    return out if candidates.order is None else out.index_select(0, candidates.inverse)
+    )
+    out = torch.unflatten(out, 0, (num_candidates, rows))
+    return out if candidates.inverse is None else out.index_select(0, candidates.inverse)
 
 
 def self_target_attention(
-    q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options
+    q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
     """A user's own rows and the user's candidates attend to the user's history, as `jagged_attention` of two query groups does it: one
     launch of each kernel for both, no copy of k and v, and dk and dv summed over both where they arise.
@@ -311,13 +318,13 @@ def self_target_attention(
     operands = dict(q_user=(q_user, "[L, H, D]"), q_candidates=(q_candidates, "[C, H, D]"), k=(k, "[L, Hkv, D]"), v=(v, "[L, Hkv, Dv]"))
     for name, (x, shape) in operands.items():
         check_tensor(name, x, 3, shape, "self_target_attention", options.get("implementation", "auto"))
-    for what, of_user, of_candidates in (
+    for what, expected, given in (
         ("dtype", q_user.dtype, q_candidates.dtype),
         ("device", q_user.device, q_candidates.device),
         ("heads and head dim", list(q_user.shape[1:]), list(q_candidates.shape[1:])),
     ):
-        if of_user != of_candidates:
-            raise ValueError(f"q_candidates must have q_user's {what}, {of_user}, got {of_candidates}")
+        if given != expected:
+            raise ValueError(f"q_candidates must have q_user's {what}, {expected}, got {given}")
     q_user, q_candidates, k, v = autocast(q_user), autocast(q_candidates), autocast(k), autocast(v)
     check_attention(q_user, k, v, None, None, None, "softmax", 1, None, None, "auto", q_name="q_user")
     rows = q_user.shape[0], q_candidates.shape[0]
@@ -333,13 +340,15 @@ def self_target_attention(
         offsets, candidate_offsets = (x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets))
     q_offsets = torch.cat([offsets, candidate_offsets[1:] + rows[0]])
     out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
-    return out.split(rows)
+    of_user, of_candidates = torch.split_with_sizes(out, rows)
+    return of_user, of_candidates
 
 
 def check_attention(
-    q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation, q_name: str = "q"
-) -> None:
-    """Everything that needs no offset values, of q, k and v as autocast gives them. q_name: what the caller calls q."""
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor | str | None, kv_offsets: Tensor | str | None, scale: object, activation: str,
+    output_scale: object, mask: object, schedule: object, implementation: str, q_name: str = "q",
+) -> None:  # fmt: skip
+    """Check everything that needs no offset values. q, k and v are cast by autocast already. q_name: what the caller calls q."""
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise ValueError(f"{name} must have {q_name}'s dtype, {q.dtype}, got {x.dtype}")
@@ -359,8 +368,6 @@ def check_attention(
             _check_shared(name, offsets)
         elif isinstance(offsets, Tensor):
             check_device(name, offsets, q.device, f"{q_name}'s")
-    if isinstance(q_offsets, str) and isinstance(kv_offsets, str):
-        raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
     if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
@@ -393,7 +400,7 @@ def _check_shared(name: str, offsets: str) -> None:
         raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
 
 
-def _check_output_scale(output_scale, num_segments: int, device: torch.device) -> None:
+def _check_output_scale(output_scale: object, num_segments: int, device: torch.device) -> None:
     if not isinstance(output_scale, Tensor):
         return
     if output_scale.shape != (num_segments,):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from jagged_kernels.block_attention.select import has_kernels
 from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
@@ -61,7 +62,9 @@ def block_diagonal_attention(
     return _block_attention(q, k, v, offsets.to(q.device, non_blocking=True), block_size, factor, rotary, implementation)
 
 
-def _block_attention(q, k, v, offsets, block_size: int, scale: float, rotary: Rotary | None, implementation: str) -> Tensor:
+def _block_attention(
+    q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Rotary | None, implementation: str
+) -> Tensor:
     """`block_diagonal_attention` of checked arguments."""
     if _block_attention_by_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
@@ -110,14 +113,16 @@ def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implement
     if not uses_kernels(q.device, implementation):
         return False
 
-    from jagged_kernels.block_attention.select import has_kernels
     from jagged_kernels.common.ops import capability
 
     group = q.shape[1] // k.shape[1]
     return has_kernels(q.shape[2], q.element_size(), capability(q.device), block_size, group, implementation)
 
 
-def _check_block_attention(q, k, v, name: str, offsets, block_size, scale, rotary, schedule, implementation) -> None:
+def _check_block_attention(
+    q: Tensor, k: Tensor, v: Tensor, name: str, offsets: Tensor, block_size: int, scale: float | None, rotary: Rotary | None,
+    schedule: None, implementation: str,
+) -> None:  # fmt: skip
     """Check everything but kind and shape of the tensors; errors call q `name`."""
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, f"{name}'s")

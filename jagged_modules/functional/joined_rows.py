@@ -14,7 +14,7 @@ def joined_rows(x: Tensor, y: Tensor) -> Tensor:
     """The rows of x `[N, ...]`, then those of y `[M, ...]`; a view where those of y follow those of x in memory."""
     if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
         return torch.cat([x, y])
-    return _JoinedRows.apply(x, y)
+    return _JoinedRows.apply(x, y)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - unannotated in torch
 
 
 def _adjoin(x: Tensor, y: Tensor) -> bool:
@@ -34,5 +34,5 @@ class _JoinedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        dx, dy = grads[0].split(ctx.rows)
+        dx, dy = torch.split_with_sizes(grads[0], ctx.rows)
         return dx, dy

@@ -99,7 +99,7 @@ class HSTULayer(nn.Module):
         width = num_heads * self.linear_dim
         self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device)
         self.uvqk_proj = _xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
-        self.output_norm = nn.LayerNorm(width, eps=NORM_EPS, device=device)
+        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device)
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = _xavier_linear(3 * width, embedding_dim, bias=False, device=device)
 
@@ -134,10 +134,10 @@ class HSTULayer(nn.Module):
         Raises:
             TypeError, ValueError: inputs that do not fit together; no scaling_seqlen and a container without max_seqlen.
         """
-        jagged, mask = self._wrap("x", x), self.config.mask(num_targets)
+        jagged, mask = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj), self.config.mask(num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
         if cache is not None:
-            self._check_cache("x", jagged, cache)
+            self.check_cache("x", jagged, cache)
             check_layer_input("cache's values", cache.values, self.uvqk_proj)
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
@@ -153,10 +153,7 @@ class HSTULayer(nn.Module):
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
-    def _wrap(self, name: str, x: Any) -> Jagged:
-        return wrap_rows(name, x, self.embedding_dim, self.uvqk_proj)
-
-    def _check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
+    def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
         """TypeError or ValueError unless the cache holds this layer's keys and values for each segment of x, which errors call `name`."""
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
@@ -193,15 +190,15 @@ class HSTULayer(nn.Module):
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
         scaling_seqlen = self._scaling_seqlen(cache)
-        cached_k, cached_v = cache.values.split([self.head_dim, self.linear_dim], dim=2)
+        cached_k, cached_v = torch.split_with_sizes(cache.values, [self.head_dim, self.linear_dim], dim=2)
         of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen)
         return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
-        norm, u, a = self.output_norm, nnf.silu(u.to(dtype)), a.to(dtype)
-        y = u * nnf.layer_norm(a, norm.normalized_shape, norm.weight.to(dtype), norm.bias.to(dtype), norm.eps)
+        u, a = nnf.silu(u.to(dtype)), a.to(dtype)
+        y = u * self.output_norm(a)
         return x + self.out_proj(self.dropout(torch.cat([u, a, y], dim=1)).to(x.dtype))
 
     def extra_repr(self) -> str:
@@ -306,9 +303,14 @@ class HSTUStack(nn.Module):
         check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward takes None
         return self(targets, cache=cache)
 
+    def _wrap(self, name: str, x: Any) -> Jagged:
+        first = self.layers[0]
+        return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
+
     def _cache(self, history: Any) -> HSTUCache:
-        wrapped = self.layers[0]._wrap("history", history)
-        jagged, kept = wrapped.with_values(wrapped.values), []
+        wrapped = self._wrap("history", history)
+        jagged = wrapped.with_values(wrapped.values)
+        kept: list[Tensor] = []
         rows, offsets = _rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
             jagged, keys_and_values = layer(jagged, cache_rows=rows, update=layer is not self.layers[-1])
@@ -320,9 +322,9 @@ class HSTUStack(nn.Module):
         check_kind("cache", cache, HSTUCache, "an HSTUCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
-        wrapped = self.layers[0]._wrap("targets", targets)
+        wrapped = self._wrap("targets", targets)
         for layer, history in zip(self.layers, cache.layers):
-            layer._check_cache("targets", wrapped, history)
+            layer.check_cache("targets", wrapped, history)
         jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history)
@@ -372,6 +374,13 @@ class _RowNorm(nn.LayerNorm):
         return layer_norm_rows(input, self.weight, self.bias, self.eps)
 
 
+class _WideNorm(nn.LayerNorm):
+    """A LayerNorm in the dtype of its input, which may be wider than that of its weight and bias."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return nnf.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), self.bias.to(input.dtype), self.eps)
+
+
 def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device: Device = None) -> nn.Linear:
     """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta").to_empty(device=torch.empty(0, device=device).device)
@@ -382,5 +391,5 @@ def _xavier_linear(in_features: int, out_features: int, bias: bool = True, devic
 
 def _reset_xavier(linear: nn.Linear) -> None:
     nn.init.xavier_uniform_(linear.weight)
-    if linear.bias is not None:
+    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch declares that a bias is never None
         nn.init.zeros_(linear.bias)

@@ -43,7 +43,9 @@ class _FixedRows(TorchFunctionMode):
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return jagged_linear(x.flatten(0, -2), weight, bias).unflatten(0, x.shape[:-1]) if x.dim() > 2 else jagged_linear(x, weight, bias)
+    if x.dim() <= 2:
+        return jagged_linear(x, weight, bias)
+    return torch.unflatten(jagged_linear(x.flatten(0, -2), weight, bias), 0, x.shape[:-1])
 
 
 def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
@@ -53,7 +55,8 @@ def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[...
         if x.device.type != "cpu":
             return function(x, **options)
         name = "gelu_tanh" if options.get("approximate") == "tanh" else activation
-        return pointwise_rows_cpu(torch.atleast_2d(x).flatten(0, -2), name).view(x.shape)
+        rows = x.reshape(1, -1) if x.dim() < 2 else x.flatten(0, -2)
+        return pointwise_rows_cpu(rows, name).view(x.shape)
 
     return fixed
 

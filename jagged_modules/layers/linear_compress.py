@@ -12,7 +12,7 @@ from torch.types import Device
 
 from ..containers.jagged import is_keyed_tensor, wait_for
 from ..functional import linear_compress
-from ..scalars import check_size
+from ..scalars import check_size, is_sequence
 
 torch.fx.wrap("linear_compress")
 
@@ -57,7 +57,7 @@ class LinearCompressEmbedding(nn.Module):
         super().__init__()
         check_size("num_candidate_embeddings", num_candidate_embeddings)
         check_size("num_compressed", num_compressed)
-        several_levels = isinstance(num_user_embeddings, (list, tuple))
+        several_levels = isinstance(num_user_embeddings, Sequence)
         if several_levels:
             shared = list(num_user_embeddings)
             for level, size in enumerate(shared):
@@ -66,7 +66,7 @@ class LinearCompressEmbedding(nn.Module):
             check_size("num_user_embeddings", num_user_embeddings, at_least=0)
             shared = [num_user_embeddings] if num_user_embeddings else []
         self.num_embeddings, self.num_compressed = [*shared, num_candidate_embeddings], num_compressed
-        features: Sequence[object] = [user_features]
+        features: Sequence[Sequence[object] | None] = [user_features]
         if user_features is None:
             features = [None] * len(shared)
         elif several_levels:
@@ -123,7 +123,8 @@ class _Weights(nn.ParameterList):
 
 
 def _levels(x: Any) -> list[Any]:
-    return [] if x is None else list(x) if isinstance(x, (list, tuple)) else [x]
+    """The argument of each shared level."""
+    return [] if x is None else list(x) if is_sequence(x) else [x]
 
 
 def _names(argument: str, levels: int) -> list[str]:
@@ -131,14 +132,14 @@ def _names(argument: str, levels: int) -> list[str]:
     return [argument] if levels == 1 else [f"{argument}[{level}]" for level in range(levels)]
 
 
-def _checked_features(name: str, features: Any, size: int) -> tuple[str, ...] | None:
+def _checked_features(name: str, features: Sequence[object] | None, size: int) -> tuple[str, ...] | None:
     if features is None:
         return None
     if not isinstance(features, (list, tuple)) or not all(isinstance(feature, str) for feature in features):
         raise TypeError(f"{name} must be a sequence of names, got {features!r}")
     if not len(features) == len(set(features)) == size:
         raise ValueError(f"{name} must be {size} different names, got {list(features)}")
-    return tuple(features)
+    return tuple(map(str, features))
 
 
 @torch.fx.wrap
@@ -160,7 +161,7 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
         _check_same_features(name, keys, features)
         columns = dict(zip(keys, values.split(widths, dim=1)))
         values = torch.cat([columns[feature] for feature in features], dim=1)
-    return values.unflatten(1, (len(widths), widths[0]))
+    return torch.unflatten(values, 1, (len(widths), widths[0]))
 
 
 def _check_same_features(name: str, keys: tuple[str, ...], features: tuple[str, ...]) -> None:

@@ -10,7 +10,7 @@ from torch.types import Device
 
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
-from ..scalars import check_size
+from ..scalars import check_kind, check_size
 from .invariant import fixed_rows
 from .parameters import reset_all
 
@@ -36,8 +36,9 @@ class JaggedMLP(nn.Module):
 
     def __init__(self, dims: Sequence[int], activation: str = "relu", device: Device = None) -> None:
         super().__init__()
-        if isinstance(dims, str) or not isinstance(dims, Sequence):
-            raise TypeError(f"dims must be a sequence of ints, got {type(dims).__name__}")
+        if isinstance(dims, str):
+            raise TypeError("dims must be a sequence of ints, got str")
+        check_kind("dims", dims, Sequence, "a sequence of ints")
         if len(dims) < 2:
             raise ValueError(f"dims must be two sizes or more, got {list(dims)}")
         for i, size in enumerate(dims):

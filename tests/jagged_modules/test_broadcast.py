@@ -76,7 +76,7 @@ def test_query_rows_of_a_user():
     index = jm.CandidateIndex.from_counts(torch.tensor([3, 0, 2]))
     assert index.query_offsets(4).tolist() == [0, 12, 12, 20]
     assert index.query_offsets(4) is index.query_offsets(4), "computed once for all layers"
-    assert index.query_lengths(4).tolist() == [12, 0, 8]
+    assert index.query_segments(4).host_lengths.tolist() == [12, 0, 8]
 
 
 @given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())

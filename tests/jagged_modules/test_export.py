@@ -150,6 +150,40 @@ def test_an_index_in_any_order():
     assert_call_exports(lambda layer, *x: layer(*x), jm.JaggedTargetAttention(WIDTH, HEADS), inputs, shapes, sizes=unsorted)
 
 
+def sorted_map(users: int, count: int) -> torch.Tensor:
+    return torch.randint(max(users, 1), (count,)).sort().values
+
+
+def test_an_index_of_a_sorted_map():
+    """It has no permutation, which is structure: the model takes any sorted index, and no other."""
+
+    def inputs(users, rows, count):
+        return torch.randn(count, 1, WIDTH), history(users, rows), jm.CandidateIndex.from_map(sorted_map(users, count), users)
+
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    assert_call_exports(lambda layer, *x: layer(*x), layer, inputs, ({0: CANDIDATES}, JAGGED, INDEX))
+    targets, jagged, index = inputs(*SIZES[0])
+    exported = torch.export.export(layer, (targets, jagged, index)).module()
+    with pytest.raises(ValueError, match="structure|spec"):
+        exported(targets, jagged, jm.CandidateIndex.from_map(index.candidate_to_user.flip(0), index.num_users))
+
+
+@pytest.mark.parametrize("form", ["map", "index made in the graph"])
+def test_a_model_exported_with_a_sorted_map_takes_maps_in_any_order(form):
+    def attend(layer, targets, history, users):
+        return layer(targets, history, users if form == "map" else jm.CandidateIndex.from_map(users, history.num_segments))
+
+    maps = []
+
+    def inputs(users, rows, count):
+        maps.append(sorted_map(users, count) if not maps else sorted_map(users, count).flip(0))
+        return torch.randn(count, 1, WIDTH), history(users, rows), maps[-1]
+
+    shapes = {0: CANDIDATES}, JAGGED, {0: CANDIDATES}
+    assert_call_exports(attend, jm.JaggedTargetAttention(WIDTH, HEADS), inputs, shapes, sizes=SIZES[:3])
+    assert (maps[0].diff() >= 0).all() and (maps[1].diff() < 0).any()
+
+
 def test_a_mask():
     def attend(x, mask):
         heads = x.values.unflatten(1, (HEADS, -1))

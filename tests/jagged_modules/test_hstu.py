@@ -261,6 +261,16 @@ def test_gradients_of_the_input_norm_in_16_bits_are_summed_in_fp32(dtype):
     torch.testing.assert_close(norm.weight.grad.double(), normal.sum(0), rtol=torch.finfo(dtype).eps, atol=1e-3)
 
 
+@pytest.mark.parametrize("invariant", [False, True], ids=["default", "batch_invariant"])
+def test_hooks_of_every_module_run(invariant, offsets_of):
+    layer, seen = jm.HSTULayer(WIDTH, HEADS, CONFIGS["dims"]), []
+    for name, module in layer.named_children():
+        module.register_forward_hook(lambda *_, name=name: seen.append(name))
+    with jm.batch_invariant(invariant):
+        layer((history_values().float(), offsets_of(LENGTHS)))
+    assert sorted(seen) == sorted(name for name, _ in layer.named_children())
+
+
 def test_norms_may_stay_in_fp32(offsets_of):
     layer = jm.HSTULayer(WIDTH, HEADS, config_of()).bfloat16()
     layer.input_norm.float(), layer.output_norm.float()

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from jagged_kernels.attention.params import MaskParams
 
 import jagged_modules as jm
 from jagged_modules.masks import AttentionMask
@@ -123,20 +124,27 @@ def test_hides_nothing(mask, expected):
 
 
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_spec_round_trip(window):
+def test_a_masks_params_make_the_same_mask(window):
     num_targets = torch.tensor([1, 2])
     mask = AttentionMask(True, window, num_targets, 2, 3, 4, 5)
-    again = AttentionMask.from_spec(mask.spec, num_targets)
-    assert again.spec == mask.spec and again.num_targets is num_targets
+    again = AttentionMask.from_params(mask.params, num_targets)
+    assert again.params == mask.params and again.num_targets is num_targets
     assert torch.equal(again.keep(9, 9, 2), mask.keep(9, 9, 2))
-    assert all(type(x) is int for x in mask.spec)
+    assert all(type(x) is int for x in mask.params)
 
 
 def test_masks_do_not_change():
     mask = AttentionMask(causal=True, window=[3, 0])
     with pytest.raises(dataclasses.FrozenInstanceError):
         mask.causal = False
-    assert copy.deepcopy(mask).spec == mask.spec == [1, 3, 0, 0, 1, 0, 0, 0]
+    expected = MaskParams(causal=1, left=3, right=0, has_targets=0, group_size=1, context=0, max_attn_len=0, full_attn_len=0)
+    assert copy.deepcopy(mask).params == mask.params == expected
+
+
+def test_repr_has_the_fields_that_were_given():
+    assert repr(AttentionMask()) == "AttentionMask()"
+    mask = AttentionMask(True, (None, 2), torch.tensor([1, 2], device="meta"), max_attn_len=4)
+    assert repr(mask) == "AttentionMask(causal=True, window=(None, 2), max_attn_len=4, num_targets=Tensor[2])"
 
 
 BAD = [

@@ -122,7 +122,7 @@ ERRORS = {
     "implementation='reference' needs tensors with data, got meta": lambda: F.jagged_softmax(
         X.to("meta"), META, implementation="reference"
     ),
-    "candidate_to_user is not known of candidates on meta: call users": lambda: from_counts("meta").candidate_to_user,
+    "candidate_to_user is unknown for a sorted index on meta: call users": lambda: from_counts("meta").candidate_to_user,
 }  # fmt: skip
 
 

@@ -10,7 +10,8 @@ of workers the GPU has; the list alone travels to the device.
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -87,7 +88,7 @@ class TileSchedule:
             raise ValueError("work of a schedule built on the device is not known; build it from host lengths with zigzag_schedule")
         return torch.zeros(self.num_workers, dtype=torch.int64).index_add_(0, self.worker, self.work.long())
 
-    def to(self, device, non_blocking: bool = False) -> TileSchedule:
+    def to(self, device: torch.device | str | int, non_blocking: bool = False) -> TileSchedule:
         """The schedule with its tiles on `device`; self where they are there already."""
         if self.tiles.device == torch.device(device):
             return self
@@ -97,14 +98,22 @@ class TileSchedule:
         """The schedule in page-locked memory, from which `to(device, non_blocking=True)` does not stall. DataLoader calls it."""
         return self._map(Tensor.pin_memory)
 
-    def _map(self, move) -> TileSchedule:
+    def _map(self, move: Callable[[Tensor], Tensor]) -> TileSchedule:
         backward = None if self.backward is None else self.backward._map(move)
         return dataclasses.replace(self, tiles=move(self.tiles), num_tiles=move(self.num_tiles), backward=backward)
 
 
 @one_thread()
 def zigzag_schedule(
-    q_lengths, kv_lengths, *, num_heads: int, block_m: int, block_n: int, num_workers: int, mask=None, key_tiles: bool = False
+    q_lengths: Tensor | Sequence[int],
+    kv_lengths: Tensor | Sequence[int],
+    *,
+    num_heads: int,
+    block_m: int,
+    block_n: int,
+    num_workers: int,
+    mask: Any = None,
+    key_tiles: bool = False,
 ) -> TileSchedule:
     """Build the zigzag schedule on the host.
 
@@ -132,7 +141,7 @@ def zigzag_schedule(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
-    if mask is not None and not hasattr(mask, "spec"):
+    if mask is not None and not hasattr(mask, "params"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
     queries, keys = reversed(sides) if key_tiles else sides
@@ -144,7 +153,7 @@ def zigzag_schedule(
         tiles, work = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        total, params = int(cdiv(q_lengths, block_m).sum()), MaskParams(*mask.spec)
+        total, params = int(cdiv(q_lengths, block_m).sum()), mask.params
         tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
@@ -177,7 +186,7 @@ def _tiles(
     return tiles, segment_work[rank]
 
 
-def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask=None) -> int:
+def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None) -> int:
     """How many groups of query segments read the segments of keys, from the number of segments of the arguments so called.
 
     ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
@@ -227,7 +236,7 @@ def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int)
     return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
 
 
-def _host_lengths(name: str, lengths) -> Tensor:
+def _host_lengths(name: str, lengths: Any) -> Tensor:
     try:
         lengths = torch.as_tensor(lengths)
     except (TypeError, ValueError, RuntimeError) as error:
