@@ -66,7 +66,7 @@ def hopper_cells() -> Iterator[Cell]:
 
 def operand_cells() -> Iterator[Cell]:
     two = [(q, [n // 2 for n in q], kv) for q, kv in PAIRS]
-    lengths = {"q shared": LENGTHS, "kv shared": LENGTHS, "2 lists": two, "3 lists": [(q, half, q[::-1], kv) for q, half, kv in two]}
+    lengths = {"q shared": LENGTHS, "kv shared": LENGTHS, "2 groups": two, "3 groups": [(q, half, q[::-1], kv) for q, half, kv in two]}
     for (i, operands), (j, dim) in itertools.product(enumerate(lengths), enumerate((20, 64, 128))):
         activation, dtype = ACTIVATIONS[(0, 5, 7)[(i + j) % 3]], DTYPES[(i + 2 * j) % 3]
         scale = 1 if activation == "softmax" else ("tensor", "tensor with gradient")[j % 2]

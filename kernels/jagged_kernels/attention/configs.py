@@ -49,7 +49,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
     """
     dim = padded_dim(head_dim)
     small_memory = has_small_shared_memory(capability)
-    if itemsize == 4:  # a fp32 product is six bf16 ones: registers and shared memory bound the blocks
+    if itemsize == 4:  # an fp32 MMA is six bf16 MMAs: registers and shared memory limit the blocks
         warps = 4 if dim <= 64 else 8
         config = LaunchConfig(block=32 if dim <= 128 and not small_memory else 16, num_warps=warps, num_stages=2 if dim <= 64 else 1)
         return AttentionConfig(fwd=config, dq=config, dkdv=config)
@@ -103,7 +103,7 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
     """Launch configuration of a warp-specialised attention kernel, by either head dim: they are padded to the same.
 
     Args:
-        kernel: "fwd", "dq", "dkdv", or "dq_of_kept", whose tiles are dq's. Tiles do not depend on the other arguments, of which a
+        kernel: "fwd", "dq", "dkdv", or "dq_from_ds", whose tiles are dq's. Tiles do not depend on the other arguments, of which a
             schedule knows nothing.
         long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
     """
@@ -118,7 +118,7 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
     narrow = padded_dim(head_dim) == 64
     if kernel == "dq":
         return three(block=64, stages=3, row_stages=2) if narrow else two(block=64, stages=2, row_stages=2)
-    if kernel == "dq_of_kept":
+    if kernel == "dq_from_ds":
         return (three if narrow else two)(block=64, stages=4, row_stages=4)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers

@@ -93,9 +93,9 @@ from .hopper_common import (
 )
 from .hopper_dkdv import attention_bwd_dkdv_hopper_kernel
 from .hopper_ds import (
-    attention_bwd_dq_of_kept_hopper_kernel,
-    find_places,
-    kept_constants,
+    assign_ds_blocks,
+    attention_bwd_dq_from_ds_hopper_kernel,
+    dq_from_ds_constants,
     plan_workspace,
     write_delta,
 )
@@ -142,7 +142,7 @@ class _Operands(NamedTuple):
 
 class _Scales(NamedTuple):
     scale: gl.tensor
-    slope_factor: gl.tensor
+    dact_factor: gl.tensor
     output_scale: gl.tensor
     segment_scale_ptr: gl.tensor
 
@@ -307,7 +307,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 )  # fmt: skip
             consumer_release(rings.q, wave)
             consumer_release(rings.do, wave)
-            acc = acc * segment_factor(scales.scale * scales.slope_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            acc = acc * segment_factor(scales.scale * scales.dact_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
             store_epilogue(
                 acc, output, operands.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
                 OPTIONS.head_dim,
@@ -329,7 +329,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, slope_factor, output_scale, stride_lse, ds_blocks_ptr,
+    scale, dact_factor, output_scale, stride_lse, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -343,7 +343,7 @@ def attention_bwd_dq_hopper_kernel(
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(q_rings, do_rings, k_ring, v_ring, make_barriers(1, CONSUMERS))
     operands = _Operands(out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
-    scales = _Scales(scale, slope_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, ds_blocks_ptr, queue)
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
@@ -361,7 +361,7 @@ class _Launches:
         self.grads = grads._replace(do=do)
         self.operands = operands._replace(out=do if out is None else out.contiguous())
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
-        self.value_factor, self.slope_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+        self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         self.q_desc, self.do_desc, self.k_desc, self.v_desc = (descriptor(x, 64) for x in (q, do, k, v))
         self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
 
@@ -369,20 +369,20 @@ class _Launches:
         dq, config = self.grads.dq, self.selection.dq
         return TileList(*kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params), config.tile)
 
-    def dq(self, segments: Segments, segment_scale: Tensor | None, places: Tensor | None = None) -> None:
-        """dq; given workspace offsets, of the segments that have none. Tiles are query_tiles."""
+    def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> None:
+        """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
         params, lse, delta = self.params, self.operands.lse, self.grads.delta
         if blocks := grid(tiles):
             attention_bwd_dq_hopper_kernel[blocks](
                 self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                params.scale, self.slope_factor, params.output_scale, lse.stride(0), places,
+                params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
                 HEAD_DIM=self.operands.q.shape[2], **launch_constants(self.selection.dq, self.operands, params),
             )  # fmt: skip
 
-    def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, places: Tensor | None = None) -> None:
-        """dk and dv; given a workspace, also dS of the segments that have an offset there."""
+    def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, ds_blocks: Tensor | None = None) -> None:
+        """dk and dv; with a workspace `ds`, also stores dS of the segments that have a block there."""
         q, lse, delta = self.operands.q, self.operands.lse, self.grads.delta
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
@@ -394,19 +394,19 @@ class _Launches:
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                params.scale, self.value_factor, self.slope_factor, params.output_scale, lse.stride(0), ds, places,
-                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, LISTS=segments.query_groups,
+                params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
+                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 **launch_constants(config, self.operands, params),
             )  # fmt: skip
 
-    def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, places: Tensor) -> None:
-        """dq of the segments that have an offset in the workspace. Tiles are query_tiles."""
+    def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor) -> None:
+        """dq of the segments whose dS is stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
         if blocks := grid(tiles):
-            attention_bwd_dq_of_kept_hopper_kernel[blocks](
-                descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, places, segments.q_offsets, segments.kv_offsets,
-                tiles, num_tiles, segment_scale, self.params.scale, self.slope_factor, self.params.output_scale,
-                QUERY_BLOCK=self.selection.dkdv.block, **kept_constants(self.selection.dq_from_ds, self.operands),
+            attention_bwd_dq_from_ds_hopper_kernel[blocks](
+                descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, ds_blocks, segments.q_offsets, segments.kv_offsets,
+                tiles, num_tiles, segment_scale, self.params.scale, self.dact_factor, self.params.output_scale,
+                QUERY_BLOCK=self.selection.dkdv.block, **dq_from_ds_constants(self.selection.dq_from_ds, self.operands),
             )  # fmt: skip
 
 
@@ -437,10 +437,10 @@ def backward(
         else:
             queries_of_part, keys_of_part = queries, keys
         queries_of_part = queries_of_part._replace(tiles=launches.query_tiles(queries_of_part))
-        places, num_other_tiles = find_places(
+        ds_blocks, num_other_tiles = assign_ds_blocks(
             queries_of_part.q_offsets, queries_of_part.kv_offsets, queries_of_part.tiles.num_tiles, num_blocks, operands.q.shape[1],
             selection.dkdv.block,
         )  # fmt: skip
-        launches.dkdv(keys_of_part, segment_scale, ds, places)
-        launches.dq_from_ds(queries_of_part, segment_scale, ds, places)
-        launches.dq(queries_of_part._replace(tiles=queries_of_part.tiles._replace(num_tiles=num_other_tiles)), segment_scale, places)
+        launches.dkdv(keys_of_part, segment_scale, ds, ds_blocks)
+        launches.dq_from_ds(queries_of_part, segment_scale, ds, ds_blocks)
+        launches.dq(queries_of_part._replace(tiles=queries_of_part.tiles._replace(num_tiles=num_other_tiles)), segment_scale, ds_blocks)

@@ -129,8 +129,8 @@ class _Outputs(NamedTuple):
 
 class _Scales(NamedTuple):
     scale: gl.tensor
-    value_factor: gl.tensor
-    slope_factor: gl.tensor
+    act_factor: gl.tensor
+    dact_factor: gl.tensor
     output_scale: gl.tensor
     segment_scale_ptr: gl.tensor
 
@@ -433,10 +433,10 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             consumer_release(rings.v, wave)
             factor = segment_factor(1.0, scales.output_scale, scales.segment_scale_ptr, tile.segment)
             row = tile.kv_start + first
-            dv *= scales.value_factor * factor
+            dv *= scales.act_factor * factor
             dv_output, dv_buffer = Output(outputs.dv_desc, outputs.dv_ptr), outputs.buffers.index(consumer)
             store_epilogue(dv, dv_output, dv_buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.v_dim)
-            dk *= scales.scale * scales.slope_factor * factor
+            dk *= scales.scale * scales.dact_factor * factor
             dk_output, dk_buffer = Output(outputs.dk_desc, outputs.dk_ptr), outputs.buffers.index(CONSUMERS + consumer)
             store_epilogue(dk, dk_output, dk_buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.head_dim)
         else:
@@ -455,16 +455,16 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale, stride_lse, ds_ptr, ds_blocks_ptr,
+    scale, act_factor, dact_factor, output_scale, stride_lse, ds_ptr, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
-    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, QUERY_GROUPS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of key rows; loops over the query blocks of LISTS query groups and of all heads of a key head. With a `ds_ptr`,
-    stores dS there, of the segments that have a block in `ds_blocks_ptr`."""
+    """dk, dv of a tile of key rows. It loops over the query blocks of all query groups and of all heads of a key head. With a `ds_ptr`, it
+    also stores dS there, of the segments that have a block in `ds_blocks_ptr`."""
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     OPTIONS: gl.constexpr = _Options(
-        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, LISTS, ds_ptr is not None, CONSUMERS, BLOCK
+        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, QUERY_GROUPS, ds_ptr is not None, CONSUMERS, BLOCK
     )  # fmt: skip
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
@@ -476,7 +476,7 @@ def attention_bwd_dkdv_hopper_kernel(
     rings = _Rings(q_ring, do_ring, k_rings, v_rings, lse, delta, make_barriers(1, 2 * CONSUMERS))
     stats = _Stats(lse_ptr, delta_ptr, stride_lse)
     outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr, make_epilogue_buffers(k_desc, 2 * CONSUMERS))
-    scales = _Scales(scale, value_factor, slope_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(
         q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, ds_ptr, ds_blocks_ptr, queue

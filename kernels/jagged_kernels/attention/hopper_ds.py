@@ -96,12 +96,12 @@ def _cdiv_lengths(offsets_ptr, segments, real, BLOCK: tl.constexpr):
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "capacity"])
-def attention_places_kernel(
+def attention_ds_blocks_kernel(
     q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, ds_blocks_ptr, num_other_tiles_ptr, num_segments, capacity,
     HEADS: tl.constexpr, QUERY_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's first block in a workspace of `capacity` blocks, -1 unless all of its blocks fit; and the number of tiles of the dq
-    kernel that computes dS again: 0 if all segments fit."""
+    """Writes each segment's first block in a workspace of `capacity` blocks, -1 if its dS is not stored because not all of its blocks have
+    room. Also writes the number of tiles for the dq kernel that computes dS again: 0 if the dS of all segments is stored."""
     total = tl.zeros([], tl.int64)
     for start in range(0, num_segments, CHUNK):
         segments = start + tl.arange(0, CHUNK)
@@ -114,19 +114,20 @@ def attention_places_kernel(
     tl.store(num_other_tiles_ptr, tl.where(total > capacity, tl.load(num_tiles_ptr), 0))
 
 
-def find_places(
+def assign_ds_blocks(
     q_offsets: Tensor, kv_offsets: Tensor, num_tiles: Tensor, capacity: int, heads: int, query_block: int
 ) -> tuple[Tensor, Tensor]:
-    """Launch attention_places_kernel: places int32 `[B]`, and the number of tiles `[1]` for the kernel that does without.
+    """Launch attention_ds_blocks_kernel. Returns ds_blocks, int32 `[B]`, and the number of tiles, `[1]`, for the dq kernel that computes dS
+    again.
 
-    query_block: query rows of the dk, dv kernel's blocks, which it keeps whole.
+    query_block: query rows of the dk, dv kernel's blocks. It stores full blocks, also where the segment ends within one.
     """
     segments = q_offsets.shape[0] - 1
-    places, num_other_tiles = q_offsets.new_empty(segments, dtype=torch.int32), torch.empty_like(num_tiles)
-    attention_places_kernel[(1,)](
-        q_offsets, kv_offsets, num_tiles, places, num_other_tiles, segments, capacity, HEADS=heads, QUERY_BLOCK=query_block, CHUNK=1024
+    ds_blocks, num_other_tiles = q_offsets.new_empty(segments, dtype=torch.int32), torch.empty_like(num_tiles)
+    attention_ds_blocks_kernel[(1,)](
+        q_offsets, kv_offsets, num_tiles, ds_blocks, num_other_tiles, segments, capacity, HEADS=heads, QUERY_BLOCK=query_block, CHUNK=1024
     )
-    return places, num_other_tiles
+    return ds_blocks, num_other_tiles
 
 
 def plan_workspace(
@@ -196,7 +197,7 @@ def _load_ds(buffer, WIDTH: gl.constexpr):
 
 
 class _Options(NamedTuple):
-    """Constants of a launch. query_block: rows of the dk, dv kernel's query blocks, which it stores whole."""
+    """Constants of a launch. query_block: rows of the dk, dv kernel's query blocks, which it stores in full."""
 
     heads: gl.constexpr
     group: gl.constexpr
@@ -265,7 +266,7 @@ def _dq_produce(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _dq_from_ds(rings, step, acc, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr):
+def _dq_block(rings, step, acc, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr):
     """One key block: acc += dS k. Beyond the segment's keys, dS holds gradients for another segment's keys."""
     k = consumer_wait(rings.k, step)
     if MASKED:
@@ -306,9 +307,9 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             if num_rows > 0:
                 acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
                 for number in range(masked):
-                    acc = _dq_from_ds(rings, step + number, acc, num_keys, tail, consumer, CONSUMERS, True)
+                    acc = _dq_block(rings, step + number, acc, num_keys, tail, consumer, CONSUMERS, True)
                 for number in range(masked, visited):
-                    acc = _dq_from_ds(rings, step + number, acc, SIDE, tail, consumer, CONSUMERS, False)
+                    acc = _dq_block(rings, step + number, acc, SIDE, tail, consumer, CONSUMERS, False)
                 acc = acc * segment_factor(scales.factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
                 store_epilogue(
                     acc, output, outputs.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
@@ -326,9 +327,9 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 @safe_ptxas
 @gluon.jit
-def attention_bwd_dq_of_kept_hopper_kernel(
+def attention_bwd_dq_from_ds_hopper_kernel(
     ds_desc, k_desc, dq_desc, dq_ptr, ds_blocks_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, segment_scale_ptr,
-    scale, slope_factor, output_scale,
+    scale, dact_factor, output_scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, QUERY_BLOCK: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -337,14 +338,14 @@ def attention_bwd_dq_of_kept_hopper_kernel(
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
     rings = _Rings(make_rings(ds_desc, STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_barriers(1, CONSUMERS))
     outputs = _Outputs(dq_desc, dq_ptr, make_epilogue_buffers(k_desc, CONSUMERS))
-    scales = _Scales(scale * slope_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale * dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(ds_desc, k_desc, schedule, ds_blocks_ptr, rings, outputs, scales, queue)
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
 
 
-def kept_constants(config: HopperConfig, operands: Operands) -> dict:
-    """Constant arguments and launch of attention_bwd_dq_of_kept_hopper_kernel, but for QUERY_BLOCK."""
+def dq_from_ds_constants(config: HopperConfig, operands: Operands) -> dict:
+    """Constant arguments and launch options of attention_bwd_dq_from_ds_hopper_kernel, without QUERY_BLOCK."""
     q, k, *_ = operands
     options = launch_options(config)
     del options["ROW_STAGES"]  # dS has as many buffers as the keys

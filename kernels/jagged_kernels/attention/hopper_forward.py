@@ -123,7 +123,7 @@ class _Outputs(NamedTuple):
 
 class _Scales(NamedTuple):
     scale: gl.tensor
-    value_factor: gl.tensor
+    act_factor: gl.tensor
     output_scale: gl.tensor
     segment_scale_ptr: gl.tensor
 
@@ -404,7 +404,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         num_rows = tile.q_len - first
         tail = Tail(rings.tail, tail_phase)
         if num_rows > 0:
-            factor = segment_factor(scales.value_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = segment_factor(scales.act_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
             q = consumer_wait(rings.q, wave)
             if OPTIONS.q_in_registers:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
@@ -441,7 +441,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, output_scale, stride_lse,
+    scale, act_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -450,7 +450,7 @@ def attention_fwd_hopper_kernel(
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS))
     outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
-    scales = _Scales(scale, value_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, queue)
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
@@ -463,11 +463,11 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
-    value_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     if blocks := grid(tiles):
         attention_fwd_hopper_kernel[blocks](
             descriptor(q, 64), descriptor(k, config.block), descriptor(v, config.block), result_descriptor(out), out, lse,
             segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets,
-            params.segment_scale, params.scale, value_factor, params.output_scale, lse.stride(0),
+            params.segment_scale, params.scale, act_factor, params.output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, **launch_constants(config, operands, params),
         )  # fmt: skip

@@ -230,7 +230,7 @@ def _triton_backward(
             keys.q_offsets, keys.kv_offsets, keys.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
             *scales, *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.block, BLOCK_N=config.tile, Q_SHARED=params.q_shared,
-            KV_SHARED=kv_shared, LISTS=keys.query_groups,
+            KV_SHARED=kv_shared, QUERY_GROUPS=keys.query_groups,
         )  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def _constants_of(
         PRECISION=precision,
         ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
         MASK=mask and MaskParams(*mask),
-        PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages),
+        MASKED_STAGES=1 if mask is None else min(2, config.num_stages),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

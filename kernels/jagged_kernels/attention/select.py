@@ -198,9 +198,8 @@ def _cached(function: Callable) -> Callable:
 
 @_cached
 def _hopper_selection(dim: int, activation: str, masked: bool, long: bool) -> Selection:
-    kernels = dict(fwd="fwd", dq="dq", dkdv="dkdv", dq_from_ds="dq_of_kept")
-    configs = {name: hopper_attention_config(kernel, dim, activation, masked, long) for name, kernel in kernels.items()}
-    return Selection("hopper", **configs)
+    kernels = "fwd", "dq", "dkdv", "dq_from_ds"
+    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, long) for kernel in kernels})
 
 
 @_cached

@@ -139,11 +139,11 @@ def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.conste
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale,
+    scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
@@ -174,7 +174,7 @@ def attention_fwd_kernel(
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
             state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, False)
-        for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
             state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, True)
@@ -186,7 +186,7 @@ def attention_fwd_kernel(
             lanes = tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + tile.head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
         else:
-            acc = acc * (value_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+            acc = acc * (act_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
         store_rows(out_rows, row, tile.head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
 
 
@@ -243,12 +243,12 @@ def _dq_block(queries, keys, values, block, visible, acc, scale, OPTIONS: tl.con
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale,
+    scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
@@ -290,11 +290,11 @@ def attention_bwd_dq_kernel(
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
             acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, False)
-        for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
             acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, True)
-        acc = acc * (scale * slope_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+        acc = acc * (scale * dact_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
@@ -335,15 +335,15 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASK
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale,
+    scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr,
-    PARTIAL_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr, LISTS: tl.constexpr,
+    MASKED_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr, QUERY_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of BLOCK_N key rows; loops over LISTS lists of queries, the query heads of its group and their blocks of BLOCK_M
+    """dk, dv of a tile of BLOCK_N key rows. It loops over the query groups, the query heads of the key head, and their blocks of BLOCK_M
     rows."""
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
@@ -370,8 +370,8 @@ def attention_bwd_dkdv_kernel(
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         q_start, q_len = tile.q_start, tile.q_len
-        for query_group in range(0, LISTS):
-            if LISTS > 1:
+        for query_group in range(0, QUERY_GROUPS):
+            if QUERY_GROUPS > 1:
                 q_start, q_len = load_segment(q_offsets_ptr, tile.segment + query_group * num_segments)
             q_row = q_start
             if Q_SHARED:
@@ -387,10 +387,10 @@ def attention_bwd_dkdv_kernel(
                 for m in range(blocks.full_first * BLOCK_M, (blocks.full_first + blocks.full_count) * BLOCK_M, BLOCK_M):
                     query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, False)
-                for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+                for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
                     m = masked_block(number, blocks) * BLOCK_M
                     query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, True)
         out_scale = _output_scale(output_scale, segment_scale_ptr, tile.segment)
-        store_rows(dk_rows, row, tile.head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_rows, row, tile.head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)
+        store_rows(dk_rows, row, tile.head, dk * (scale * dact_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_rows, row, tile.head, dv * (act_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)
