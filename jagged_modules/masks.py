@@ -74,8 +74,8 @@ class AttentionMask:
             check_size(name, getattr(self, name), at_least=0)
 
     @property
-    def spec(self) -> list[int]:
-        """The fields as the kernels take them: [causal, left, right, has targets, group size, context, max_attn_len, full]; -1: open."""
+    def params(self) -> list[int]:
+        """The fields as integers, in the order of the kernels' `MaskParams`; -1: an open side of the window."""
         left, right = (-1 if side is None else side for side in self.window or (None, None))
         has_targets = self.num_targets is not None
         exempt = self.min_full_attn_seqlen if self.max_attn_len else 0
@@ -83,15 +83,15 @@ class AttentionMask:
         return [int(self.causal), left, right, int(has_targets), *fields]
 
     @classmethod
-    def from_spec(cls, spec: Sequence[int], num_targets: Tensor | None) -> AttentionMask:
-        """The mask of `spec`."""
-        causal, left, right, _, *sizes = spec
+    def from_params(cls, params: Sequence[int], num_targets: Tensor | None) -> AttentionMask:
+        """The mask whose `params` these are."""
+        causal, left, right, _, *sizes = params
         window = None if left < 0 else left, None if right < 0 else right
         return cls(bool(causal), window, num_targets, *sizes)
 
     def hides_nothing(self) -> bool:
         """Whether every row sees every column."""
-        return self.spec[:4] == [0, -1, -1, 0] and not self.max_attn_len
+        return self.params[:4] == [0, -1, -1, 0] and not self.max_attn_len
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]` of a segment with `num_targets` targets: what each row sees. The written rule, literally."""

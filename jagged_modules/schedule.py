@@ -86,7 +86,7 @@ def device_schedule(
     Args:
         problem: head dims, dtype and options; the numbers of rows and segments and the GPU are filled in here.
         q_rows, kv_rows: rows of all segments together.
-        mask: `AttentionMask.spec`, with num_targets on the offsets' device.
+        mask: `AttentionMask.params`, with num_targets on the offsets' device.
         backward: whether to list the backward's tiles too, or to leave them to the backward, which may never come.
     """
     from jagged_kernels.common.ops import capability

@@ -107,9 +107,9 @@ def linear_compress_cells() -> Iterator[Cell]:
 
     for (i, width), j in itertools.product(enumerate((1, 60, 64, 65, 68, 100, 128, 136, 200, 256, 300)), range(2)):
         depth, height = depths[(i + 2 * j) % 5], heights[(2 * i + j) % 5]
-        yield compress(DTYPES[(i + j) % 3], width, depth, height, 1 + (i + j) % 3, "fused")
+        yield compress(DTYPES[(i + j) % 3], width, depth, height, 1 + (i + j) % 3, "triton")
     for (i, width), (j, depth) in itertools.product(enumerate((65, 68, 100)), enumerate((1, 3, 8))):  # loads without descriptors
-        yield compress("bfloat16", width, depth, (129, 433)[(i + j) % 2], 1 + (i + j) % 2, "fused")
+        yield compress("bfloat16", width, depth, (129, 433)[(i + j) % 2], 1 + (i + j) % 2, "triton")
     for (i, width), (j, dtype) in itertools.product(enumerate((64, 128, 136, 200, 256)), enumerate(HALVES)):
         yield compress(dtype, width, depths[(i + 2 * j) % 5], heights[(i + j) % 5], 1 + (i + j) % 3, "hopper")
 

@@ -191,7 +191,7 @@ def _fix_packed(dtype: str, o: dict) -> None:
 def _fix_linear_compress(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
         if dtype not in HALVES:
-            o["implementation"] = "fused"
+            o["implementation"] = "triton"
         else:
             o["columns"] = -(-o["columns"] // 8) * 8
             _align(o)
@@ -332,8 +332,8 @@ OPERATORS = {
         data_axes=DATA,
         implementations=dict(
             cpu=mostly("auto", "reference", "decomposed", "padded"),
-            interpreter=("fused",),
-            cuda=("auto", "auto", "fused", "fused", "hopper", "hopper", "decomposed", "padded"),
+            interpreter=("triton",),
+            cuda=("auto", "auto", "triton", "triton", "hopper", "hopper", "decomposed", "padded"),
         ),
         work=_compress_work,
         parts=_compress_parts,

@@ -248,7 +248,7 @@ class Jagged:
         mask = None if mask is None or mask.hides_nothing() else mask
         sizes = _Sizes(num_heads, num_kv_heads, head_dim, dtype.itemsize, is_batch_invariant())
         segments = queries if isinstance(queries, int) else queries.segmentation_id
-        key = (segments, rows_per_candidate, *sizes, *(mask.spec if mask else ()))
+        key = (segments, rows_per_candidate, *sizes, *(mask.params if mask else ()))
         schedule = self._segmentation.schedules.get(key)
         if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), prepares)
@@ -274,10 +274,10 @@ class Jagged:
         problem = AttentionProblem(
             sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant
         )  # fmt: skip
-        spec, targets = (None, None) if mask is None else (mask.spec, mask.num_targets)
+        params, targets = (None, None) if mask is None else (mask.params, mask.num_targets)
         targets = None if targets is None else targets.to(device, non_blocking=True)
         offsets = (x.to(device, non_blocking=True) for x in (q_offsets, self.offsets))
-        return device_schedule(problem, *offsets, q_rows, self.values.shape[0], **heads, mask=spec, num_targets=targets)
+        return device_schedule(problem, *offsets, q_rows, self.values.shape[0], **heads, mask=params, num_targets=targets)
 
     def _query_segments(self, queries, rows_per_candidate: int) -> tuple[Tensor, Tensor | None, int | None]:
         """Query offsets, host lengths if known, and number of rows if known."""
@@ -312,7 +312,7 @@ def _description(queries, rows_per_candidate: int, mask: AttentionMask | None, s
     parts.append(f"queries={queries if isinstance(queries, int) else type(queries).__name__}")
     if isinstance(queries, CandidateIndex):
         parts.append(f"rows_per_candidate={rows_per_candidate}")
-    return ", ".join([*parts, f"mask={None if mask is None else mask.spec}"])
+    return ", ".join([*parts, f"mask={None if mask is None else mask.params}"])
 
 
 def _check_parts(whose: str, values, offsets, max_seqlen: int | None) -> None:

@@ -105,7 +105,7 @@ def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: Atten
 
     batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on its user's others.
     """
-    mask = None if params.mask is None else AttentionMask.from_spec(params.mask, params.num_targets)
+    mask = None if params.mask is None else AttentionMask.from_params(params.mask, params.num_targets)
     q_shared, batch_invariant = params.q_shared, params.batch_invariant
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
     num_segments, by_rows = len(kv_bounds) - 1, batch_invariant and mask is None and not q_shared

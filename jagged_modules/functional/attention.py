@@ -140,7 +140,7 @@ def jagged_attention(
             scale=scale,
             q_shared=q_shared,
             activation=activation,
-            mask=None if mask is None else mask.spec,
+            mask=None if mask is None else mask.params,
             num_targets=None if mask is None else mask.num_targets,
             segment_scale=output_scale if by_segment else None,
             output_scale=1.0 if by_segment else float(output_scale),

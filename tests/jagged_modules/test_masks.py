@@ -126,17 +126,17 @@ def test_hides_nothing(mask, expected):
 def test_spec_round_trip(window):
     num_targets = torch.tensor([1, 2])
     mask = AttentionMask(True, window, num_targets, 2, 3, 4, 5)
-    again = AttentionMask.from_spec(mask.spec, num_targets)
-    assert again.spec == mask.spec and again.num_targets is num_targets
+    again = AttentionMask.from_params(mask.params, num_targets)
+    assert again.params == mask.params and again.num_targets is num_targets
     assert torch.equal(again.keep(9, 9, 2), mask.keep(9, 9, 2))
-    assert all(type(x) is int for x in mask.spec)
+    assert all(type(x) is int for x in mask.params)
 
 
 def test_masks_do_not_change():
     mask = AttentionMask(causal=True, window=[3, 0])
     with pytest.raises(dataclasses.FrozenInstanceError):
         mask.causal = False
-    assert copy.deepcopy(mask).spec == mask.spec == [1, 3, 0, 0, 1, 0, 0, 0]
+    assert copy.deepcopy(mask).params == mask.params == [1, 3, 0, 0, 1, 0, 0, 0]
 
 
 BAD = [

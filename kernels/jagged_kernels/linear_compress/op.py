@@ -43,7 +43,7 @@ def triton_linear_compress(
         indices: `[B]` for every level but the last.
         orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for the backward. Offsets None: the backward
             sorts them. Order None with offsets: they are grouped already.
-        implementation: "fused", "hopper", or "auto": "hopper" where it is supported and faster.
+        implementation: "triton", "hopper", or "auto": "hopper" where it is supported and faster.
         batch_invariant: kernels, tiles and splits do not depend on the batch sizes.
 
     Returns:
@@ -53,7 +53,7 @@ def triton_linear_compress(
         ValueError: implementation "hopper", which does not support the operands.
     """
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]
-    aligned = implementation != "fused" and (batch == 0 or all(has_descriptor(x) for x in embeddings))
+    aligned = implementation != "triton" and (batch == 0 or all(has_descriptor(x) for x in embeddings))
     nonempty = all(x.numel() > 0 for x in weights) and (batch == 0 or all(x.numel() > 0 for x in embeddings))
     choice = select_forward(_problem(embeddings[-1], aligned, nonempty), implementation)
     if batch == 0:

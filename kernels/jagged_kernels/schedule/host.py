@@ -132,7 +132,7 @@ def zigzag_schedule(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
-    if mask is not None and not hasattr(mask, "spec"):
+    if mask is not None and not hasattr(mask, "params"):
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     sides = ("q_lengths", len(q_lengths)), ("kv_lengths", len(kv_lengths))
     queries, keys = reversed(sides) if key_tiles else sides
@@ -144,7 +144,7 @@ def zigzag_schedule(
         tiles, work = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        total, params = int(cdiv(q_lengths, block_m).sum()), MaskParams(*mask.spec)
+        total, params = int(cdiv(q_lengths, block_m).sum()), MaskParams(*mask.params)
         tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,

@@ -59,14 +59,14 @@ def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
     block_m, block_n = random.Random(seed).choice([(2, 2), (4, 2), (2, 4)])
     blocks = triton.cdiv(num_queries, block_m), triton.cdiv(num_keys, block_n)
     targets = torch.tensor([num_targets])
-    sizes = dict(MASK=MaskParams(*mask.spec), BLOCK_M=block_m, BLOCK_N=block_n)
+    sizes = dict(MASK=MaskParams(*mask.params), BLOCK_M=block_m, BLOCK_N=block_n)
     for keys, work_of in ((False, query_tile_work), (True, key_tile_work)):
         visits, full = torch.zeros(2, *(reversed(blocks) if keys else blocks), dtype=torch.int32)
         _visit_kernel[(len(visits),)](visits, full, targets, num_queries, num_keys, visits.shape[1], KEYS=keys, **sizes)
         tiles = torch.arange(len(visits), dtype=torch.int32)
         lengths = (torch.full_like(tiles, length) for length in (num_queries, num_keys))
         own, other = (block_n, block_m) if keys else (block_m, block_n)
-        assert torch.equal(work_of(tiles, *lengths, num_targets, MaskParams(*mask.spec), own, other), visits.sum(1, dtype=torch.int32))
+        assert torch.equal(work_of(tiles, *lengths, num_targets, MaskParams(*mask.params), own, other), visits.sum(1, dtype=torch.int32))
         if keys:
             visits, full = visits.T, full.T
         for m in range(blocks[0]):
@@ -82,6 +82,6 @@ def test_causal_tiles_skip_what_is_hidden(causal_window):
     """Of 8 x 8 blocks a causal mask shows 36, and a window of 100 columns back at most 3 to a tile."""
     mask = jm.AttentionMask(causal=True, window=None if causal_window is None else (causal_window, None))
     visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
-    _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=MaskParams(*mask.spec), KEYS=False, BLOCK_M=64, BLOCK_N=64)
+    _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=MaskParams(*mask.params), KEYS=False, BLOCK_M=64, BLOCK_N=64)
     assert visits.sum(1).tolist() == ([1, 2, 3, 3, 3, 3, 3, 3] if causal_window else list(range(1, 9)))
     assert full.sum() == (0 if causal_window else 28)
