@@ -86,8 +86,6 @@ from .hopper_common import (
     push_tile,
     release_tile,
     result_descriptor,
-    score_scale,
-    segment_factor,
     visible_keys,
     visited_block,
 )
@@ -101,6 +99,7 @@ from .hopper_ds import (
 )
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands
+from .scales import output_factor, score_factor
 from .select import Selection
 
 # -- dq -----------------------------------------------------------------------------------------------------------------------------
@@ -295,7 +294,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 if consumer_visits(tile, key_block, key_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     acc = _dq_block(
                         rows, rings, step + number, number + 1 < visited, acc, Position(row, column, tile.kv_len - column, first_target),
-                        score_scale(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, True,
+                        score_factor(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     skip_key_block(rings.k, rings.v, step + number, tile.kv_len - column, tail, consumer, CONSUMERS)
@@ -303,11 +302,12 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             for number in range(masked, visited):
                 acc = _dq_block(
                     rows, rings, step + number, number + 1 < visited, acc, Position(row, 0, BLOCK, first_target),
-                    score_scale(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, False,
+                    score_factor(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.q, wave)
             consumer_release(rings.do, wave)
-            acc = acc * segment_factor(scales.scale * scales.dact_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            acc = acc * (scales.scale * scales.dact_factor * factor)
             store_epilogue(
                 acc, output, operands.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
                 OPTIONS.head_dim,

@@ -17,7 +17,7 @@ from ..common.configs import padded_dim
 from ..common.device import descriptor_sizes, device_properties
 from ..common.gluon_api import thread_barrier
 from ..common.loads import load_tile, zigzag_waves
-from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, box_layout, make_barriers, mma_layout
+from ..common.pipeline import WARPGROUP_ROWS, box_layout, make_barriers, mma_layout
 from .configs import HopperConfig
 from .mask import (
     column_blocks,
@@ -230,27 +230,6 @@ def visible_keys(position, MASK: gl.constexpr, COLUMNS: gl.constexpr):
     else:
         rows = position.row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
         return is_visible(position.column + columns, rows, visible_columns(rows, position.first_target, MASK), MASK)
-
-
-# -- scales -------------------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def score_scale(scale, ACTIVATION: gl.constexpr):
-    """Factor of q kᵀ: with softmax, exponentials are of base 2."""
-    if ACTIVATION is None:
-        return scale * LOG2_E
-    else:
-        return scale
-
-
-@gluon.jit
-def segment_factor(factor, output_scale, segment_scale_ptr, segment):
-    """factor · output scale, which may be the segment's own."""
-    if segment_scale_ptr is None:
-        return factor * output_scale
-    else:
-        return factor * gl.load(segment_scale_ptr + segment)
 
 
 # -- launch -------------------------------------------------------------------------------------------------------------------------

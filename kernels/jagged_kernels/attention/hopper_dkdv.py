@@ -73,12 +73,11 @@ from .hopper_common import (
     push_tile,
     query_blocks,
     release_tile,
-    score_scale,
-    segment_factor,
     visited_block,
 )
 from .hopper_ds import SIDE, first_ds_block, store_ds
 from .mask import is_visible, num_masked_blocks, visible_columns
+from .scales import output_factor, score_factor
 
 NOT_STORED = gl.constexpr(-(2**40))  # so low that the workspace index of every block of the segment is negative
 
@@ -418,7 +417,7 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                     ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
                         keys, rings, step + number, dk, dv, _Rows(row + tile.kv_len - q_len, q_len - row, first_target),
-                        score_scale(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
+                        score_factor(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     tail_phase = _skip_rows(rings, step + number, q_len - row, tail_phase, consumer, CONSUMERS)
@@ -426,12 +425,12 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             for number in range(visited.masked, visited.count):
                 ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                 dk, dv, tail_phase = _dkdv_block(
-                    keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_scale(scales.scale, OPTIONS.activation),
+                    keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
                     tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.k, wave)
             consumer_release(rings.v, wave)
-            factor = segment_factor(1.0, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
             row = tile.kv_start + first
             dv *= scales.act_factor * factor
             dv_output, dv_buffer = Output(outputs.dv_desc, outputs.dv_ptr), outputs.buffers.index(consumer)

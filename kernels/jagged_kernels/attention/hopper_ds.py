@@ -74,11 +74,11 @@ from .hopper_common import (
     pop_tile,
     push_tile,
     release_tile,
-    segment_factor,
     visited_block,
 )
 from .mask import num_masked_blocks
 from .params import Operands
+from .scales import output_factor
 from .select import storing_ds_is_faster
 
 SIDE = gl.constexpr(64)  # a block of dS is 64 keys by 64 queries
@@ -310,7 +310,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                     acc = _dq_block(rings, step + number, acc, num_keys, tail, consumer, CONSUMERS, True)
                 for number in range(masked, visited):
                     acc = _dq_block(rings, step + number, acc, SIDE, tail, consumer, CONSUMERS, False)
-                acc = acc * segment_factor(scales.factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+                acc = acc * (scales.factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment))
                 store_epilogue(
                     acc, output, outputs.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
                     OPTIONS.head_dim,

@@ -82,13 +82,12 @@ from .hopper_common import (
     push_tile,
     release_tile,
     result_descriptor,
-    score_scale,
-    segment_factor,
     visited_block,
 )
 from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .mask import Blocks, num_masked_blocks
 from .params import AttentionParams, Operands
+from .scales import output_factor, score_factor
 
 
 class _Options(NamedTuple):
@@ -390,7 +389,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
-    scale = score_scale(scales.scale, OPTIONS.activation)
+    scale = score_factor(scales.scale, OPTIONS.activation)
     waves = num_waves(schedule)
     step, tail_phase = 0, 0
     # With softmax the next tile is taken before this one is stored; pointwise activations are 2 % slower so.
@@ -404,7 +403,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         num_rows = tile.q_len - first
         tail = Tail(rings.tail, tail_phase)
         if num_rows > 0:
-            factor = segment_factor(scales.act_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = scales.act_factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
             q = consumer_wait(rings.q, wave)
             if OPTIONS.q_in_registers:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))

@@ -21,8 +21,7 @@ import triton.language as tl
 from ..common.loads import Rows, load_rows, load_segment, load_tile, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .mask import column_blocks, first_target_column, is_visible, masked_block, num_masked_blocks, row_blocks, visible_columns
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from .scales import output_factor, score_factor
 
 
 class _Options(NamedTuple):
@@ -152,7 +151,7 @@ def attention_fwd_kernel(
     k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
     v_rows = Rows(v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN)
     out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    scale = _score_scale(scale, ACTIVATION)
+    scale = score_factor(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
@@ -186,25 +185,8 @@ def attention_fwd_kernel(
             lanes = tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + tile.head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
         else:
-            acc = acc * (act_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+            acc = acc * (act_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(out_rows, row, tile.head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
-
-
-@triton.jit
-def _score_scale(scale, ACTIVATION: tl.constexpr):
-    """Softmax takes exponentials in base 2."""
-    if ACTIVATION is None:
-        return scale * LOG2_E
-    else:
-        return scale
-
-
-@triton.jit
-def _output_scale(output_scale, segment_scale_ptr, segment):
-    if segment_scale_ptr is None:
-        return output_scale
-    else:
-        return tl.load(segment_scale_ptr + segment)
 
 
 @triton.jit
@@ -260,7 +242,7 @@ def attention_bwd_dq_kernel(
     out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
     do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
     dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
-    score_scale = _score_scale(scale, ACTIVATION)
+    score_scale = score_factor(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
@@ -294,7 +276,7 @@ def attention_bwd_dq_kernel(
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
             acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, True)
-        acc = acc * (scale * dact_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+        acc = acc * (scale * dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
@@ -353,7 +335,7 @@ def attention_bwd_dkdv_kernel(
     do_rows = Rows(do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN)
     dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
     dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
-    score_scale = _score_scale(scale, ACTIVATION)
+    score_scale = score_factor(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
@@ -391,6 +373,6 @@ def attention_bwd_dkdv_kernel(
                     m = masked_block(number, blocks) * BLOCK_M
                     query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, True)
-        out_scale = _output_scale(output_scale, segment_scale_ptr, tile.segment)
+        out_scale = output_factor(output_scale, segment_scale_ptr, tile.segment)
         store_rows(dk_rows, row, tile.head, dk * (scale * dact_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
         store_rows(dv_rows, row, tile.head, dv * (act_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

@@ -30,9 +30,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..common.activations import LOG2_E
 from ..common.device import descriptor_sizes, has_descriptor
 from ..common.gluon_api import load_tile, reinterpret, store_tile, thread_barrier
-from ..common.pipeline import LOG2_E, box_layout, mma_layout
+from ..common.pipeline import box_layout, mma_layout
 from ..common.ptxas import safe_ptxas
 from .configs import HopperBlockAttentionConfig
 from .params import BlockAttentionParams

@@ -15,10 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.activations import LOG2_E
 from ..common.loads import Rows, find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 from ..common.ptxas import safe_ptxas
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Rotary(NamedTuple):

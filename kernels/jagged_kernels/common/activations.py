@@ -11,6 +11,7 @@ from triton import JITFunction
 
 from . import gelu_taylor
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x · LOG2_E)
 TAYLOR_RANGE = tl.constexpr(gelu_taylor.RANGE)
 C1, C2, C3, C4 = (tl.constexpr(coefficient) for coefficient in gelu_taylor.COEFFICIENTS)
 NAN = tl.constexpr(tl.PropagateNan.ALL)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+Size = TypeVar("Size", int, Tensor)
 INVARIANT_SHIFT = 11  # log2 of the length of a long segment's chunks, under batch_invariant
 
 
@@ -101,8 +102,9 @@ def mean_seqlen(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 
 
-def cdiv(size: int, block: int) -> int:
-    return (size + block - 1) // block
+def cdiv(size: Size, block: int) -> Size:
+    """Blocks that cover a size; of a tensor, element by element."""
+    return (size + (block - 1)) // block
 
 
 def has_descriptor(x: Tensor) -> bool:

@@ -14,7 +14,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .gluon_api import load_tile, store_tile, thread_barrier
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
 LOAD_REGISTERS = gl.constexpr(24)  # registers per thread of the producer: the fewest that setmaxnreg takes
 

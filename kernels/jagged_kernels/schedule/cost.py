@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..attention.params import MaskParams
+from ..common.device import cdiv
 
 
 def query_tile_work(
@@ -95,7 +96,3 @@ def key_tile_work(
         count = torch.where(row_end > row, cdiv(row_end, block_n) - first, 0).clamp(min=0)
         work, stop = work + count, torch.where(row_end > row, first + count, stop)
     return work
-
-
-def cdiv(lengths: Tensor, block: int) -> Tensor:
-    return (lengths + (block - 1)) // block

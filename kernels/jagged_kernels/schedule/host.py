@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..attention.params import MaskParams
+from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import cdiv, key_tile_work, query_tile_work
+from .cost import key_tile_work, query_tile_work
 
 
 class TileList(NamedTuple):
@@ -224,7 +225,7 @@ def masked_tiles(
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
     """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
-    return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
+    return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 
 def _host_lengths(name: str, lengths) -> Tensor:
