@@ -1,4 +1,4 @@
-"""The zigzag schedule: which tiles, in which order, dealt to whom, how evenly, how fast."""
+"""The zigzag schedule: which tiles, in which order, for which worker, how evenly, how fast."""
 
 import dataclasses
 import pickle

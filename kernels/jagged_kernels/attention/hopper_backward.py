@@ -16,17 +16,16 @@ Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
 
 Barriers, one per stage s:
     q[i].full[s], do[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
-    q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, which alone reads it, is done with the tile
+    q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, its only reader, is done with the tile
     k.empty[s], v.empty[s]                              arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
-    tail                                                arrive count 2 | 3: k's rows past the segment are 0, in dQ += dS k
+    tail                                                arrive count 2 | 3, one per consumer: its share of k's rows past the segment is 0
     queue.full[s], queue.empty[s]                       arrive counts 1 and 2 | 3: the words of a tile
 
-Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
     head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
 
-dS stays in the registers where it arises: it is the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the
-others.
+dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the others.
 """
 
 from __future__ import annotations
@@ -334,7 +333,7 @@ def attention_bwd_dq_hopper_kernel(
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With a `ds_blocks_ptr`,
-    of the segments alone whose dS is not stored."""
+    only of the segments whose dS is not stored."""
     OPTIONS: gl.constexpr = _Options(
         HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, ds_blocks_ptr is not None, CONSUMERS
     )  # fmt: skip
@@ -353,7 +352,7 @@ def attention_bwd_dq_hopper_kernel(
 
 
 class _Launches:
-    """The kernels of one backward, with what all of their launches share."""
+    """The kernels of one backward, with the arguments that their launches share."""
 
     def __init__(self, operands: Operands, grads: Gradients, params: AttentionParams, kv_shared: bool, selection: Selection) -> None:
         q, k, v, out, _ = operands
@@ -414,8 +413,8 @@ def backward(
     operands: Operands, grads: Gradients, queries: Segments, keys: Segments, params: AttentionParams, kv_shared: bool,
     selection: Selection, workspace: int | None,
 ) -> None:  # fmt: skip
-    """Launch the kernels for dq and for dk, dv; or where the workspace, at most so many bytes, has room for dS, those that store it there
-    and read it."""
+    """Launch the kernels for dq and for dk, dv. If a workspace of at most `workspace` bytes has room for dS, the dk, dv kernel stores dS
+    there, and dq is computed from it."""
     launches = _Launches(operands, grads, params, kv_shared, selection)
     num_blocks, parts = 0, []
     if params.mask is None and queries.query_groups == 1 and not (params.q_shared or kv_shared):

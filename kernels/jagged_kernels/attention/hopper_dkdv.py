@@ -12,18 +12,18 @@ Registers per thread: consumers 240, producer 24.
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask.
 
 Barriers, one per stage s:
-    q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also covers lse[s] and delta[s], written before
-    q.empty[s], do.empty[s]           arrive count 2, one per consumer: the MMAs that read the buffer are complete; q's covers lse, delta
+    q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also guards lse[s] and delta[s], written before
+    q.empty[s], do.empty[s]           arrive count 2, one per consumer: its MMAs of the buffer are complete; q's also guards lse, delta
     k[i].full[s], v[i].full[s]        arrive count 1, the TMA load of that buffer
-    k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, which alone reads it, is done with the tile
-    tail                              arrive count 4: q's and dO's rows past the segment are 0; each consumer arrives once for each
+    k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, its only reader, is done with the tile
+    tail                              arrive count 4, two per consumer: its shares of q's and dO's rows past the segment are 0
     queue.full[s], queue.empty[s]     arrive counts 1 and 2: the words of a tile
 
-Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over; lse and delta with softmax only:
+Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
     head dim 128: 225.5 = q 3 × 16 + dO 3 × 16 + k 2 × 16 + v 2 × 16 + epilogue 4 × 16 + lse, delta 1.5
     head dim  64: 162 = q 4 × 8 + dO 4 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + epilogue 4 × 8 + lse, delta 2; blocks of 128 rows: q and dO 2 × 16
 
-Everything is transposed, so that Pᵀ and dSᵀ are first operands of the next MMA, in the registers where they arise.
+Scores are computed transposed: Pᵀ and dSᵀ stay in registers, as first operands of the next MMAs.
 """
 
 from __future__ import annotations
@@ -169,8 +169,10 @@ class _Rows(NamedTuple):
 
 
 class _Visited(NamedTuple):
-    """The blocks of query rows that visit a tile of keys, in all heads and query groups: Blocks of the first query group; how many are
-    masked, which come first; and how many there are."""
+    """The blocks of query rows that a tile of keys visits, in all heads and query groups.
+
+    blocks: Blocks of the first query group. masked: how many are masked; they come first. count: how many there are.
+    """
 
     blocks: gl.tensor
     masked: gl.tensor
@@ -182,8 +184,8 @@ class _Visited(NamedTuple):
 
 @gluon.jit
 def _head_and_block(number, blocks, GROUP: gl.constexpr):
-    """The number-th of the blocks that all query heads of a key head visit: its head in the group, and the block. Masked blocks come
-    first, of all heads."""
+    """Head in the group and block of the number-th block that a tile of keys visits. The blocks of all heads are counted, masked blocks
+    first."""
     if GROUP == 1:
         return 0, visited_block(number, blocks)
     else:
@@ -196,7 +198,7 @@ def _head_and_block(number, blocks, GROUP: gl.constexpr):
 
 @gluon.jit
 def _tile_of_group(schedule, tile, query_group):
-    """The tile of keys, with the segment of queries of another query group."""
+    """The tile of keys with the query segment of another query group."""
     q_start, q_len = load_segment(schedule.q_offsets_ptr, tile.segment + query_group * schedule.num_segments)
     return Tile(tile.segment, tile.head, tile.block, q_start, q_len, tile.kv_start, tile.kv_len, tile.first_target)
 
@@ -258,7 +260,7 @@ def _put_stats(rings, step, lse, delta):
 
 @gluon.jit
 def _dkdv_produce(kernel, OPTIONS: gl.constexpr):
-    """Loads the first query blocks of a tile before its keys, whose buffers are in use until the tile before ends."""
+    """Loads the first query blocks of a tile before its keys: the buffers of keys may be in use until the previous tile ends."""
     schedule, rings = kernel.schedule, kernel.rings
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     lanes = gl.arange(0, OPTIONS.block, layout=gl.BlockedLayout([OPTIONS.block // 32], [32], [1], [0]))
@@ -308,7 +310,7 @@ def _visible_rows(keys, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _zero_tails(rings, step, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Zero q and dO past their segment, by all consumers together."""
+    """Zero the rows of q and dO past their segment. All consumers take part."""
     zero_tail(consumer_wait(rings.q, step), num_rows, tail, consumer, CONSUMERS)
     zero_tail(consumer_wait(rings.do, step), num_rows, tail, consumer, CONSUMERS)
     wait_for_tail(tail)
@@ -369,8 +371,8 @@ def _dkdv_block(
 
 @gluon.jit
 def _ds_block(first_block, tile, number, blocks, OPTIONS: gl.constexpr):
-    """The workspace block of the number-th query block; negative: dS is not stored. first_block: that of the consumer's first query
-    block."""
+    """The workspace block of the number-th query block; negative: dS is not stored. first_block: the workspace block of the consumer's keys
+    and first query block."""
     if OPTIONS.has_ds:
         group_head, query_block = _head_and_block(number, blocks, OPTIONS.group)
         if OPTIONS.group > 1:

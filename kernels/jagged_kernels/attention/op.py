@@ -56,14 +56,14 @@ def triton_attention(
 
     Args:
         q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
-        q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows (every segment reads q's rows anew). With
-            `kv_shared` they describe one segment of all rows. Without either or a mask, q_offsets may be several query groups,
+        q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows: each segment reads all rows of q. With
+            `kv_shared`, both describe one segment of all rows. Without either or a mask, q_offsets may be several query groups,
             `[n · B + 1]`: the segments b, B + b, ... read the keys of segment b, and have one segment_scale.
         tiles, num_tiles, block_m: schedule of query tiles.
-        key_tiles, num_key_tiles, key_block: schedule of key tiles, None: made by the backward. The backward alone reads these, kv_shared
-            and workspace: autograd takes its inputs from the forward's.
+        key_tiles, num_key_tiles, key_block: schedule of key tiles; None: the backward makes its own. Only the backward reads these,
+            kv_shared and workspace; the forward takes them because autograd passes its inputs on.
         implementation: "triton", "hopper", or "auto", which chooses.
-        workspace: limit of the memory, in bytes, that the backward allocates to be faster; None: no limit.
+        workspace: limit in bytes of the memory in which the backward stores dS; None: a default limit.
         scale, ...: the fields of `AttentionParams`. batch_invariant: the schedule's tile size is not used.
 
     Returns:
@@ -96,10 +96,10 @@ def triton_attention_backward(
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, num_targets: Tensor | None,
     segment_scale: Tensor | None, output_scale: float, batch_invariant: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it; or those for
-    Hopper. `out` is read with softmax alone. Other arguments are the forward's.
+    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. On Hopper:
+    hopper_backward.py. Only softmax reads `out`. Other arguments: as the forward's.
 
-    A gradient has its operand's shape and dtype.
+    Returns dq, dk and dv, in the shapes and dtypes of q, k and v.
     """
     params = _params(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
@@ -118,7 +118,7 @@ def triton_attention_backward(
     if selection.backend == "hopper":
         from . import hopper_backward as hopper
 
-        workspace = 0 if batch_invariant else workspace  # whose dS fits depends on the batch
+        workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
         hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         _triton_backward(operands, grads, queries, keys, params, kv_shared, selection)
@@ -161,9 +161,10 @@ def _problem(
 
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str, ...]:
-    """Descriptions of the operands that the tensor memory accelerator cannot read.
+    """Descriptions of q, k and v if the tensor memory accelerator cannot read one of them.
 
-    single_rows: judge the row stride of a single row, which is never used, as that of many.
+    single_rows: also check the row stride of an operand with a single row. No kernel uses it, but the choice must not depend on the
+    number of rows.
     """
     aligned = has_descriptor(q) and has_descriptor(k) and has_descriptor(v)
     if aligned and not (single_rows and _row_and_head_strides(q, k, v)[0] * q.element_size() < 16):
@@ -178,7 +179,7 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
 
 
 def _query_chunks(q: Tensor, k: Tensor, chunks: int) -> Segments:
-    """The query rows in so many segments, each against all keys."""
+    """The query rows split into `chunks` segments, each of which sees all keys."""
     boundaries = torch.arange(chunks + 1, device=q.device)
     return Segments(boundaries * q.shape[0] // chunks, boundaries * k.shape[0], TileList(None, None, None))
 
@@ -235,7 +236,7 @@ def _triton_backward(
 
 
 def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
-    """As many programs as the GPU holds at a time; none, which is no grid, where there are no tiles."""
+    """As many programs as run on the GPU at a time; `()`, no launch, without tiles."""
     workers = min(device_properties(tiles.device)[1] * config.ctas_per_sm, tiles.shape[0])
     return (workers,) if workers else ()
 

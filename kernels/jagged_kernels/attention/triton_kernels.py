@@ -9,8 +9,8 @@ Tile: BLOCK_M query rows of a head, over blocks of BLOCK_N keys; for dk and dv, 
 heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles from the zigzag schedule, and reads the next tile's bounds
 while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
 
-What a tile loops over is loaded by TMA where there is a descriptor. Of what it loads once, at most one operand is: two TMA loads outside a
-loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
+Operands that a tile loops over are loaded by TMA if they have a descriptor. Of those that it loads once, TMA loads at most one: two TMA
+loads outside a loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
 """
 
 from typing import NamedTuple
@@ -102,7 +102,7 @@ class _QueryBlock(NamedTuple):
 
 @triton.jit
 def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
-    """One key block: scores, online softmax or activation, acc += P v; returns the new state."""
+    """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
     BLOCK_N: tl.constexpr = OPTIONS.block
     k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
     v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
@@ -118,7 +118,7 @@ def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.conste
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         subtracted = new_max
-        if OPTIONS.mask is not None:  # A row may have seen no key yet: its maximum stays -inf, and any finite number gives weights of 0.
+        if OPTIONS.mask is not None:  # the maximum of a row that has seen no key is -inf; any finite number gives it weights of 0
             subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
@@ -145,6 +145,7 @@ def attention_fwd_kernel(
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
@@ -191,7 +192,7 @@ def attention_fwd_kernel(
 
 @triton.jit
 def _what_rows_see(rows, first_target, MASK: tl.constexpr):
-    """_Visible of the rows at these columns; the bounds are not read without a mask."""
+    """_Visible of the rows at these columns. Without a mask, the bounds are not read."""
     if MASK is None:
         return _Visible(rows, (rows, rows, rows))
     else:
@@ -282,7 +283,7 @@ def attention_bwd_dq_kernel(
 
 @triton.jit
 def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
-    """One query block, transposed so that P and dS are first operands: dv += Pᵀ dO, dk += dSᵀ q."""
+    """One query block: dv += Pᵀ dO, dk += dSᵀ q. Scores are transposed, so that Pᵀ and dSᵀ are first operands of MMAs."""
     BLOCK_M: tl.constexpr = OPTIONS.block
     q = load_rows(queries.q, block.q_row, block.head, block.num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, MASKED)
     rows = tl.arange(0, BLOCK_M)
@@ -294,7 +295,7 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASK
     scores = tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
     if OPTIONS.activation is None:
-        if MASKED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
+        if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0
             lse = tl.load(queries.lse_ptr + block.row + rows, mask=rows < block.num_rows, other=float("inf"))
             delta = tl.load(queries.delta_ptr + block.row + rows, mask=rows < block.num_rows, other=0.0)
         else:

@@ -193,7 +193,7 @@ def find_segment(index, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
     plus b where SPACED: every segment then owns as many virtual tiles as it has tiles of 2^shift rows, and at least one.
 
     A step compares 32 segments at once, which a warp does without shared memory: two steps for a thousand segments, where a binary search
-    waits for memory ten times. Shifts, as a 64-bit division by a number unknown to the compiler takes longer than all the rest.
+    waits for memory ten times. It shifts because a 64-bit division by a number unknown to the compiler takes longer than all the rest.
     """
     low, size = 0, num_segments
     while size > 1:

@@ -120,8 +120,8 @@ def _gemm(
 
 
 def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list[Tensor], Tensor]:
-    """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries are copied to such rows: otherwise they
-    would be loaded 4 bytes at a time, which would take most of the time. One launch, if any weight is copied or any zero wanted."""
+    """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries are copied to rows that do: otherwise
+    they would be loaded 4 bytes at a time, which would take most of the time. One launch, if any weight is copied or any zero wanted."""
     aligned, copies = list(weights), []
     zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
     for level, weight in enumerate(weights):
@@ -162,7 +162,7 @@ def triton_linear_compress_backward(
     levels = len(weights)
     choice = select_backward(_problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant)
     gradients: list[Tensor | None] = [None] * len(wanted)
-    for level in reversed(range(levels)):  # the longest kernels first: the host gets ahead
+    for level in reversed(range(levels)):  # the longest kernels first, so that the host runs ahead
         weight, embedding = weights[level], embeddings[level]
         if not wanted[level] and not wanted[levels + level]:
             continue

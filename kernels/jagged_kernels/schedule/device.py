@@ -39,8 +39,8 @@ def _tile_list_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
     GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program places the tiles of SEGMENTS segments. A segment's first position is the number of tiles of all segments that a
-    stable sort by work, longest first, puts before it: counted by comparison, cheaper here than sorting."""
+    """Each program writes the tiles of SEGMENTS segments. A segment's first position is the number of tiles of the segments that a stable
+    sort by work, longest first, puts before it. Comparing with all segments is cheaper here than sorting."""
     segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
     blocks, tiles, work = _segment_tiles(
         offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
@@ -85,7 +85,7 @@ def tile_list(
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Those
             of queries may have several groups, as in `zigzag_schedule`.
         num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
-        mask: `MaskParams`, with num_targets `[B]` if it has targets. It costs a sort, of some thirty launches.
+        mask: `MaskParams`, with num_targets `[B]` if it has targets. The list is then built by torch operators, many launches.
 
     Returns:
         tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
@@ -113,9 +113,9 @@ def tile_list(
 def kernel_tiles(
     segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The tiles and their number for a kernel: the schedule's if they have the tile of its launch configuration, else a new list.
+    """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_tiles: that is the keys' side.
+    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is not None and block == config.tile:
