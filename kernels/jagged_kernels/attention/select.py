@@ -166,7 +166,7 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
         return False
     if p.implementation == "hopper" and p.misaligned:
         operands = ", ".join(p.misaligned)
-        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries and are not expanded; got {operands}")
+        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, and no expanded operands; got {operands}")
     return p.implementation == "hopper" or not p.misaligned and hopper_is_faster(q_seqlen, kv_seqlen, p.head_dim, p.activation)
 
 
