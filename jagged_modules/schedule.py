@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .masks import AttentionMask
 
-NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels deal anew to the workers there are
+NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels use the number of workers that the GPU has
 
 
 def host_schedule(
@@ -95,7 +95,7 @@ def device_schedule(
 
     if q_offsets.is_cuda:
         problem = problem._replace(capability=capability(q_offsets.device))
-    if not torch.compiler.is_compiling():  # there sizes are symbols, and choosing by them would compile anew
+    if not torch.compiler.is_compiling():  # there sizes are symbols, and choosing by them would recompile
         segments = dict(q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
         problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, **segments)
     tile = select(problem).tile

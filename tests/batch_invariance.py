@@ -132,8 +132,7 @@ def operators(
 
     def compress(x: Segment, offsets: Segment) -> Tensor:
         levels = [weights["user"], weights["candidate"]], [x["user"], x["candidate"]]
-        kernels = "fused" if implementation == "triton" else implementation
-        return F.linear_compress(*levels, jm.CandidateIndex.from_offsets(offsets["candidate"].to(device)), implementation=kernels)
+        return F.linear_compress(*levels, jm.CandidateIndex.from_offsets(offsets["candidate"].to(device)), implementation=implementation)
 
     def target(x: Segment, offsets: Segment) -> Tensor:
         """Candidates that are not sorted by user; those of one user keep their order."""

@@ -66,7 +66,7 @@ def hopper_cells() -> Iterator[Cell]:
 
 def operand_cells() -> Iterator[Cell]:
     two = [(q, [n // 2 for n in q], kv) for q, kv in PAIRS]
-    lengths = {"q shared": LENGTHS, "kv shared": LENGTHS, "2 lists": two, "3 lists": [(q, half, q[::-1], kv) for q, half, kv in two]}
+    lengths = {"q shared": LENGTHS, "kv shared": LENGTHS, "2 groups": two, "3 groups": [(q, half, q[::-1], kv) for q, half, kv in two]}
     for (i, operands), (j, dim) in itertools.product(enumerate(lengths), enumerate((20, 64, 128))):
         activation, dtype = ACTIVATIONS[(0, 5, 7)[(i + j) % 3]], DTYPES[(i + 2 * j) % 3]
         scale = 1 if activation == "softmax" else ("tensor", "tensor with gradient")[j % 2]
@@ -107,9 +107,9 @@ def linear_compress_cells() -> Iterator[Cell]:
 
     for (i, width), j in itertools.product(enumerate((1, 60, 64, 65, 68, 100, 128, 136, 200, 256, 300)), range(2)):
         depth, height = depths[(i + 2 * j) % 5], heights[(2 * i + j) % 5]
-        yield compress(DTYPES[(i + j) % 3], width, depth, height, 1 + (i + j) % 3, "fused")
+        yield compress(DTYPES[(i + j) % 3], width, depth, height, 1 + (i + j) % 3, "triton")
     for (i, width), (j, depth) in itertools.product(enumerate((65, 68, 100)), enumerate((1, 3, 8))):  # loads without descriptors
-        yield compress("bfloat16", width, depth, (129, 433)[(i + j) % 2], 1 + (i + j) % 2, "fused")
+        yield compress("bfloat16", width, depth, (129, 433)[(i + j) % 2], 1 + (i + j) % 2, "triton")
     for (i, width), (j, dtype) in itertools.product(enumerate((64, 128, 136, 200, 256)), enumerate(HALVES)):
         yield compress(dtype, width, depths[(i + 2 * j) % 5], heights[(i + j) % 5], 1 + (i + j) % 3, "hopper")
 

@@ -70,13 +70,13 @@ def serve() -> None:
     import calls  # noqa: F401  imports all that a case needs
     import torch
 
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # libraries that print to stdout must not disturb the answers
+    responses = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # libraries that print to stdout must not disturb the responses
     torch.set_num_threads(1)
-    print("ready", file=answers, flush=True)
+    print("ready", file=responses, flush=True)
     for line in sys.stdin:
         failure = run_case(Case.from_json(line))
-        print(json.dumps(failure), file=answers, flush=True)
+        print(json.dumps(failure), file=responses, flush=True)
         if torch.cuda.is_initialized():
             if failure is not None and "CUDA" in failure["message"]:
                 os._exit(1)  # the context may be unusable
@@ -100,16 +100,16 @@ class Worker:
         try:
             self.process.stdin.write(case.to_json() + "\n")
             self.process.stdin.flush()
-            answer = self.process.stdout.readline()
+            response = self.process.stdout.readline()
         except BrokenPipeError:
-            answer = ""
+            response = ""
         finally:
             watchdog.cancel()
-        if not answer:
+        if not response:
             kind, message = ("timeout", f"took more than {self.timeout} s") if killed.is_set() else ("crash", self._last_words())
             self.stop()
             return Failure(case, kind, message)
-        failure = json.loads(answer)
+        failure = json.loads(response)
         return None if failure is None else Failure(case, **failure)
 
     def _start(self, device: str) -> None:

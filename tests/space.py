@@ -144,12 +144,12 @@ def _fix_attention(dtype: str, o: dict) -> None:
     if o["activation"] == "softmax":
         o["output_scale"] = 1
     operands = o.get("operands", "self")
-    if operands == "kv shared" or operands.endswith("lists") or "lists" in o:
+    if operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o:
         o["mask"] = None
-    if operands == "kv shared" or operands == "q shared" or operands.endswith("lists"):
+    if operands == "kv shared" or operands == "q shared" or operands.endswith("groups"):
         o["schedule"] = False  # callers cannot build schedules for these operands
     if o["implementation"] == "hopper":
-        shares_keys = operands == "kv shared" or operands.endswith("lists") or "lists" in o
+        shares_keys = operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o
         if dtype not in HALVES or dtype == "float16" and shares_keys and str(o["output_scale"]).startswith("tensor"):
             o["implementation"] = "triton"
             return
@@ -191,7 +191,7 @@ def _fix_packed(dtype: str, o: dict) -> None:
 def _fix_linear_compress(dtype: str, o: dict) -> None:
     if o["implementation"] == "hopper":
         if dtype not in HALVES:
-            o["implementation"] = "fused"
+            o["implementation"] = "triton"
         else:
             o["columns"] = -(-o["columns"] // 8) * 8
             _align(o)
@@ -271,10 +271,11 @@ OPERATORS = {
         weight=4,
         axes=COMMON
         | ATTENTION
-        | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 lists", "3 lists"), shared_rows=(Range(1, 20), Range(50, 140))),
+        | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 groups", "3 groups"))
+        | dict(shared_rows=(Range(1, 20), Range(50, 140))),
         data_axes=DATA | ATTENTION_DATA,
         implementations=ATTENTION_IMPLEMENTATIONS,
-        num_lists=lambda o: {"cross": 2, "2 lists": 3, "3 lists": 4}.get(o["operands"], 1),
+        num_lists=lambda o: {"cross": 2, "2 groups": 3, "3 groups": 4}.get(o["operands"], 1),
         work=_attention_work,
         parts=_attention_parts,
         fix=_fix_attention,
@@ -293,7 +294,7 @@ OPERATORS = {
         weight=2,
         axes=COMMON
         | {name: ATTENTION[name] for name in ("activation", "heads", "head_dim", "v_dim", "output_scale", "offsets")}
-        | dict(lists=("two tensors", "one tensor")),
+        | dict(query_tensors=("two tensors", "one tensor")),
         data_axes=DATA | dict(scale=ATTENTION_DATA["scale"]),
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: 2,
@@ -331,8 +332,8 @@ OPERATORS = {
         data_axes=DATA,
         implementations=dict(
             cpu=mostly("auto", "reference", "decomposed", "padded"),
-            interpreter=("fused",),
-            cuda=("auto", "auto", "fused", "fused", "hopper", "hopper", "decomposed", "padded"),
+            interpreter=("triton",),
+            cuda=("auto", "auto", "triton", "triton", "hopper", "hopper", "decomposed", "padded"),
         ),
         work=_compress_work,
         parts=_compress_parts,

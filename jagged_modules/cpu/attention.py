@@ -86,7 +86,7 @@ def _(do, q, k, v, *args):
 
 class _Group(NamedTuple):
     """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets; whether
-    they are of the first list of queries that reads these keys."""
+    they are of the first query group."""
 
     rows: Rows
     q_rows: Rows

@@ -1,6 +1,6 @@
 """Attention of segments of equal lengths on the CPU, forward and backward: operands `[segments, heads, rows, dim]`, fp32 or fp64.
 
-The query rows go block by block, each with the columns that any row of it sees. Scores are computed anew in the backward.
+The query rows go block by block, each with the columns that any row of it sees. Scores are computed again in the backward.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from ..reference import linear_compress_reference
 from ..settings import is_batch_invariant
 from ..validation import WrongDtype, check_device, check_implementation, check_integers, check_tensor, values_are_checkable
 
-COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "fused", "hopper")
+COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton", "hopper")
 
 
 class LevelNames(NamedTuple):
@@ -49,10 +49,10 @@ def linear_compress(
         indices: for every level but the last, the row of it that each of the last level's B rows takes: `[B]` int32 or int64 in any
             order, or a `CandidateIndex`. None with one level. Rows that none asks for are legal.
         implementation: "reference" (every level replicated, one product), "decomposed" (a product per level, then gathered and
-            added), "padded" (so with each K padded to a multiple of 8), "fused" (Triton: the other levels are added, in fp32 and
+            added), "padded" (so with each K padded to a multiple of 8), "triton" (the other levels are added, in fp32 and
             with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
             in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
-            "auto": hopper where it takes the operands and N > 64, else fused on CUDA, decomposed elsewhere.
+            "auto": hopper where it takes the operands and N > 64, else triton on CUDA, decomposed elsewhere.
         names: other names of the arguments for error messages: {"weights", "embeddings" or "indices": one name per level}.
 
     Returns:
@@ -60,7 +60,7 @@ def linear_compress(
 
     Raises:
         TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
-        RuntimeError: a second derivative of the fused and hopper implementations; the others have it.
+        RuntimeError: a second derivative of the triton and hopper implementations; the others have it.
     """
     indices = [] if indices is None else indices
     given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))

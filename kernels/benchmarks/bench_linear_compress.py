@@ -17,7 +17,7 @@ from functools import cached_property, partial
 import peers
 import torch
 from inputs import leaves, our_kernels, random_tensors
-from names import INPUT_REPLICATED, OURS, PORTABLE
+from names import INPUT_REPLICATED, OURS
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.functional import pad
@@ -99,12 +99,8 @@ class Problem:
             "de_cand": (some_candidates, slice(sizes.k_cand)),
         }
 
-    def our_stages(self) -> dict[str, str]:
-        """Like ``our_kernels``. The portable kernel's ``implementation`` is "fused" here."""
-        return {OURS: "auto"} | ({PORTABLE: "fused"} if len(our_kernels(self.device)) > 1 else {})
-
     def setup(self, note: str) -> Setup:
-        stages = self.our_stages()
+        stages = our_kernels(self.device)
         implementations = {
             OURS: partial(self.ours, stages.pop(OURS), note),
             REPLICATED: self.replicated,

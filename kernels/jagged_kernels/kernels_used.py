@@ -14,8 +14,15 @@ from pathlib import Path
 import torch
 
 from .attention.select import AttentionProblem, Selection, select
+from .block_attention.select import BlockAttentionProblem, has_kernels, select_block_attention
+from .linear_compress.select import LinearCompressProblem, select_backward, select_forward
+from .matmul.configs import jagged_matmul_config
+from .softmax.configs import jagged2_softmax_config, jagged_softmax_config
 
 GPUS = {"A100": (8, 0), "RTX 3090, 4090, L4": (8, 9), "H100, H200": (9, 0), "B200": (10, 0), "RTX 5090": (12, 0)}
+GPU_COLUMNS = [f"{name} ({major}.{minor})" for name, (major, minor) in GPUS.items()]
+DTYPES = {"fp16, bf16": torch.bfloat16, "fp32": torch.float32}
+DIMS = (1, 32), (33, 64), (65, 128), (129, 256)
 LENGTHS = dict(q_segments=64, kv_segments=64)
 
 
@@ -27,12 +34,11 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 def attention() -> str:
     """The section on attention."""
-    dtypes = {"fp16, bf16": torch.bfloat16, "fp32": torch.float32}
     long = LENGTHS | dict(q_rows=64 * 500, kv_rows=64 * 500)
     by_gpu = [
         [name, f"{low} to {high}", *(_kernels(select(AttentionProblem(high, high, dtype, gpu, **long))) for gpu in GPUS.values())]
-        for name, dtype in dtypes.items()
-        for low, high in ((1, 32), (33, 64), (65, 128), (129, 256))
+        for name, dtype in DTYPES.items()
+        for low, high in DIMS
     ]
     h100 = dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0)) | long
     cases = {
@@ -59,7 +65,7 @@ and dv.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
-{table(["dtype", "head dim", *(f"{name} ({major}.{minor})" for name, (major, minor) in GPUS.items())], by_gpu)}
+{table(["dtype", "head dim", *GPU_COLUMNS], by_gpu)}
 
 On an H100, bf16, head dim 128:
 
@@ -72,7 +78,156 @@ def _kernels(selection: Selection) -> str:
     return f"{selection.backend} {tiles}"
 
 
-SECTIONS = (attention,)
+def block_attention() -> str:
+    """The section on block attention."""
+    problem = BlockAttentionProblem(
+        num_heads=4, num_kv_heads=4, head_dim=128, dtype=torch.bfloat16, block_size=64, rotary="none", aligned=True, device_type="cuda",
+        capability=(9, 0),
+    )  # fmt: skip
+    by_gpu = [
+        [name, f"{low} to {high}", *(_block_kernels(problem._replace(head_dim=high, dtype=dtype, capability=gpu)) for gpu in GPUS.values())]
+        for name, dtype in DTYPES.items()
+        for low, high in DIMS
+    ]
+    cases = {
+        "as above": {},
+        "head dim 36, no multiple of 8": dict(head_dim=36),
+        "rows that do not begin at 16-byte boundaries": dict(aligned=False),
+        "two query heads per key head": dict(num_kv_heads=2),
+        "blocks of 16 rows": dict(block_size=16),
+        "blocks of 128 rows": dict(block_size=128),
+        "blocks of 128 rows, head dim 256": dict(block_size=128, head_dim=256),
+        'implementation="triton"': dict(implementation="triton"),
+    }
+    on_h100 = [[case, _block_kernels(problem, **change)] for case, change in cases.items()]
+    return f"""## Block attention
+
+`jagged_kernels.block_attention.select` decides. A cell names the kernels ("hopper": `block_attention/hopper.py`, "triton":
+`block_attention/triton_kernels.py`) and their tiles, rows × columns, for the forward and for the backward. "attention": shared memory is
+too small, so the kernels of jagged attention run, with a segment for each block.
+
+Blocks of 64 rows, no rotary, as many key heads as query heads:
+
+{table(["dtype", "head dim", *GPU_COLUMNS], by_gpu)}
+
+On an H100, bf16, head dim 128:
+
+{table(["input", "kernels"], on_h100)}
+"""
+
+
+def _block_kernels(problem: BlockAttentionProblem, implementation: str = "auto", **change) -> str:
+    problem = problem._replace(**change)
+    group = problem.num_heads // problem.num_kv_heads
+    if not has_kernels(problem.head_dim, problem.dtype.itemsize, problem.capability, problem.block_size, group, implementation):
+        return "attention"
+    forward, backward = (select_block_attention(kernel, problem, implementation) for kernel in ("fwd", "bwd"))
+    return f"{forward.backend} " + ", ".join(f"{choice.config.block_m}×{choice.config.block_d}" for choice in (forward, backward))
+
+
+def linear_compress() -> str:
+    """The section on linear compression."""
+    problem = LinearCompressProblem(
+        n=256, dtype=torch.bfloat16, aligned=True, nonempty=True, device_type="cuda", capability=(9, 0)
+    )  # fmt: skip
+    by_gpu = [
+        [name, columns, *(_gemm(problem._replace(n=n, dtype=dtype, capability=gpu)) for gpu in GPUS.values())]
+        for name, dtype in DTYPES.items()
+        for columns, n in {"64": 64, "128": 128, "129 or more": 256}.items()
+    ]
+    cases = {
+        "as above": {},
+        "N = 250, no multiple of 8": dict(n=250),
+        "N = 64": dict(n=64),
+        'N = 64, implementation="hopper"': dict(n=64, implementation="hopper"),
+        "embeddings whose rows do not begin at 16-byte boundaries": dict(aligned=False),
+        'implementation="triton"': dict(implementation="triton"),
+    }
+    on_h100 = [[case, _gemm(problem, **change)] for case, change in cases.items()]
+    gradients = [
+        [name, f"{m} × {k}", *(_weight_gradient(problem._replace(dtype=dtype, capability=gpu), m, k) for gpu in GPUS.values())]
+        for name, dtype in DTYPES.items()
+        for m, k in ((512, 896), (384, 1024))
+    ]
+    return f"""## Linear compression
+
+`jagged_kernels.linear_compress.select` decides. A cell names the forward's kernel ("hopper": `linear_compress/hopper.py`, "triton":
+`linear_compress/triton_kernels.py`) and its largest tiles, M × N × K.
+
+{table(["dtype", "N", *GPU_COLUMNS], by_gpu)}
+
+On an H100, bf16, N = 256:
+
+{table(["input", "kernel"], on_h100)}
+
+With "triton", a shared level is a GEMM of its own: "triton" if it has more tiles of 128 × 256 than the GPU has multiprocessors, or with
+`jm.batch_invariant`; else cuBLAS, also in fp32. In the backward, cuBLAS computes the embeddings' gradients, and "triton" with
+`jm.batch_invariant`. The Triton GEMM for a weight's gradient `[M, K]` has tiles of M × K, and sums over N in blocks:
+
+{table(["dtype", "M × K", *GPU_COLUMNS], gradients)}
+"""
+
+
+def _gemm(problem: LinearCompressProblem, implementation: str = "auto", **change) -> str:
+    choice = select_forward(problem._replace(**change), implementation)
+    rows = 64 * 3 if choice.backend == "hopper" else choice.config.block_m  # Hopper's tiles have up to three M tiles of 64
+    return f"{choice.backend} {rows}×{choice.config.block_n}×{choice.config.block_k}"
+
+
+def _weight_gradient(problem: LinearCompressProblem, m: int, k: int) -> str:
+    (config,) = select_backward(problem, m, (k,), False).weights
+    return f"{config.block_m}×{config.block_n}×{config.block_k}"
+
+
+def matmul() -> str:
+    """The section on jagged matrix multiplications."""
+    operators = {  # name → kernel, and result rows and columns that follow from the shapes, given a feature dimension
+        "`jagged_dense_bmm`, `jagged_linear`": ("dense", lambda dim: (0, dim)),
+        "`jagged_jagged_bmm`": ("jagged", lambda dim: (dim, dim)),
+        "`jagged_jagged_bmm_jagged_out`": ("outer", lambda dim: (0, 0)),
+        "`array_jagged_bmm_jagged_out`": ("array", lambda dim: (0, dim)),
+    }
+    precisions = {"fp16, bf16": (2, "bf16x6"), "fp32 with tf32": (4, "tf32"), "fp32": (4, "bf16x6")}
+    rows = [
+        [name, precision, *(_matmul_tile(kernel, sizes(dim), itemsize, mma) for dim in (16, 64, 128, 256))]
+        for name, (kernel, sizes) in operators.items()
+        for precision, (itemsize, mma) in precisions.items()
+    ]
+    return f"""## Jagged matrix multiplications
+
+`jagged_kernels.matmul.configs` decides. There is one backend, `matmul/triton_kernels.py`. Tiles, M × N × K, on an H100, by feature
+dimension. "fp32 with tf32": after `torch.set_float32_matmul_precision("high")`.
+
+{table(["operator", "dtype", "16", "64", "128", "256"], rows)}
+"""
+
+
+def _matmul_tile(kernel: str, sizes: tuple[int, int], itemsize: int, precision: str) -> str:
+    config = jagged_matmul_config(kernel, itemsize, (9, 0), *sizes, precision)
+    return f"{config.block_m}×{config.block_n}×{config.block_k}"
+
+
+def softmax() -> str:
+    """The section on jagged softmax."""
+    rows = [[name, *(_softmax_tile(dtype.itemsize, columns) for columns in (1, 16, 32, 64))] for name, dtype in DTYPES.items()]
+    over_rows, over_columns = (jagged2_softmax_config(columns) for columns in (False, True))
+    return f"""## Jagged softmax
+
+`jagged_kernels.softmax.configs` decides, alike for all GPUs. There is one backend, `softmax/triton_kernels.py`. Tiles of `jagged_softmax`,
+rows of a segment × columns, by the number of columns:
+
+{table(["dtype", "1", "16", "32", "64"], rows)}
+
+Tiles of `jagged2_softmax`: {over_rows.lines}×{over_rows.length} for rows, {over_columns.length}×{over_columns.lines} for columns.
+"""
+
+
+def _softmax_tile(itemsize: int, columns: int) -> str:
+    config = jagged_softmax_config(itemsize, columns)
+    return f"{config.length}×{config.lines}"
+
+
+SECTIONS = attention, block_attention, linear_compress, matmul, softmax
 
 
 def document() -> str:

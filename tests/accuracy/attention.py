@@ -285,7 +285,7 @@ class _Segments(NamedTuple):
 
 
 def _segments(q: Tensor, q_offsets: Tensor | str, k: Tensor, kv_offsets: Tensor | str | None) -> _Segments:
-    """Every segment of keys with all queries that see it: of the several lists of queries, or of all segments that share the keys."""
+    """Every segment of keys with all queries that see it: of all query groups, or of all segments that share the keys."""
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
     count = (kv_offsets if q_shared else q_offsets).shape[0] - 1

@@ -128,7 +128,7 @@ def self_target_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Cal
     users, candidates = lengths
     rows = sum(users), sum(candidates)
     tensors = _attention_tensors(make, o, sum(rows), rows[0])
-    one_tensor = o["lists"] == "one tensor"  # whose parts are read in place
+    one_tensor = o["query_tensors"] == "one tensor"  # whose parts are read in place
     if not one_tensor:
         parts = tensors.pop("q").split(rows)
         tensors = dict(q_user=lay_out(parts[0], o["layout"]), q_candidates=lay_out(parts[1], o["layout"])) | tensors

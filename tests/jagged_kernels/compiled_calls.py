@@ -64,7 +64,7 @@ def _scaled_by_segment(q, k, v, offsets, **options):
     return F.jagged_attention(q, k, v, offsets, activation="gelu_tanh", output_scale=1 / (1 + offsets.diff().to(q.dtype)), **options)
 
 
-def _two_lists(q, k, v, candidate_offsets, offsets, **options):
+def _two_groups(q, k, v, candidate_offsets, offsets, **options):
     return torch.cat(F.self_target_attention(k, q, k, v, offsets, candidate_offsets, **options))
 
 
@@ -86,7 +86,6 @@ def _packed(q, k, v, offsets, **options):
 
 
 def _compress(w_user, w_candidate, users, candidates, index, implementation="auto"):
-    implementation = "fused" if implementation == "triton" else implementation
     return F.linear_compress((w_user, w_candidate), (users, candidates), index, implementation=implementation)
 
 
@@ -109,7 +108,7 @@ FUNCTIONS = {
         _targets_in_any_order,
         lambda segments, rows, n: (*_heads(n, rows, rows), torch.randint(segments, (n,)), random_offsets(segments, rows)),
     ),
-    "self_target_attention": (_two_lists, _cross_inputs),
+    "self_target_attention": (_two_groups, _cross_inputs),
     "block_diagonal_attention": (_block_attention(None), _self_inputs),
     "block_diagonal_attention-qk": (_block_attention("qk"), _self_inputs),
     "block_diagonal_attention-qkv": (_block_attention("qkv"), _self_inputs),

@@ -2,7 +2,7 @@
 
 Where several branches or loops have an MMA with an operand at the same address in shared memory, ptxas 12.8 may compute its descriptor in
 the first of them only. If that one has not run, the others read the descriptor from unwritten registers: an illegal address, or wrong
-results. Kernels avoid it by computing such addresses anew in each branch or loop (`unknown` in hopper/tiles.py).
+results. Kernels avoid it by computing such addresses in each branch or loop (`opaque` in common/pipeline.py).
 """
 
 from __future__ import annotations

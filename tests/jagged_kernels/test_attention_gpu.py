@@ -32,7 +32,7 @@ def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=No
         return True
     if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
         return False
-    if kernels == "hopper-kept" and (mask is not None or shared not in ("none", None)):
+    if kernels == "hopper-ds" and (mask is not None or shared not in ("none", None)):
         return False
     if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):  # longer blocks are masked as short ones are
         return False
@@ -50,7 +50,7 @@ def alternate(number, values):
 
 
 def plan_for(blocks, parts):
-    """In place of plan_workspace: room for so many blocks of score gradients, and at most as many parts, which begin where its do."""
+    """Replaces plan_workspace: a workspace of so many blocks of dS, and at most so many parts, whose bounds follow the same rule."""
 
     def plan(q, k, q_offsets, *rest):
         from jagged_kernels.attention.hopper_ds import PART
@@ -62,22 +62,22 @@ def plan_for(blocks, parts):
     return plan
 
 
-@pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-kept"])
+@pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-ds"])
 def kernels(request, monkeypatch):
-    """Implementations, Hopper's also with the blocks that it takes for long segments, and keeping the scores' gradients for dq."""
+    """Implementations; Hopper's also with its blocks for long segments, and with dS stored for dq."""
     implementation, *variant = request.param.split("-")
     if variant == ["long"]:
         monkeypatch.setattr("jagged_kernels.attention.select.long_key_blocks_are_faster", lambda *_: True)
-    if variant == ["kept"]:
+    if variant == ["ds"]:
         monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1))
     return implementation
 
 
 @pytest.fixture
 def check_attention(check_attention, kernels, request):
-    """With the portable kernels and Hopper's, whose head dims are 64 where a test says nothing of them, 128 where they keep gradients."""
-    keeps = request.node.callspec.params["kernels"] == "hopper-kept"
-    default_dims = (24, 40) if kernels == "triton" else (128, 128) if keeps else (64, 64)
+    """With all `kernels`. Default head dims: 24 and 40 for the portable kernels, 64 for Hopper's, 128 where dS is stored."""
+    stores_ds = request.node.callspec.params["kernels"] == "hopper-ds"
+    default_dims = (24, 40) if kernels == "triton" else (128, 128) if stores_ds else (64, 64)
 
     def check(lengths, dtype, device, dims=default_dims, tensors=None, **options):
         check_attention(lengths, dtype, device, dims=dims, tensors=tensors, kernels=kernels, **options)
@@ -125,18 +125,18 @@ def test_shared_operands(check_attention, shared, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
-def test_several_lists_of_queries(check_attention, lengths, case):
+@pytest.mark.parametrize("lengths", ["two-groups", "three-groups", "groups-of-one-segment"])
+def test_several_query_groups(check_attention, lengths, case):
     (dims, dtype), place = case, CASES.index(case)
     activation, heads = alternate(place, ["softmax", "gelu_tanh"]), alternate(place // 2, [(4, 4), (4, 2)])
     check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
 
 
 @pytest.mark.parametrize("dim, activation", [(64, "softmax"), (128, "gelu_tanh")])
-@pytest.mark.parametrize("lists", [2, 3])
-def test_many_segments_of_several_lists(check_attention, activation, lists, dim):
-    """Tiles of keys whose lists have no, one and many blocks in any order."""
-    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (lists * 80, 80))
+@pytest.mark.parametrize("query_groups", [2, 3])
+def test_many_segments_of_several_query_groups(check_attention, activation, query_groups, dim):
+    """Tiles of keys whose query groups have no, one and many blocks in any order."""
+    queries, keys = (torch.randint(0, 300, (n,), generator=torch.Generator().manual_seed(n)) for n in (query_groups * 80, 80))
     queries[::3], keys[::7] = 0, 0
     queries[1::29] = 1500
     output_scale = 1 if activation == "softmax" else torch.rand(len(queries), device="cuda") + 0.1
@@ -189,9 +189,9 @@ def test_empty_shared_operands(check_empty_shared_operands, kernels):
 
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
 @pytest.mark.parametrize("blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)])
-@pytest.mark.parametrize("kernels", ["hopper-kept"], indirect=True)
-def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypatch, blocks, parts, activation):
-    """Of parts of the batch one after the other; where a segment's do not fit, its scores are computed again."""
+@pytest.mark.parametrize("kernels", ["hopper-ds"], indirect=True)
+def test_ds_of_some_segments_is_stored(check_attention, monkeypatch, blocks, parts, activation):
+    """The batch runs in parts. Segments whose dS has no room in the workspace have it computed again."""
     monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(blocks, parts))
     output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
     for heads in ((4, 4), (4, 2)):
@@ -201,8 +201,8 @@ def test_room_for_the_score_gradients_of_some_segments(check_attention, monkeypa
 
 @pytest.mark.parametrize("query_block", [64, 128])
 @pytest.mark.parametrize("capacity", [0, 3, 40, 10_000])
-def test_places_of_score_gradients(check_places, capacity, query_block):
-    check_places(capacity, query_block, "cuda")
+def test_first_blocks_of_ds(check_ds_blocks, capacity, query_block):
+    check_ds_blocks(capacity, query_block, "cuda")
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -252,7 +252,7 @@ def test_shared_operands_with_pointwise_activations(check_attention, activation,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shared", ["none", "q", "kv", "lists"])
+@pytest.mark.parametrize("shared", ["none", "q", "kv", "groups"])
 def test_scales_with_a_gradient(check_scales_with_a_gradient, kernels, shared, dtype):
     check_scales_with_a_gradient(shared, dtype, "cuda", kernels, repeats=16)
 

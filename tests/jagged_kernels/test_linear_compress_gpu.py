@@ -16,18 +16,18 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 HEIGHTS, DEPTHS = [8, 64, 65, 128, 192, 193, 256, 320, 449, 577, 1000], [1, 64, 65, 500, 2000]
 
 
-@pytest.fixture(params=["fused", "hopper"])
+@pytest.fixture(params=["triton", "hopper"])
 def kernels(request):
     return request.param
 
 
-def applies(kernels="fused", dtype=torch.bfloat16, width=8, depths=(), **_):
+def applies(kernels="triton", dtype=torch.bfloat16, width=8, depths=(), **_):
     """Whether the kernels take what a test with such parameters gives them; the others are not collected. fp16 compiles to what bf16 does
     but for a type: with one list of depths."""
     if dtype == torch.float16 and len(depths) not in (0, 3):
         return False
     on_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
-    return kernels == "fused" or on_hopper and dtype != torch.float32 and width % 8 == 0
+    return kernels == "triton" or on_hopper and dtype != torch.float32 and width % 8 == 0
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

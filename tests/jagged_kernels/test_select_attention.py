@@ -12,7 +12,7 @@ from jagged_modules.activations import ACTIVATIONS
 
 A100, L4, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
 LONG = dict(q_rows=64 * 500, q_segments=64, kv_rows=64 * 500, kv_segments=64)
-HOPPER_KERNELS = ("fwd", "dq", "dkdv", "dq_of_kept")
+HOPPER_KERNELS = ("fwd", "dq", "dkdv", "dq_from_ds")
 
 
 def problem(head_dim=128, v_dim=None, dtype=torch.bfloat16, capability=H100, **options):
@@ -128,7 +128,7 @@ def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
     for dim in (64, 96, 128):
         options = list(itertools.product(ACTIVATIONS, [False, True], [False, True]))
         tiles = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in HOPPER_KERNELS}
-        assert all(len(rows) == 1 for rows in tiles.values()) and tiles["fwd"] == tiles["dq"] == tiles["dq_of_kept"]
+        assert all(len(rows) == 1 for rows in tiles.values()) and tiles["fwd"] == tiles["dq"] == tiles["dq_from_ds"]
 
 
 @pytest.mark.parametrize(

@@ -13,10 +13,10 @@ def test_tile_list_is_the_hosts(check_tile_list, num_segments, longest, dtype):
     check_tile_list(num_segments, longest, dtype, "cuda", SIZES)
 
 
-@pytest.mark.parametrize("lists", [(2, 1), (1, 2), (3, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("groups", [(2, 1), (1, 2), (3, 1), (1, 3)], ids=str)
 @pytest.mark.parametrize("num_segments, longest", [(1, 0), (7, 100), (40, 20), (300, 9)])
-def test_tile_list_of_several_lists_is_the_hosts(check_tile_list, num_segments, longest, lists):
-    check_tile_list(num_segments, longest, torch.int64, "cuda", SIZES, lists=lists, key_tiles=lists[1] > 1)
+def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments, longest, groups):
+    check_tile_list(num_segments, longest, torch.int64, "cuda", SIZES, groups=groups, key_tiles=groups[1] > 1)
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])

@@ -1,4 +1,4 @@
-"""The zigzag schedule: which tiles, in which order, dealt to whom, how evenly, how fast."""
+"""The zigzag schedule: which tiles, in which order, for which worker, how evenly, how fast."""
 
 import dataclasses
 import pickle
@@ -108,13 +108,13 @@ def test_queries_without_keys_keep_their_tiles():
     assert schedule.work.tolist() == [1, 1, 0, 0, 0, 0]
 
 
-@given(problem=problems(), lists=st.integers(2, 3))
-def test_several_lists_of_segments(problem, lists):
-    """Tiles of every list cost what its keys take; tiles of keys, what the queries of all lists take."""
+@given(problem=problems(), groups=st.integers(2, 3))
+def test_several_query_groups(problem, groups):
+    """The work of a query tile is the blocks of its keys; that of a key tile, the blocks of all query groups."""
     lengths, more, sizes = problem
-    queries = [n for i in range(lists) for n in more[i:] + more[:i]]
+    queries = [n for i in range(groups) for n in more[i:] + more[:i]]
     schedule = zigzag_schedule(queries, lengths, **sizes, num_workers=3)
-    expected = expected_tiles(queries, lengths * lists, **sizes)
+    expected = expected_tiles(queries, lengths * groups, **sizes)
     assert list(zip(map(tuple, schedule.tiles.tolist()), schedule.work.tolist())) == expected
     keys = zigzag_schedule(lengths, queries, **sizes, num_workers=3, key_tiles=True)
     blocks = [sum(-(-n // sizes["block_n"]) for n in queries[b :: len(lengths)]) for b in range(len(lengths))]

@@ -128,9 +128,7 @@ class _Sparse(Inputs):
 @pytest.mark.parametrize("function", WITH_KERNELS)
 def test_kernels_take_no_host_tensors(function, implementation):
     """The error names the argument, not what runs behind it."""
-    if function == "linear_compress":
-        implementation = {"triton": "fused"}.get(implementation, implementation)
-    elif implementation == "hopper" and function.startswith(("jagged_", "jagged2", "array")) and function != "jagged_attention":
+    if implementation == "hopper" and function.startswith(("jagged_", "jagged2", "array")) and function != "jagged_attention":
         pytest.skip("has no such implementation")
     with pytest.raises(ValueError, match=f"^implementation='{implementation}' needs CUDA tensors, got cpu tensors; 'auto' takes both"):
         CALLS[function](Inputs(torch.float32, "cpu", 1), implementation=implementation)
@@ -168,5 +166,5 @@ def test_implementations_without_kernels_are_those_of_the_functions():
     from jagged_modules.functional.attention import ATTENTION_IMPLEMENTATIONS
     from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
 
-    others = {"auto", "triton", "fused", "hopper"}
+    others = {"auto", "triton", "hopper"}
     assert {*ATTENTION_IMPLEMENTATIONS, *COMPRESS_IMPLEMENTATIONS} == {*WITHOUT_KERNELS, *others}

@@ -329,7 +329,7 @@ def test_weights_only_loads_it(container, tmp_path):
 
 @pytest.mark.parametrize("kind", [jm.Jagged, jm.CandidateIndex])
 def test_the_same_offsets_keep_the_segmentation(kind):
-    """As in FSDP, which takes inputs and outputs apart: tokens, lengths on the host and schedules are found again, on a device too."""
+    """As in FSDP, which takes inputs and outputs apart: segmentation ids, host lengths and schedules are found again, on a device too."""
     made = jm.Jagged(torch.randn(5, 4), OFFSETS.clone()) if kind is jm.Jagged else jm.CandidateIndex.from_counts(torch.tensor([2, 3]))
     lengths = (lambda x: x.host_lengths) if kind is jm.Jagged else (lambda x: x.host_counts)
     for x in (made, made.to("meta")):

@@ -206,11 +206,11 @@ def test_a_scale_for_each_segment(shared, dtype, requires_grad, offsets_of):
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("shared", ["none", "kv", "lists"])
+@pytest.mark.parametrize("shared", ["none", "kv", "groups"])
 def test_a_scale_keeps_half_precision_in_range(shared, requires_grad, offsets_of):
     """Weights of 181 for 500 keys of value 8 add up to 720,000, more than fp16 holds; a thousandth of it is 724."""
     q, k, v = (torch.full((500, 1, 8), 8.0, dtype=torch.float16) for _ in range(3))
-    lengths = {"none": ([500], offsets_of([500])), "kv": ([200, 300], "shared"), "lists": ([200, 300], offsets_of([500]))}[shared]
+    lengths = {"none": ([500], offsets_of([500])), "kv": ([200, 300], "shared"), "groups": ([200, 300], offsets_of([500]))}[shared]
     factor = torch.full((len(lengths[0]),), 1e-3, requires_grad=requires_grad)
     out = F.jagged_attention(q, k, v, offsets_of(lengths[0]), lengths[1], activation="silu", output_scale=factor)
     torch.testing.assert_close(out.float(), torch.full_like(out, 500 * 8 * 512 / 8**0.5 * 1e-3).float(), rtol=1e-3, atol=0)
@@ -616,7 +616,7 @@ def test_vmap_of_the_reference(offsets_of):
 GOOD = dict(zip("qkv", make_qkv(6, 6))) | dict(q_offsets=torch.tensor([0, 2, 6]))
 SMALL_TILES = jm.zigzag_schedule([2, 4], [2, 4], num_heads=2, block_m=8, block_n=16, num_workers=1)
 SCHEDULE = jm.zigzag_schedule([2, 4], [2, 4], num_heads=4, block_m=16, block_n=16, num_workers=1)
-LISTS = dict(q_offsets=torch.tensor([0, 2, 6, 6]), kv_offsets=torch.tensor([0, 6]))
+GROUPS = dict(q_offsets=torch.tensor([0, 2, 6, 6]), kv_offsets=torch.tensor([0, 6]))
 NO_KEYS = dict(k=torch.ones(0, 2, 8), v=torch.ones(0, 2, 8), kv_offsets=torch.tensor([0]))
 SILU, TARGETS = dict(activation="silu"), jm.AttentionMask(causal=True, num_targets=torch.tensor([3, 4]))
 BAD = [
@@ -644,10 +644,10 @@ BAD = [
     (dict(q_offsets="all"), ValueError, 'q_offsets must be a tensor or "shared", got "all"'),
     (dict(q_offsets="shared"), ValueError, 'q_offsets and kv_offsets cannot both be "shared"'),
     (dict(kv_offsets=torch.tensor([0, 2, 4, 6])), ValueError, "q_offsets must describe as many segments as kv_offsets, .*, got 2 and 3"),
-    (LISTS | dict(kv_offsets=torch.tensor([0, 2, 6])), ValueError, "q_offsets must describe .* or a multiple of them, got 3 and 2"),
-    (LISTS | NO_KEYS, ValueError, "q_offsets must describe as many segments as kv_offsets, or a multiple of them, got 3 and 0"),
-    (LISTS | dict(mask=jm.AttentionMask()), ValueError, "mask must be None with several query groups, got 3 segments of q_offsets, 1 of"),
-    (LISTS | SILU | dict(output_scale=torch.ones(1)), ValueError, r"output_scale must have shape \[B\] = \[3\], got \[1\]"),
+    (GROUPS | dict(kv_offsets=torch.tensor([0, 2, 6])), ValueError, "q_offsets must describe .* or a multiple of them, got 3 and 2"),
+    (GROUPS | NO_KEYS, ValueError, "q_offsets must describe as many segments as kv_offsets, or a multiple of them, got 3 and 0"),
+    (GROUPS | dict(mask=jm.AttentionMask()), ValueError, "mask must be None with several query groups, got 3 segments of q_offsets, 1 of"),
+    (GROUPS | SILU | dict(output_scale=torch.ones(1)), ValueError, r"output_scale must have shape \[B\] = \[3\], got \[1\]"),
     (dict(kv_offsets=torch.tensor([0, 3, 7])), ValueError, "kv_offsets must end at the number of rows, 6, got 7"),
     (dict(max_seqlen_q=3), ValueError, "q_offsets has a segment of 4 rows, longer than max_seqlen_q = 3"),
     (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than max_seqlen_kv = 3"),

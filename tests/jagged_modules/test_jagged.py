@@ -152,11 +152,11 @@ def test_no_rows_and_no_segments():
 
 def test_copies_share_the_segmentation(values, offsets):
     jagged = jm.Jagged(values, offsets)
-    token = jagged.segmentation_id
+    segmentation_id = jagged.segmentation_id
     for copy in (jagged.with_values(values.double()), jagged.to("meta"), pickle.loads(pickle.dumps(jagged))):
-        assert copy.segmentation_id == token
+        assert copy.segmentation_id == segmentation_id
         assert copy.host_lengths.tolist() == LENGTHS, "known on the host though the copy may be on a device"
-    assert jm.Jagged(values, offsets.clone()).segmentation_id != token
+    assert jm.Jagged(values, offsets.clone()).segmentation_id != segmentation_id
 
 
 # -- schedules -----------------------------------------------------------------------------------------------------------------

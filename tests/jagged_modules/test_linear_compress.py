@@ -20,7 +20,7 @@ LEVELS = {  # batch sizes, embeddings per row, of each level, coarsest first
     "no-candidates": ([3, 0], [4, 6]),
     "aligned": ([3, 7], [16, 8]),
 }
-IMPLEMENTATIONS = [name for name in COMPRESS_IMPLEMENTATIONS if name not in ("fused", "hopper")]
+IMPLEMENTATIONS = [name for name in COMPRESS_IMPLEMENTATIONS if name not in ("triton", "hopper")]
 
 
 def random_level(batch, num_embeddings, num_compressed=3, width=9, **options):
@@ -370,7 +370,7 @@ USER, CANDIDATE = random_level(2, 4), random_level(3, 6)
 GOOD = dict(weights=[USER[0], CANDIDATE[0]], embeddings=[USER[1], CANDIDATE[1]], indices=[torch.tensor([1, 0, 1])])
 INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
 BAD_CALLS = [
-    (dict(implementation="triton"), ValueError, r"implementation must be one of \('auto', .*'hopper'\), got 'triton'"),
+    (dict(implementation="cutlass"), ValueError, r"implementation must be one of \('auto', .*'hopper'\), got 'cutlass'"),
     (dict(indices=None), ValueError, "one per level, and indices one less, got 2 weights, 2 embeddings and 0 indices"),
     (dict(weights=USER[0]), ValueError, "one per level, and indices one less, got 1 weights, 2 embeddings and 1 indices"),
     (dict(weights="W"), TypeError, "^weights must be a tensor or a sequence of them, got str"),

@@ -1,4 +1,4 @@
-"""F.self_target_attention, and the lists of queries of F.jagged_attention below it: equal to a call for each list."""
+"""F.self_target_attention, and query groups of F.jagged_attention, which it uses: equal to a call for each group."""
 
 import accuracy
 import pytest
@@ -10,7 +10,7 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules.functional.joined_rows import joined_rows
 
-LENGTHS = {  # queries, as many lists as keys go into them; keys
+LENGTHS = {  # queries, a multiple of the keys; keys
     "two": ([3, 0, 5, 2, 7, 1, 0, 2], [4, 2, 0, 6]),
     "three": ([4, 4, 0, 1, 9, 2, 4, 4, 4], [5, 5, 1]),
     "one-segment": ([3, 0, 8], [6]),
@@ -32,10 +32,10 @@ def outputs_and_gradients(function, *tensors):
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
 @pytest.mark.parametrize("activation, output_scale", [("softmax", 1.0), ("gelu_tanh", 0.3), ("silu", "tensor")])
 @pytest.mark.parametrize("lengths", LENGTHS)
-def test_lists_equal_a_call_for_each(lengths, activation, output_scale, implementation, offsets_of):
+def test_groups_equal_a_call_for_each(lengths, activation, output_scale, implementation, offsets_of):
     queries, keys = LENGTHS[lengths]
-    lists = [queries[first : first + len(keys)] for first in range(0, len(queries), len(keys))]
-    rows, scales = [sum(x) for x in lists], [output_scale] * len(lists)
+    groups = [queries[first : first + len(keys)] for first in range(0, len(queries), len(keys))]
+    rows, scales = [sum(x) for x in groups], [output_scale] * len(groups)
     if output_scale == "tensor":
         output_scale = torch.rand(len(queries), dtype=torch.float64)
         scales = output_scale.split(len(keys))
@@ -45,7 +45,7 @@ def test_lists_equal_a_call_for_each(lengths, activation, output_scale, implemen
         return F.jagged_attention(q, k, v, offsets_of(queries), offsets_of(keys), **options)
 
     def apart(q, k, v):
-        parts = zip(q.split(rows), lists, scales)
+        parts = zip(q.split(rows), groups, scales)
         options = dict(activation=activation, implementation="reference")
         return torch.cat([F.jagged_attention(x, k, v, offsets_of(n), offsets_of(keys), output_scale=s, **options) for x, n, s in parts])
 
@@ -55,7 +55,7 @@ def test_lists_equal_a_call_for_each(lengths, activation, output_scale, implemen
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
-def test_lists_in_every_dtype(activation, dtype, offsets_of):
+def test_groups_in_every_dtype(activation, dtype, offsets_of):
     queries, keys = (offsets_of(x) for x in LENGTHS["three"])
     accuracy.check(
         lambda *x: F.jagged_attention(*x, queries, keys, activation=activation),
@@ -64,7 +64,7 @@ def test_lists_in_every_dtype(activation, dtype, offsets_of):
     )
 
 
-@pytest.mark.parametrize("operands", ["lists", "shared keys"])
+@pytest.mark.parametrize("operands", ["groups", "shared keys"])
 def test_scales_of_very_different_size_in_fp16(operands, offsets_of):
     """The keys' sums times another segment's scale are beyond fp16's range, or below it; times their own they are not."""
     queries, keys = offsets_of([3, 2, 4, 1]), "shared" if operands == "shared keys" else offsets_of([40, 30])

@@ -11,7 +11,7 @@ from ..common.configs import LaunchConfig, has_small_shared_memory, padded_dim
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Of the portable kernels: `fwd` and `dq` loop over blocks of keys, `dkdv` over blocks of queries."""
+    """Launch configurations of the portable kernels. `fwd` and `dq` loop over blocks of keys, `dkdv` over blocks of queries."""
 
     fwd: LaunchConfig
     dq: LaunchConfig
@@ -49,7 +49,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
     """
     dim = padded_dim(head_dim)
     small_memory = has_small_shared_memory(capability)
-    if itemsize == 4:  # a fp32 product is six bf16 ones: registers and shared memory bound the blocks
+    if itemsize == 4:  # an fp32 MMA is six bf16 MMAs: registers and shared memory limit the blocks
         warps = 4 if dim <= 64 else 8
         config = LaunchConfig(block=32 if dim <= 128 and not small_memory else 16, num_warps=warps, num_stages=2 if dim <= 64 else 1)
         return AttentionConfig(fwd=config, dq=config, dkdv=config)
@@ -82,9 +82,15 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
 
 @dataclasses.dataclass(frozen=True)
 class HopperConfig:
-    """A warp-specialised kernel's launch: warpgroups that compute, each 64 rows of a tile; rows of the blocks that they loop over; buffers
-    of such blocks, and of a warpgroup's own rows; registers of a thread at launch, and of one that computes; whether the forward keeps its
-    rows in them."""
+    """Launch of a warp-specialised kernel.
+
+    Attributes:
+        consumers: warpgroups that compute, 64 rows of a tile each.
+        block, stages: rows of the blocks that a tile loops over, and their number of buffers.
+        row_stages: buffers of a consumer's own rows.
+        launch_registers, registers: registers per thread at launch, and of consumers.
+        rows_in_registers: the forward holds q in registers.
+    """
 
     consumers: int
     block: int
@@ -100,11 +106,11 @@ class HopperConfig:
 
 
 def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool, long: bool = False) -> HopperConfig:
-    """Launch configuration of a warp-specialised attention kernel, by either head dim: they are padded to the same.
+    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule knows no more.
 
     Args:
-        kernel: "fwd", "dq", "dkdv", or "dq_of_kept", whose tiles are dq's. Tiles do not depend on the other arguments, of which a
-            schedule knows nothing.
+        kernel: "fwd", "dq", "dkdv", or "dq_from_ds", whose tiles are dq's.
+        head_dim: of q and k, or of v: both are padded to the same size.
         long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
     """
     softmax = activation == "softmax"
@@ -113,12 +119,12 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
     if kernel == "dkdv":
         if padded_dim(head_dim) == 128:
             return two(block=64, stages=3, row_stages=1)
-        # What a mask or an activation computes for a block of 128 rows takes more registers than there are.
+        # With a mask or an activation, blocks of 128 rows would need too many registers.
         return two(block=128, stages=2, row_stages=2) if softmax and not masked else two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
     if kernel == "dq":
         return three(block=64, stages=3, row_stages=2) if narrow else two(block=64, stages=2, row_stages=2)
-    if kernel == "dq_of_kept":
+    if kernel == "dq_from_ds":
         return (three if narrow else two)(block=64, stages=4, row_stages=4)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers

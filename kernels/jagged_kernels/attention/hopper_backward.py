@@ -16,17 +16,16 @@ Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
 
 Barriers, one per stage s:
     q[i].full[s], do[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
-    q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, which alone reads it, is done with the tile
+    q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, its only reader, is done with the tile
     k.empty[s], v.empty[s]                              arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
-    tail                                                arrive count 2 | 3: k's rows past the segment are 0, in dQ += dS k
+    tail                                                arrive count 2 | 3, one per consumer: its share of k's rows past the segment is 0
     queue.full[s], queue.empty[s]                       arrive counts 1 and 2 | 3: the words of a tile
 
-Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
     head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
 
-dS stays in the registers where it arises: it is the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the
-others.
+dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the others.
 """
 
 from __future__ import annotations
@@ -86,21 +85,20 @@ from .hopper_common import (
     push_tile,
     release_tile,
     result_descriptor,
-    score_scale,
-    segment_factor,
     visible_keys,
     visited_block,
 )
 from .hopper_dkdv import attention_bwd_dkdv_hopper_kernel
 from .hopper_ds import (
-    attention_bwd_dq_of_kept_hopper_kernel,
-    find_places,
-    kept_constants,
+    assign_ds_blocks,
+    attention_bwd_dq_from_ds_hopper_kernel,
+    dq_from_ds_constants,
     plan_workspace,
     write_delta,
 )
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands
+from .scales import output_factor, score_factor
 from .select import Selection
 
 # -- dq -----------------------------------------------------------------------------------------------------------------------------
@@ -142,7 +140,7 @@ class _Operands(NamedTuple):
 
 class _Scales(NamedTuple):
     scale: gl.tensor
-    slope_factor: gl.tensor
+    dact_factor: gl.tensor
     output_scale: gl.tensor
     segment_scale_ptr: gl.tensor
 
@@ -295,7 +293,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 if consumer_visits(tile, key_block, key_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     acc = _dq_block(
                         rows, rings, step + number, number + 1 < visited, acc, Position(row, column, tile.kv_len - column, first_target),
-                        score_scale(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, True,
+                        score_factor(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     skip_key_block(rings.k, rings.v, step + number, tile.kv_len - column, tail, consumer, CONSUMERS)
@@ -303,11 +301,12 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             for number in range(masked, visited):
                 acc = _dq_block(
                     rows, rings, step + number, number + 1 < visited, acc, Position(row, 0, BLOCK, first_target),
-                    score_scale(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, False,
+                    score_factor(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.q, wave)
             consumer_release(rings.do, wave)
-            acc = acc * segment_factor(scales.scale * scales.slope_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            acc = acc * (scales.scale * scales.dact_factor * factor)
             store_epilogue(
                 acc, output, operands.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
                 OPTIONS.head_dim,
@@ -329,12 +328,12 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, slope_factor, output_scale, stride_lse, ds_blocks_ptr,
+    scale, dact_factor, output_scale, stride_lse, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With a `ds_blocks_ptr`,
-    of the segments alone whose dS is not stored."""
+    only of the segments whose dS is not stored."""
     OPTIONS: gl.constexpr = _Options(
         HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, ds_blocks_ptr is not None, CONSUMERS
     )  # fmt: skip
@@ -343,7 +342,7 @@ def attention_bwd_dq_hopper_kernel(
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(q_rings, do_rings, k_ring, v_ring, make_barriers(1, CONSUMERS))
     operands = _Operands(out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
-    scales = _Scales(scale, slope_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, ds_blocks_ptr, queue)
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
@@ -353,7 +352,7 @@ def attention_bwd_dq_hopper_kernel(
 
 
 class _Launches:
-    """The kernels of one backward, with what all of their launches share."""
+    """The kernels of one backward, with the arguments that their launches share."""
 
     def __init__(self, operands: Operands, grads: Gradients, params: AttentionParams, kv_shared: bool, selection: Selection) -> None:
         q, k, v, out, _ = operands
@@ -361,7 +360,7 @@ class _Launches:
         self.grads = grads._replace(do=do)
         self.operands = operands._replace(out=do if out is None else out.contiguous())
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
-        self.value_factor, self.slope_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+        self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
         self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
 
@@ -369,20 +368,20 @@ class _Launches:
         dq, config = self.grads.dq, self.selection.dq
         return TileList(*kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params), config.tile)
 
-    def dq(self, segments: Segments, segment_scale: Tensor | None, places: Tensor | None = None) -> None:
-        """dq; given workspace offsets, of the segments that have none. Tiles are query_tiles."""
+    def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> None:
+        """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
         params, lse, delta = self.params, self.operands.lse, self.grads.delta
         if blocks := grid(tiles):
             attention_bwd_dq_hopper_kernel[blocks](
                 self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                params.scale, self.slope_factor, params.output_scale, lse.stride(0), places,
+                params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
                 HEAD_DIM=self.operands.q.shape[2], **launch_constants(self.selection.dq, self.operands, params),
             )  # fmt: skip
 
-    def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, places: Tensor | None = None) -> None:
-        """dk and dv; given a workspace, also dS of the segments that have an offset there."""
+    def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, ds_blocks: Tensor | None = None) -> None:
+        """dk and dv; with a workspace `ds`, also stores dS of the segments that have a block there."""
         q, lse, delta = self.operands.q, self.operands.lse, self.grads.delta
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
@@ -394,19 +393,19 @@ class _Launches:
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                params.scale, self.value_factor, self.slope_factor, params.output_scale, lse.stride(0), ds, places,
-                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, LISTS=segments.query_groups,
+                params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
+                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 **launch_constants(config, self.operands, params),
             )  # fmt: skip
 
-    def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, places: Tensor) -> None:
-        """dq of the segments that have an offset in the workspace. Tiles are query_tiles."""
+    def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor) -> None:
+        """dq of the segments whose dS is stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
         if blocks := grid(tiles):
-            attention_bwd_dq_of_kept_hopper_kernel[blocks](
-                head_descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, places, segments.q_offsets, segments.kv_offsets,
-                tiles, num_tiles, segment_scale, self.params.scale, self.slope_factor, self.params.output_scale,
-                QUERY_BLOCK=self.selection.dkdv.block, **kept_constants(self.selection.dq_from_ds, self.operands),
+            attention_bwd_dq_from_ds_hopper_kernel[blocks](
+                head_descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, ds_blocks, segments.q_offsets, segments.kv_offsets,
+                tiles, num_tiles, segment_scale, self.params.scale, self.dact_factor, self.params.output_scale,
+                QUERY_BLOCK=self.selection.dkdv.block, **dq_from_ds_constants(self.selection.dq_from_ds, self.operands),
             )  # fmt: skip
 
 
@@ -414,8 +413,8 @@ def backward(
     operands: Operands, grads: Gradients, queries: Segments, keys: Segments, params: AttentionParams, kv_shared: bool,
     selection: Selection, workspace: int | None,
 ) -> None:  # fmt: skip
-    """Launch the kernels for dq and for dk, dv; or where the workspace, at most so many bytes, has room for dS, those that store it there
-    and read it."""
+    """Launch the kernels for dq and for dk, dv. If a workspace of at most `workspace` bytes has room for dS, the dk, dv kernel stores dS
+    there, and dq is computed from it."""
     launches = _Launches(operands, grads, params, kv_shared, selection)
     num_blocks, parts = 0, []
     if params.mask is None and queries.query_groups == 1 and not (params.q_shared or kv_shared):
@@ -437,10 +436,10 @@ def backward(
         else:
             queries_of_part, keys_of_part = queries, keys
         queries_of_part = queries_of_part._replace(tiles=launches.query_tiles(queries_of_part))
-        places, num_other_tiles = find_places(
+        ds_blocks, num_other_tiles = assign_ds_blocks(
             queries_of_part.q_offsets, queries_of_part.kv_offsets, queries_of_part.tiles.num_tiles, num_blocks, operands.q.shape[1],
             selection.dkdv.block,
         )  # fmt: skip
-        launches.dkdv(keys_of_part, segment_scale, ds, places)
-        launches.dq_from_ds(queries_of_part, segment_scale, ds, places)
-        launches.dq(queries_of_part._replace(tiles=queries_of_part.tiles._replace(num_tiles=num_other_tiles)), segment_scale, places)
+        launches.dkdv(keys_of_part, segment_scale, ds, ds_blocks)
+        launches.dq_from_ds(queries_of_part, segment_scale, ds, ds_blocks)
+        launches.dq(queries_of_part._replace(tiles=queries_of_part.tiles._replace(num_tiles=num_other_tiles)), segment_scale, ds_blocks)

@@ -16,7 +16,7 @@ from ..common.activations import activation_function
 from ..common.device import device_properties
 from ..common.gluon_api import thread_barrier
 from ..common.loads import load_tile, zigzag_waves
-from ..common.pipeline import LOG2_E, WARPGROUP_ROWS, head_descriptor, make_barriers, mma_layout
+from ..common.pipeline import WARPGROUP_ROWS, head_descriptor, make_barriers, mma_layout
 from .configs import HopperConfig
 from .mask import (
     column_blocks,
@@ -82,7 +82,7 @@ class DsTile(NamedTuple):
 
 
 class TileQueue(NamedTuple):
-    """Through which the producer, which has time to wait for their loads, hands tiles to the consumers.
+    """Passes tiles from the producer to the consumers. The producer loads them, as it has time to wait.
 
     slots: the words of TILE_SLOTS tiles. full: arrive count 1, the producer's. empty: arrive count 1 per consumer.
     """
@@ -113,7 +113,7 @@ def num_waves(schedule):
 
 @gluon.jit
 def load_wave(schedule, wave, waves, MASK: gl.constexpr, ds_blocks_ptr=None):
-    """The Tile of a wave, a DsTile with a ds_blocks_ptr. The producer calls it one wave ahead, as its loads depend on one another."""
+    """The Tile of a wave; with a ds_blocks_ptr, a DsTile. The producer calls it one wave ahead, as its loads depend on one another."""
     tile = load_tile(
         schedule.tiles_ptr, wave, waves, gl.program_id(0), gl.num_programs(0), schedule.q_offsets_ptr, schedule.kv_offsets_ptr,
         schedule.num_segments,
@@ -151,7 +151,7 @@ def _load_word(queue, i):
 
 @gluon.jit
 def pop_tile(queue, wave, wanted=True, HAS_DS: gl.constexpr = False):
-    """The Tile of a wave, a DsTile if HAS_DS; undefined unless `wanted`. To be followed by release_tile."""
+    """The Tile of a wave; with HAS_DS, a DsTile. Undefined unless `wanted`. release_tile must follow."""
     mbarrier.wait(queue.full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1, pred=wanted)
     i = wave % TILE_SLOTS * TILE_FIELDS
     segment, head, block, q_start = _load_word(queue, i), _load_word(queue, i + 1), _load_word(queue, i + 2), _load_word(queue, i + 3)
@@ -164,7 +164,7 @@ def pop_tile(queue, wave, wanted=True, HAS_DS: gl.constexpr = False):
 
 @gluon.jit
 def release_tile(queue, wave):
-    """This warpgroup is done with a tile. Not to be called right after pop_tile: its loads are issued by then, but may not have read."""
+    """This warpgroup is done with a tile. Do not call it right after pop_tile, whose loads may still be under way."""
     mbarrier.arrive(queue.empty.index(wave % TILE_SLOTS), count=1)
 
 
@@ -173,7 +173,7 @@ def release_tile(queue, wave):
 
 @gluon.jit
 def first_target_of(tile, MASK: gl.constexpr):
-    """Column of the first target; anything without a mask, which alone reads it."""
+    """Column of the first target. Without a mask nothing reads it, and any number will do."""
     if MASK is None:
         return tile.kv_len
     else:
@@ -229,27 +229,6 @@ def visible_keys(position, MASK: gl.constexpr, COLUMNS: gl.constexpr):
     else:
         rows = position.row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
         return is_visible(position.column + columns, rows, visible_columns(rows, position.first_target, MASK), MASK)
-
-
-# -- scales -------------------------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def score_scale(scale, ACTIVATION: gl.constexpr):
-    """Factor of q kᵀ: with softmax, exponentials are of base 2."""
-    if ACTIVATION is None:
-        return scale * LOG2_E
-    else:
-        return scale
-
-
-@gluon.jit
-def segment_factor(factor, output_scale, segment_scale_ptr, segment):
-    """factor · output scale, which may be the segment's own."""
-    if segment_scale_ptr is None:
-        return factor * output_scale
-    else:
-        return factor * gl.load(segment_scale_ptr + segment)
 
 
 # -- launch -------------------------------------------------------------------------------------------------------------------------

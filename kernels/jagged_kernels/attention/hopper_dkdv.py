@@ -12,18 +12,18 @@ Registers per thread: consumers 240, producer 24.
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask.
 
 Barriers, one per stage s:
-    q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also covers lse[s] and delta[s], written before
-    q.empty[s], do.empty[s]           arrive count 2, one per consumer: the MMAs that read the buffer are complete; q's covers lse, delta
+    q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also guards lse[s] and delta[s], written before
+    q.empty[s], do.empty[s]           arrive count 2, one per consumer: its MMAs of the buffer are complete; q's also guards lse, delta
     k[i].full[s], v[i].full[s]        arrive count 1, the TMA load of that buffer
-    k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, which alone reads it, is done with the tile
-    tail                              arrive count 4: q's and dO's rows past the segment are 0; each consumer arrives once for each
+    k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, its only reader, is done with the tile
+    tail                              arrive count 4, two per consumer: its shares of q's and dO's rows past the segment are 0
     queue.full[s], queue.empty[s]     arrive counts 1 and 2: the words of a tile
 
-Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over; lse and delta with softmax only:
+Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
     head dim 128: 225.5 = q 3 × 16 + dO 3 × 16 + k 2 × 16 + v 2 × 16 + epilogue 4 × 16 + lse, delta 1.5
     head dim  64: 162 = q 4 × 8 + dO 4 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + epilogue 4 × 8 + lse, delta 2; blocks of 128 rows: q and dO 2 × 16
 
-Everything is transposed, so that Pᵀ and dSᵀ are first operands of the next MMA, in the registers where they arise.
+Scores are computed transposed: Pᵀ and dSᵀ stay in registers, as first operands of the next MMAs.
 """
 
 from __future__ import annotations
@@ -73,12 +73,11 @@ from .hopper_common import (
     push_tile,
     query_blocks,
     release_tile,
-    score_scale,
-    segment_factor,
     visited_block,
 )
 from .hopper_ds import SIDE, first_ds_block, store_ds
 from .mask import is_visible, num_masked_blocks, visible_columns
+from .scales import output_factor, score_factor
 
 NOT_STORED = gl.constexpr(-(2**40))  # so low that the workspace index of every block of the segment is negative
 
@@ -129,8 +128,8 @@ class _Outputs(NamedTuple):
 
 class _Scales(NamedTuple):
     scale: gl.tensor
-    value_factor: gl.tensor
-    slope_factor: gl.tensor
+    act_factor: gl.tensor
+    dact_factor: gl.tensor
     output_scale: gl.tensor
     segment_scale_ptr: gl.tensor
 
@@ -170,8 +169,10 @@ class _Rows(NamedTuple):
 
 
 class _Visited(NamedTuple):
-    """The blocks of query rows that visit a tile of keys, in all heads and query groups: Blocks of the first query group; how many are
-    masked, which come first; and how many there are."""
+    """The blocks of query rows that a tile of keys visits, in all heads and query groups.
+
+    blocks: Blocks of the first query group. masked: how many are masked; they come first. count: how many there are.
+    """
 
     blocks: gl.tensor
     masked: gl.tensor
@@ -183,8 +184,8 @@ class _Visited(NamedTuple):
 
 @gluon.jit
 def _head_and_block(number, blocks, GROUP: gl.constexpr):
-    """The number-th of the blocks that all query heads of a key head visit: its head in the group, and the block. Masked blocks come
-    first, of all heads."""
+    """Head in the group and block of the number-th block that a tile of keys visits. The blocks of all heads are counted, masked blocks
+    first."""
     if GROUP == 1:
         return 0, visited_block(number, blocks)
     else:
@@ -197,7 +198,7 @@ def _head_and_block(number, blocks, GROUP: gl.constexpr):
 
 @gluon.jit
 def _tile_of_group(schedule, tile, query_group):
-    """The tile of keys, with the segment of queries of another query group."""
+    """The tile of keys with the query segment of another query group."""
     q_start, q_len = load_segment(schedule.q_offsets_ptr, tile.segment + query_group * schedule.num_segments)
     return Tile(tile.segment, tile.head, tile.block, q_start, q_len, tile.kv_start, tile.kv_len, tile.first_target)
 
@@ -259,7 +260,7 @@ def _put_stats(rings, step, lse, delta):
 
 @gluon.jit
 def _dkdv_produce(kernel, OPTIONS: gl.constexpr):
-    """Loads the first query blocks of a tile before its keys, whose buffers are in use until the tile before ends."""
+    """Loads the first query blocks of a tile before its keys: the buffers of keys may be in use until the previous tile ends."""
     schedule, rings = kernel.schedule, kernel.rings
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     lanes = gl.arange(0, OPTIONS.block, layout=gl.BlockedLayout([OPTIONS.block // 32], [32], [1], [0]))
@@ -309,7 +310,7 @@ def _visible_rows(keys, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
 
 @gluon.jit
 def _zero_tails(rings, step, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Zero q and dO past their segment, by all consumers together."""
+    """Zero the rows of q and dO past their segment. All consumers take part."""
     zero_tail(consumer_wait(rings.q, step), num_rows, tail, consumer, CONSUMERS)
     zero_tail(consumer_wait(rings.do, step), num_rows, tail, consumer, CONSUMERS)
     wait_for_tail(tail)
@@ -370,8 +371,8 @@ def _dkdv_block(
 
 @gluon.jit
 def _ds_block(first_block, tile, number, blocks, OPTIONS: gl.constexpr):
-    """The workspace block of the number-th query block; negative: dS is not stored. first_block: that of the consumer's first query
-    block."""
+    """The workspace block of the number-th query block; negative: dS is not stored. first_block: the workspace block of the consumer's keys
+    and first query block."""
     if OPTIONS.has_ds:
         group_head, query_block = _head_and_block(number, blocks, OPTIONS.group)
         if OPTIONS.group > 1:
@@ -418,7 +419,7 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                     ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
                         keys, rings, step + number, dk, dv, _Rows(row + tile.kv_len - q_len, q_len - row, first_target),
-                        score_scale(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
+                        score_factor(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     tail_phase = _skip_rows(rings, step + number, q_len - row, tail_phase, consumer, CONSUMERS)
@@ -426,17 +427,17 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             for number in range(visited.masked, visited.count):
                 ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                 dk, dv, tail_phase = _dkdv_block(
-                    keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_scale(scales.scale, OPTIONS.activation),
+                    keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
                     tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.k, wave)
             consumer_release(rings.v, wave)
-            factor = segment_factor(1.0, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
             row = tile.kv_start + first
-            dv *= scales.value_factor * factor
+            dv *= scales.act_factor * factor
             dv_output, dv_buffer = Output(outputs.dv_desc, outputs.dv_ptr), outputs.buffers.index(consumer)
             store_epilogue(dv, dv_output, dv_buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.v_dim)
-            dk *= scales.scale * scales.slope_factor * factor
+            dk *= scales.scale * scales.dact_factor * factor
             dk_output, dk_buffer = Output(outputs.dk_desc, outputs.dk_ptr), outputs.buffers.index(CONSUMERS + consumer)
             store_epilogue(dk, dk_output, dk_buffer, 1, row, tile.head, num_keys, KV_HEADS, OPTIONS.head_dim)
         else:
@@ -455,16 +456,16 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale, stride_lse, ds_ptr, ds_blocks_ptr,
+    scale, act_factor, dact_factor, output_scale, stride_lse, ds_ptr, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
-    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, LISTS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
+    Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, QUERY_GROUPS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
     ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of key rows; loops over the query blocks of LISTS query groups and of all heads of a key head. With a `ds_ptr`,
-    stores dS there, of the segments that have a block in `ds_blocks_ptr`."""
+    """dk, dv of a tile of key rows. It loops over the query blocks of all query groups and of all heads of a key head. With a `ds_ptr`, it
+    also stores dS there, of the segments that have a block in `ds_blocks_ptr`."""
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     OPTIONS: gl.constexpr = _Options(
-        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, LISTS, ds_ptr is not None, CONSUMERS, BLOCK
+        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, QUERY_GROUPS, ds_ptr is not None, CONSUMERS, BLOCK
     )  # fmt: skip
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
@@ -476,7 +477,7 @@ def attention_bwd_dkdv_hopper_kernel(
     rings = _Rings(q_ring, do_ring, k_rings, v_rings, lse, delta, make_barriers(1, 2 * CONSUMERS))
     stats = _Stats(lse_ptr, delta_ptr, stride_lse)
     outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr, make_epilogue_buffers(k_desc, 2 * CONSUMERS))
-    scales = _Scales(scale, value_factor, slope_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(
         q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, ds_ptr, ds_blocks_ptr, queue

@@ -2,9 +2,9 @@
 
     dQ = scale · dS k                                                                 per segment and head
 
-dS lies in a workspace, in blocks of 64 keys by 64 queries: per segment, head and 64 keys, the blocks of all queries follow one another. A
-block is in the order of the registers of the dk, dv kernel, so each thread stores and loads 16 bytes at a time, and neither kernel needs
-shared memory to transpose it. A segment whose blocks do not fit is not stored; its dq is computed by hopper_backward.py's kernel.
+dS is stored in a workspace, in blocks of 64 keys by 64 queries. The blocks of one head and 64 keys follow one another, for all queries. A
+block is in the order of the dk, dv kernel's registers: each thread stores and loads 16 bytes at a time, and no kernel transposes it in
+shared memory. If a segment's blocks have no room, its dS is not stored, and hopper_backward.py's kernel computes its dq.
 
 Roles, at head dim 128 | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, epilogue. `_dq_consume`
@@ -14,13 +14,13 @@ Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
 
 Barriers, one per stage s:
-    ds[i].full[s]                   arrive count 1, the TMA load of that buffer, or the producer's for a consumer without rows
-    ds[i].empty[s]                  arrive count 1: consumer i, which alone reads it, has loaded it into registers and multiplied
+    ds[i].full[s]                   arrive count 1, the TMA load of that buffer, or the producer's arrival if the consumer has no rows
+    ds[i].empty[s]                  arrive count 1: consumer i, its only reader; the MMA of the registers loaded from it is complete
     k.full[s], k.empty[s]           arrive counts 1, the TMA load, and 2 | 3, one per consumer
-    tail                            arrive count 2 | 3: k's rows past the segment are 0, each consumer having written its share
+    tail                            arrive count 2 | 3, one per consumer: its share of k's rows past the segment is 0
     queue.full[s], queue.empty[s]   arrive counts 1 and 2 | 3: the words of a tile
 
-Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 160 = dS 2 × 4 × 8 + k 4 × 16 + epilogue 2 × 16
     head dim  64: 152 = dS 3 × 4 × 8 + k 4 × 8 + epilogue 3 × 8
 """
@@ -74,11 +74,11 @@ from .hopper_common import (
     pop_tile,
     push_tile,
     release_tile,
-    segment_factor,
     visited_block,
 )
 from .mask import num_masked_blocks
 from .params import Operands
+from .scales import output_factor
 from .select import storing_ds_is_faster
 
 SIDE = gl.constexpr(64)  # a block of dS is 64 keys by 64 queries
@@ -96,12 +96,12 @@ def _cdiv_lengths(offsets_ptr, segments, real, BLOCK: tl.constexpr):
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "capacity"])
-def attention_places_kernel(
+def attention_ds_blocks_kernel(
     q_offsets_ptr, kv_offsets_ptr, num_tiles_ptr, ds_blocks_ptr, num_other_tiles_ptr, num_segments, capacity,
     HEADS: tl.constexpr, QUERY_BLOCK: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each segment's first block in a workspace of `capacity` blocks, -1 unless all of its blocks fit; and the number of tiles of the dq
-    kernel that computes dS again: 0 if all segments fit."""
+    """Writes each segment's first block in a workspace of `capacity` blocks, -1 if its dS is not stored because not all of its blocks have
+    room. Also writes the number of tiles for the dq kernel that computes dS again: 0 if the dS of all segments is stored."""
     total = tl.zeros([], tl.int64)
     for start in range(0, num_segments, CHUNK):
         segments = start + tl.arange(0, CHUNK)
@@ -114,29 +114,30 @@ def attention_places_kernel(
     tl.store(num_other_tiles_ptr, tl.where(total > capacity, tl.load(num_tiles_ptr), 0))
 
 
-def find_places(
+def assign_ds_blocks(
     q_offsets: Tensor, kv_offsets: Tensor, num_tiles: Tensor, capacity: int, heads: int, query_block: int
 ) -> tuple[Tensor, Tensor]:
-    """Launch attention_places_kernel: places int32 `[B]`, and the number of tiles `[1]` for the kernel that does without.
+    """Launch attention_ds_blocks_kernel. Returns ds_blocks, int32 `[B]`, and the number of tiles, `[1]`, for the dq kernel that computes dS
+    again.
 
-    query_block: query rows of the dk, dv kernel's blocks, which it keeps whole.
+    query_block: query rows of the dk, dv kernel's blocks. It stores full blocks, also where the segment ends within one.
     """
     segments = q_offsets.shape[0] - 1
-    places, num_other_tiles = q_offsets.new_empty(segments, dtype=torch.int32), torch.empty_like(num_tiles)
-    attention_places_kernel[(1,)](
-        q_offsets, kv_offsets, num_tiles, places, num_other_tiles, segments, capacity, HEADS=heads, QUERY_BLOCK=query_block, CHUNK=1024
+    ds_blocks, num_other_tiles = q_offsets.new_empty(segments, dtype=torch.int32), torch.empty_like(num_tiles)
+    attention_ds_blocks_kernel[(1,)](
+        q_offsets, kv_offsets, num_tiles, ds_blocks, num_other_tiles, segments, capacity, HEADS=heads, QUERY_BLOCK=query_block, CHUNK=1024
     )
-    return places, num_other_tiles
+    return ds_blocks, num_other_tiles
 
 
 def plan_workspace(
     q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, workspace: int | None, *gradients: Tensor
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
-    """How many blocks to have room for, and the parts, first segment and end, that are to use it one after the other.
+    """The number of blocks to allocate, and the parts of the batch, (first segment, end), that use them one after the other.
 
-    Nothing is read from the device: there are as many blocks where lengths are uniform up to twice their mean. There is room for no more
-    than `WORKSPACE` or the gradients take, or than `workspace` bytes. For none where that does not pay, as where segments are too
-    long for it.
+    It follows from shapes, without a sync: as many blocks as segments have whose lengths are uniform up to twice their mean. The limit is
+    `workspace` bytes; if it is None, `WORKSPACE` or the size of the gradients, whichever is larger. (0, []) where storing dS is not faster,
+    or a few segments exceed the limit.
     """
     num_segments = q_offsets.shape[0] - 1
     queries, keys = launch.mean_seqlen(q.shape[0], q_offsets) / 64, launch.mean_seqlen(k.shape[0], kv_offsets) / 64
@@ -152,14 +153,14 @@ def plan_workspace(
 
 @gluon.jit
 def first_ds_block(ds_block, head, key_block, q_len, kv_len, QUERY_BLOCK: gl.constexpr):
-    """The workspace block where dS of a head and 64 keys begins; ds_block: the segment's first."""
+    """The first workspace block of a head and 64 keys. ds_block: the segment's first block."""
     queries = gl.cdiv(q_len, QUERY_BLOCK) * (QUERY_BLOCK // SIDE)
     return ds_block + (head * gl.cdiv(kv_len, SIDE) + key_block).to(gl.int64) * queries
 
 
 @gluon.jit
 def store_ds(ds, ds_ptr, block):
-    """Store dSᵀ [64 keys, queries], an MMA operand, in the order of its registers, from a workspace block on; not if block is negative."""
+    """Store dSᵀ [64 keys, queries], an MMA operand, in the order of its registers, from a workspace block on. Negative: not stored."""
     QUERIES: gl.constexpr = ds.shape[1]
     L: gl.constexpr = gl.BlockedLayout([8], [32], [4], [0])
     # keys: warp, half, lane; queries: 16 at a time, half, lane, pair
@@ -182,8 +183,8 @@ def _stored_layout():
 
 @gluon.jit
 def _load_ds(buffer, WIDTH: gl.constexpr):
-    """dS [64 queries, 64 keys] of a block that store_ds wrote, as the first operand of an MMA of WIDTH columns: 8 × 8 elements are
-    transposed at a time, in registers."""
+    """dS [64 queries, 64 keys] of a block that store_ds wrote, as the first operand of an MMA of WIDTH columns. Registers are
+    transposed 8 × 8 elements at a time."""
     parts = buffer.load(_stored_layout())
     parts = gl.inline_asm_elementwise(
         "movmatrix.sync.aligned.m8n8.trans.b16 $0, $1;", "=r,r", [parts], dtype=parts.dtype, is_pure=False, pack=2
@@ -196,7 +197,7 @@ def _load_ds(buffer, WIDTH: gl.constexpr):
 
 
 class _Options(NamedTuple):
-    """Constants of a launch. query_block: rows of the dk, dv kernel's query blocks, which it stores whole."""
+    """Constants of a launch. query_block: rows of the dk, dv kernel's query blocks, which it stores in full."""
 
     heads: gl.constexpr
     group: gl.constexpr
@@ -265,8 +266,8 @@ def _dq_produce(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _dq_from_ds(rings, step, acc, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr):
-    """One key block: acc += dS k. Beyond the segment's keys, dS holds gradients for another segment's keys."""
+def _dq_block(rings, step, acc, num_keys, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr, MASKED: gl.constexpr):
+    """One key block: acc += dS k. Past the segment's last key, dS holds gradients of another segment's keys."""
     k = consumer_wait(rings.k, step)
     if MASKED:
         has_tail = num_keys < SIDE
@@ -306,10 +307,10 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             if num_rows > 0:
                 acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
                 for number in range(masked):
-                    acc = _dq_from_ds(rings, step + number, acc, num_keys, tail, consumer, CONSUMERS, True)
+                    acc = _dq_block(rings, step + number, acc, num_keys, tail, consumer, CONSUMERS, True)
                 for number in range(masked, visited):
-                    acc = _dq_from_ds(rings, step + number, acc, SIDE, tail, consumer, CONSUMERS, False)
-                acc = acc * segment_factor(scales.factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+                    acc = _dq_block(rings, step + number, acc, SIDE, tail, consumer, CONSUMERS, False)
+                acc = acc * (scales.factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment))
                 store_epilogue(
                     acc, output, outputs.buffers.index(consumer), 0, tile.q_start + first, tile.head, num_rows, OPTIONS.heads,
                     OPTIONS.head_dim,
@@ -326,9 +327,9 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 @safe_ptxas
 @gluon.jit
-def attention_bwd_dq_of_kept_hopper_kernel(
+def attention_bwd_dq_from_ds_hopper_kernel(
     ds_desc, k_desc, dq_desc, dq_ptr, ds_blocks_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, segment_scale_ptr,
-    scale, slope_factor, output_scale,
+    scale, dact_factor, output_scale,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, QUERY_BLOCK: gl.constexpr, CONSUMERS: gl.constexpr,
     STAGES: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -337,14 +338,14 @@ def attention_bwd_dq_of_kept_hopper_kernel(
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
     rings = _Rings(make_rings(ds_desc, STAGES, CONSUMERS), make_ring(k_desc, STAGES, CONSUMERS), make_barriers(1, CONSUMERS))
     outputs = _Outputs(dq_desc, dq_ptr, make_epilogue_buffers(k_desc, CONSUMERS))
-    scales = _Scales(scale * slope_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale * dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(ds_desc, k_desc, schedule, ds_blocks_ptr, rings, outputs, scales, queue)
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
 
 
-def kept_constants(config: HopperConfig, operands: Operands) -> dict:
-    """Constant arguments and launch of attention_bwd_dq_of_kept_hopper_kernel, but for QUERY_BLOCK."""
+def dq_from_ds_constants(config: HopperConfig, operands: Operands) -> dict:
+    """Constant arguments and launch options of attention_bwd_dq_from_ds_hopper_kernel, without QUERY_BLOCK."""
     q, k, *_ = operands
     options = launch_options(config)
     del options["ROW_STAGES"]  # dS has as many buffers as the keys

@@ -9,21 +9,22 @@ Roles, at head dim 128 | 64:
     warp 8 | 12                       producer: tiles and TMA loads, as far ahead as the rings have room. `_fwd_produce`
 Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 
-Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long (hopper_keys_are_long).
+Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long
+(select.long_key_blocks_are_faster).
 
 Barriers, one per stage s:
     q[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
-    q[i].empty[s]                        arrive count 1: consumer i, which alone reads it, has multiplied with q for the last time
+    q[i].empty[s]                        arrive count 1: consumer i, its only reader, has read q for the last time
     k.empty[s], v.empty[s]               arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
-    tail                                 arrive count 2 | 3: v's rows past the segment are 0, each consumer having written its share
+    tail                                 arrive count 2 | 3, one per consumer: its share of v's rows past the segment is 0
     queue.full[s], queue.empty[s]        arrive counts 1 and 2 | 3: the words of a tile
 
-Shared memory in KiB, + 1 for the tile queue, barriers and what warps hand over:
+Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16; blocks of 128 keys: k 2 × 32 + v 2 × 32
     head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8; blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
 
-Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block, start O += P v of the block before, wait for S, compute its P while
-the second MMA runs, wait for it, rescale O. The softmax rescale is `_online_softmax` and `rescale_rows`.
+Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block; start O += P v of the previous block; wait for S; compute its P while
+the second MMA runs; wait for that MMA; rescale O (`rescale_rows` in hopper_softmax.py).
 """
 
 from __future__ import annotations
@@ -82,13 +83,12 @@ from .hopper_common import (
     push_tile,
     release_tile,
     result_descriptor,
-    score_scale,
-    segment_factor,
     visited_block,
 )
 from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .mask import Blocks, num_masked_blocks
 from .params import AttentionParams, Operands
+from .scales import output_factor, score_factor
 
 
 class _Options(NamedTuple):
@@ -123,7 +123,7 @@ class _Outputs(NamedTuple):
 
 class _Scales(NamedTuple):
     scale: gl.tensor
-    value_factor: gl.tensor
+    act_factor: gl.tensor
     output_scale: gl.tensor
     segment_scale_ptr: gl.tensor
 
@@ -222,8 +222,8 @@ def _q_operand(q, rings, wave, SKIPS: gl.constexpr, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, COLUMNS: gl.constexpr):
-    """P of the first COLUMNS keys of a tile's first block, and the new state: no MMA of an earlier block is under way. Zeroes the values'
-    tail."""
+    """P of the first COLUMNS keys of a tile's first block, and the new state. No MMA of an earlier block is under way. Also zeroes the tail
+    of v."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     WIDTH: gl.constexpr = rings.v.buffers.shape[3]
     k = consumer_wait(rings.k, step)
@@ -244,9 +244,9 @@ def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.cons
 
 @gluon.jit
 def _next_block(q, rings, step, more, position, p, state, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
-    """P of the block of a step, and the new state with acc += P v of the block before. `more`: whether another block follows."""
+    """P of the block of a step, and the new state with acc += P v of the previous block. `more`: whether another block follows."""
     WAITS_AHEAD: gl.constexpr = OPTIONS.activation is not None
-    if WAITS_AHEAD:  # the block before has waited for these keys
+    if WAITS_AHEAD:  # the previous block has waited for these keys
         k = ring_rows(rings.k, step % rings.k.buffers.shape[0])
     else:
         k = consumer_wait(rings.k, step)
@@ -272,7 +272,7 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
     """acc + P v of a tile's last block, and with softmax the factor and log-sum-exp, base 2, of each row, computed while the MMA runs. Also
     waits until the epilogue buffer is free."""
     acc = warpgroup_mma(p, consumer_wait(rings.v, step).slice(0, p.shape[1]), state.acc, is_async=True)
-    consumer_release(rings.q, wave)  # only now: an MMA has read q's registers, so their loads are complete
+    consumer_release(rings.q, wave)  # not earlier: loads of q into registers are complete once an MMA has read them
     wait_for_stores()
     row_max = state.row_max
     factor, lse = row_max, row_max
@@ -290,7 +290,8 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
 def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     """acc = P v over a consumer's blocks, and the factor and log-sum-exp of each row as _last_values returns them.
 
-    The first block is apart, as only it may end before its block of keys does: half a block of keys takes half the MMA.
+    The first block is handled apart: only it may be cut by the segment's end. If it has at most half a block of keys, its MMAs are half as
+    large.
     """
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     WIDTH: gl.constexpr = rings.v.buffers.shape[3]
@@ -360,7 +361,7 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
 
 @gluon.jit
 def _skip_blocks(rings, step, count, num_keys, has_tail, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Skip the first blocks of a tile, but take part in zeroing the values' tail in the first one."""
+    """Skip the first blocks of a tile, but take part in zeroing the tail of v in the first one."""
     if has_tail & (count > 0):
         zero_tail(consumer_wait(rings.v, step), num_keys, tail, consumer, CONSUMERS)
         wait_for_tail(tail)
@@ -371,7 +372,7 @@ def _skip_blocks(rings, step, count, num_keys, has_tail, tail, consumer: gl.cons
 
 @gluon.jit
 def _num_skipped(tile, blocks, visited, consumer: gl.constexpr, OPTIONS: gl.constexpr, BLOCK: gl.constexpr):
-    """How many of the tile's first blocks a consumer's rows see nothing of; at most all but one, as its rows need a result."""
+    """How many of the tile's first blocks no row of the consumer sees. At least one block is left, as the rows need a result."""
     last = gl.minimum(num_masked_blocks(blocks), visited - 1)
     count = gl.to_tensor(0)
     while (count < last) & (
@@ -390,10 +391,10 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
-    scale = score_scale(scales.scale, OPTIONS.activation)
+    scale = score_factor(scales.scale, OPTIONS.activation)
     waves = num_waves(schedule)
     step, tail_phase = 0, 0
-    # With softmax the next tile is taken before this one is stored; pointwise activations are 2 % slower so.
+    # With softmax the next tile is popped before this one is stored. With pointwise activations that was 2 % slower.
     next_tile = pop_tile(queue, 0, waves > 0 if SOFTMAX else False)
     for wave in range(waves):
         tile = next_tile if SOFTMAX else pop_tile(queue, wave)
@@ -404,7 +405,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         num_rows = tile.q_len - first
         tail = Tail(rings.tail, tail_phase)
         if num_rows > 0:
-            factor = segment_factor(scales.value_factor, scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            factor = scales.act_factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
             q = consumer_wait(rings.q, wave)
             if OPTIONS.q_in_registers:
                 q = q.load(gl.DotOperandLayout(0, SCORES, 2))
@@ -421,7 +422,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 acc = acc * factor
             buffer, row = outputs.buffers.index(consumer), tile.q_start + first
             store_epilogue(acc, output, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim)
-            if SOFTMAX:  # after the TMA store has started, whose fence would wait for it
+            if SOFTMAX:  # after the TMA store has started: its fence would wait for these stores
                 lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
                 stored = lanes < num_rows
                 gl.store(outputs.lse_ptr + tile.head.to(gl.int64) * outputs.stride_lse + tile.q_start + first + lanes, lse, mask=stored)
@@ -441,16 +442,17 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, output_scale, stride_lse,
+    scale, act_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
     OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, CONSUMERS)
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS))
     outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
-    scales = _Scales(scale, value_factor, output_scale, segment_scale_ptr)
+    scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, queue)
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
@@ -464,12 +466,12 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     q, k, v, out, lse = operands
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
     num_segments = segments.segments_per_group
-    value_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)
     if blocks := grid(tiles):
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), result_descriptor(out), out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
-            params.segment_scale, params.scale, value_factor, params.output_scale, lse.stride(0),
+            params.segment_scale, params.scale, act_factor, params.output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, **constants,
         )  # fmt: skip

@@ -1,5 +1,4 @@
-"""Online softmax in the registers of a consumer, for the forward kernel for Hopper: running maximum, sums, and the rescale of the
-output."""
+"""Online softmax of the forward kernel for Hopper, in a consumer's registers: running maximum and sums, and the rescale of the output."""
 
 from typing import NamedTuple
 
@@ -22,7 +21,7 @@ class SoftmaxState(NamedTuple):
 
 @gluon.jit
 def _mask_scores(x, value, position, MASK: gl.constexpr):
-    """x where the rows see the keys, `value` elsewhere. Without a mask, most blocks end before their segment does."""
+    """x where the rows see the keys, `value` elsewhere. Without a mask, most blocks have all of their keys and are returned as they are."""
     if MASK is not None or position.num_keys < x.shape[1]:
         x = gl.where(visible_keys(position, MASK, x.shape[1]), x, value)
     return x
@@ -30,7 +29,7 @@ def _mask_scores(x, value, position, MASK: gl.constexpr):
 
 @gluon.jit
 def _halves(x):
-    """The left and the right half of an MMA's columns: other registers of the same thread, nothing moves."""
+    """The left and the right half of an MMA's columns. Both are registers of the same thread, so nothing moves."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, x.shape[1] // 2)
     left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
     return gl.convert_layout(left, L, assert_trivial=True), gl.convert_layout(right, L, assert_trivial=True)
@@ -52,14 +51,14 @@ def _fold(x, MAXIMUM: gl.constexpr):
 
 @gluon.jit
 def _online_softmax(scores, position, state, scale, MASK: gl.constexpr, MASKED: gl.constexpr):
-    """exp2(scores - running maximum), the new state but for acc, and the factor by which acc is to be rescaled."""
+    """exp2(scores - running maximum), the new state without an update of acc, and the factor by which acc is to be rescaled."""
     row_max = state.row_max
     if MASKED:
         scores = _mask_scores(scores, float("-inf"), position, MASK)
     block_max = gl.convert_layout(gl.max(_fold(scores, True), 1), row_max.type.layout)
     new_max = gl.maximum(row_max, block_max * scale)
     shift = new_max
-    if MASKED:  # a row that has seen no key yet: with any finite maximum its weights are 0
+    if MASKED:  # the maximum of a row that has seen no key is -inf; any finite number gives it weights of 0
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
     p = gl.exp2(scores * scale - shift[:, None])
     rescale = gl.exp2(row_max - shift)
@@ -69,7 +68,7 @@ def _online_softmax(scores, position, state, scale, MASK: gl.constexpr, MASKED: 
 
 @gluon.jit
 def attention_weights(scores, position, state, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
-    """P of a block's scores, the new state but for acc, and the factor by which softmax rescales acc."""
+    """P of a block's scores, the new state without an update of acc, and the factor by which softmax rescales acc."""
     if OPTIONS.activation is None:
         return _online_softmax(scores, position, state, scale, OPTIONS.mask, MASKED)
     else:

@@ -1,7 +1,7 @@
 """Device functions of attention masks: which columns a row sees, and which blocks a tile visits.
 
-`MASK` is a MaskParams (params.py), or None. Rows and columns are both counted in columns of the segment: row i is at column
-i + kv_len - q_len. A row sees the columns [low, high) and [own_low, row], which follow from AttentionMask.rule.
+`MASK` is a MaskParams (params.py), or None. Rows are numbered as columns of the segment: query row i is at column i + kv_len - q_len. A row
+sees the columns [low, high) and [own_low, row], which follow from AttentionMask.rule. docs/decisions/mask-rule.md has the other copies.
 """
 
 from typing import NamedTuple
@@ -11,9 +11,11 @@ import triton.language as tl
 
 
 class Blocks(NamedTuple):
-    """The blocks that a tile visits: up to three runs, in ascending order, each the `count` blocks from `first` on. Full blocks, which
-    every row of the tile sees whole, are full_count blocks from full_first on; full_index of the visited blocks come before them. The
-    others are masked blocks."""
+    """The blocks that a tile visits: three runs in ascending order, each of `count` blocks from `first` on. A run may be empty.
+
+    Every row of the tile sees all of a full block. There are full_count of them, from full_first on; full_index visited blocks come before.
+    The other visited blocks are masked blocks.
+    """
 
     first: tl.tensor
     count: tl.tensor
@@ -28,7 +30,7 @@ class Blocks(NamedTuple):
 
 @triton.jit
 def first_target_column(num_targets_ptr, segment, kv_len, MASK: tl.constexpr):
-    """First target column of the segment; its end where there are none."""
+    """First target column of the segment; its end if it has no targets."""
     if MASK is None:
         return kv_len
     elif MASK.has_targets:
@@ -48,7 +50,7 @@ def _row_id(row, first_target, MASK: tl.constexpr):
 
 @triton.jit
 def visible_columns(row, first_target, MASK: tl.constexpr):
-    """(low, high, own_low) of each row."""
+    """(low, high, own_low) of each row, which sees the columns [low, high) and [own_low, row]."""
     id = _row_id(row, first_target, MASK)
     last_id = _row_id(first_target, first_target, MASK)
     low, high = row * 0, row * 0 + first_target
@@ -92,13 +94,13 @@ def is_visible(column, row, bounds, MASK: tl.constexpr):
 
 @triton.jit
 def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The Blocks of keys that the tile of query rows first_row..last_row visits: those of [low, high), then those of own columns."""
+    """The Blocks of keys that the query rows first_row to last_row visit: first those of [low, high), then those of [own_low, row]."""
     if MASK is None:
         return Blocks(0, tl.cdiv(kv_len, BLOCK_N), 0, 0, 0, 0, 0, 0, kv_len // BLOCK_N)
     else:
         low, high, own_low = visible_columns(first_row, first_target, MASK)
         extremes = _extend(last_row, (low, low, high, high), first_row, last_row, first_target, MASK)
-        # Between the two ends, low and high rise but for the steps after the context and before the rows exempt from max_attn_len.
+        # low and high increase with the row, except after the context and at the first row exempt from max_attn_len.
         if MASK.context > 0:
             extremes = _extend(MASK.context - 1, extremes, first_row, last_row, first_target, MASK)
             extremes = _extend(MASK.context + 0, extremes, first_row, last_row, first_target, MASK)
@@ -117,7 +119,7 @@ def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr,
 
 @triton.jit
 def _extend(row, extremes, first_row, last_row, first_target, MASK: tl.constexpr):
-    """(least low, greatest low, least high, greatest high), with those of one more row, or of the tile's row nearest to it."""
+    """(min low, max low, min high, max high) including one more row, clamped to the tile's rows."""
     lowest, low, high, highest = extremes
     row_low, row_high, _ = visible_columns(tl.minimum(tl.maximum(row, first_row), last_row), first_target, MASK)
     return tl.minimum(lowest, row_low), tl.maximum(low, row_low), tl.minimum(high, row_high), tl.maximum(highest, row_high)
@@ -125,7 +127,7 @@ def _extend(row, extremes, first_row, last_row, first_target, MASK: tl.constexpr
 
 @triton.jit
 def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The Blocks of query rows that see a part of the key tile that begins at `column`.
+    """The Blocks of query rows that see a column of the key tile that begins at `column`.
 
     The three runs are the rows of the context, the rows within reach, and the rows exempt from max_attn_len.
     """
@@ -140,7 +142,7 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
         if MASK.causal:
             start, full = column, last
         if MASK.max_attn_len > 0:
-            # A column of context has the id of the last one.
+            # All columns of the context have one id: they count as its last column.
             near, far = tl.maximum(column, MASK.context - 1), tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1)
             end = tl.where(far + MASK.max_attn_len + 1 > first_target, kv_len, far + MASK.max_attn_len + 1)
             full_end = tl.where(near + MASK.max_attn_len + 1 > first_target, kv_len, near + MASK.max_attn_len + 1)

@@ -56,14 +56,14 @@ def triton_attention(
 
     Args:
         q, k, v: `[rows, heads, dim]`, fp32, fp16 or bf16, last dim contiguous.
-        q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows (every segment reads q's rows anew). With
-            `kv_shared` they describe one segment of all rows. Without either or a mask, q_offsets may be several query groups,
+        q_offsets, kv_offsets: `[B + 1]`. With `q_shared`, q_offsets count output rows: each segment reads all rows of q. With
+            `kv_shared`, both describe one segment of all rows. Without either or a mask, q_offsets may be several query groups,
             `[n · B + 1]`: the segments b, B + b, ... read the keys of segment b, and have one segment_scale.
         tiles, num_tiles, block_m: schedule of query tiles.
-        key_tiles, num_key_tiles, key_block: schedule of key tiles, None: made by the backward. Only the backward reads these, kv_shared
-            and workspace. They are inputs of the forward because autograd takes the backward's inputs from there.
+        key_tiles, num_key_tiles, key_block: schedule of key tiles; None: the backward makes its own. Only the backward reads these,
+            kv_shared and workspace; the forward takes them because autograd passes its inputs on.
         implementation: "triton", "hopper", or "auto", which chooses.
-        workspace: limit of the memory, in bytes, that the backward allocates to be faster; None: no limit.
+        workspace: limit in bytes of the memory in which the backward stores dS; None: a default limit.
         scale, ...: the fields of `AttentionParams`. batch_invariant: the schedule's tile size is not used.
 
     Returns:
@@ -95,10 +95,10 @@ def triton_attention_backward(
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
     num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it; or those for
-    Hopper. `out` is read with softmax alone. Other arguments are the forward's.
+    """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. On Hopper:
+    hopper_backward.py. Only softmax reads `out`. Other arguments: as the forward's.
 
-    A gradient has its operand's shape and dtype.
+    Returns dq, dk and dv, in the shapes and dtypes of q, k and v.
     """
     params = _params(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
@@ -117,7 +117,7 @@ def triton_attention_backward(
     if selection.backend == "hopper":
         from . import hopper_backward as hopper
 
-        workspace = 0 if batch_invariant else workspace  # whose dS fits depends on the batch
+        workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
         hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         _triton_backward(operands, grads, queries, keys, params, kv_shared, selection)
@@ -161,9 +161,10 @@ def _problem(
 
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str, ...]:
-    """Descriptions of the operands that the tensor memory accelerator cannot read.
+    """Descriptions of q, k and v if the tensor memory accelerator cannot read one of them.
 
-    single_rows: judge the row stride of a single row, which is never used, as that of many.
+    single_rows: also check the row stride of an operand with a single row. No kernel uses it, but the choice must not depend on the
+    number of rows.
     """
     aligned = has_descriptor(q) and has_descriptor(k) and has_descriptor(v)
     if aligned and not (single_rows and row_and_head_strides(q, k, v)[0] * q.element_size() < 16):
@@ -178,7 +179,7 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
 
 
 def _query_chunks(q: Tensor, k: Tensor, chunks: int) -> Segments:
-    """The query rows in so many segments, each against all keys."""
+    """The query rows split into `chunks` segments, each of which sees all keys."""
     boundaries = torch.arange(chunks + 1, device=q.device)
     return Segments(boundaries * q.shape[0] // chunks, boundaries * k.shape[0], TileList(None, None, None))
 
@@ -230,12 +231,12 @@ def _triton_backward(
             keys.q_offsets, keys.kv_offsets, keys.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
             *scales, *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.block, BLOCK_N=config.tile, Q_SHARED=params.q_shared,
-            KV_SHARED=kv_shared, LISTS=keys.query_groups,
+            KV_SHARED=kv_shared, QUERY_GROUPS=keys.query_groups,
         )  # fmt: skip
 
 
 def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
-    """As many programs as the GPU holds at a time; none, which is no grid, where there are no tiles."""
+    """As many programs as run on the GPU at a time; `()`, no launch, without tiles."""
     workers = min(device_properties(tiles.device)[1] * config.ctas_per_sm, tiles.shape[0])
     return (workers,) if workers else ()
 
@@ -267,7 +268,7 @@ def _constants_of(
         PRECISION=precision,
         ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
         MASK=mask and MaskParams(*mask),
-        PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages),
+        MASKED_STAGES=1 if mask is None else min(2, config.num_stages),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )

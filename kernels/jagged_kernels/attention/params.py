@@ -1,4 +1,4 @@
-"""What an attention call is given, as named fields: packed once, passed on whole. No triton import."""
+"""The arguments of an attention call as named tuples. No triton import."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 class MaskParams(NamedTuple):
-    """The fields of `AttentionMask` as integers, in the order in which the kernels and operators take them; -1: an open side.
+    """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
 
-    left, right: of the window. full_attn_len: min_full_attn_seqlen, 0 without max_attn_len.
+    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without max_attn_len.
     """
 
     causal: int
@@ -24,7 +24,7 @@ class MaskParams(NamedTuple):
 
 
 class AttentionParams(NamedTuple):
-    """What is computed, in the order of the last arguments of the registered operators, of CPU and GPU.
+    """What is computed. The fields are the last arguments of the registered operators of CPU and GPU, in their order.
 
     Attributes:
         scale: factor of q kᵀ.
@@ -48,8 +48,8 @@ class AttentionParams(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """q, k, v `[rows, heads, dim]`, the output, and with softmax its log-sum-exp `[H, rows]` in base 2. out is None where the backward does
-    not read it."""
+    """q, k, v and out `[rows, heads, dim]`, and with softmax the log-sum-exp of the scores in base 2, `[H, rows]`. out is None if the
+    backward does not read it."""
 
     q: Tensor
     k: Tensor
@@ -59,8 +59,7 @@ class Operands(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """Of the output, the input of the backward; of q, k and v, its outputs; and delta = rowsum(dO ∘ O), which one kernel writes for the
-    other."""
+    """do: gradient of the output. dq, dk, dv: the backward's results. delta: rowsum(dO ∘ O), which one kernel writes, another reads."""
 
     do: Tensor
     dq: Tensor

@@ -31,12 +31,12 @@ class AttentionProblem(NamedTuple):
         capability: compute capability of the GPU; None: there is none (Triton's interpreter).
         implementation: "auto", "triton" or "hopper".
         activation: a public name. masked: whether there is a mask.
-        batch_invariant: nothing depends on numbers of rows and segments, but for whether there are any.
-        q_rows, q_segments: rows of q, and segments that share them out or, with q_shared, that take all of them.
+        batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
+        q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
         misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
-        schedule: rows of the tiles of the schedule at hand, None for a side without tiles; None: there is no schedule yet.
-        num_kv_heads, num_sms: for the number of query chunks, with kv_shared alone.
+        schedule: rows of the query tiles and of the key tiles of the given schedule; None for a side that has none.
+        num_kv_heads, num_sms: for the number of query chunks, which only kv_shared has.
     """
 
     head_dim: int
@@ -123,9 +123,9 @@ def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capabilit
 def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: int, activation: str) -> bool:
     """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Mean segment lengths; None: long ones.
 
-    Not where tiles are mostly empty: portable kernels took 25 % less time for 25 rows by 25 and 8 % less for 1 by 200; Hopper's took 8 %
-    less for 10 by 200 and 13 % less for 50 by 50. Nor for activations of very many instructions, of which every warpgroup has a copy:
-    portable kernels took 18 % less time for "gelu_taylor" and 2 % less for "gelu" at head dim 64; Hopper's took 10 % less at 128.
+    They are slower where tiles are mostly empty: portable kernels took 25 % less time for 25 by 25 rows and 8 % less for 1 by 200; Hopper's
+    took 8 % less for 10 by 200 and 13 % less for 50 by 50. They are also slower for activations with many instructions: portable kernels
+    took 18 % less time for "gelu_taylor" and 2 % less for "gelu" at head dim 64; Hopper's took 10 % less for "gelu" at 128.
     """
     long = q_seqlen is None or kv_seqlen is None or q_seqlen * kv_seqlen >= 1024
     return long and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
@@ -134,25 +134,25 @@ def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
     """Whether Hopper's forward loops over blocks of 128 keys instead of 64. kv_seqlen: mean keys of a segment; None: few.
 
-    A block costs its waits whatever its size; a smaller one leaves less of it past a segment's end or hidden by a mask. Both took the same
-    time for about 320 keys at head dim 128 and 600 at 64 without a mask, and for four times as many under one.
+    The waits of a block take the same time for both sizes; with small blocks, fewer scores are computed past a segment's end or behind a
+    mask. Both sizes took the same time for about 320 keys at head dim 128 and 600 at 64; under a mask, for four times as many.
     """
     shortest = LONG if head_dim <= 64 else LONG // 2
     return kv_seqlen is not None and kv_seqlen >= shortest * (4 if masked else 1)
 
 
 def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> bool:
-    """Whether Hopper's backward is faster where the dk, dv kernel stores dS for dq: so many blocks of 64 by 64, 8 KB each.
+    """Whether Hopper's backward is faster if the dk, dv kernel stores dS for dq, in num_blocks blocks of 64 by 64, 8 KB each.
 
-    At head dim 128 that took 2 % more to 20 % less time, at 64, where as many bytes save half as much arithmetic, 6 to 8 % more. It takes
-    two or three launches more. seqlen: mean length of the shorter side; fewer than two blocks of it were not measured, and would leave
-    blocks mostly empty.
+    At head dim 128 it took between 2 % more and 20 % less time. At 64 it took 6 to 8 % more: the same number of bytes saves half as much
+    arithmetic. It needs two or three more launches. seqlen: mean length of the shorter side. Below 128 rows, most of a block would be
+    empty; that was not measured.
     """
     return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and seqlen >= 128
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
-    """How many chunks of the query rows fill the GPU with tiles of keys that all segments share, each chunk at least 256 rows."""
+    """With kv_shared: number of chunks of query rows, at least 256 rows each, for which the tiles of the shared keys fill the GPU."""
     tiles = max(1, cdiv(problem.kv_rows, key_tile) * problem.num_kv_heads)
     return max(1, min(2 * problem.num_sms // tiles, cdiv(problem.q_rows, 256)))
 
@@ -169,7 +169,7 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
         return False
     if p.implementation == "hopper" and p.misaligned:
         operands = ", ".join(p.misaligned)
-        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, none of them another's; got {operands}")
+        raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, and no expanded operands; got {operands}")
     return p.implementation == "hopper" or not p.misaligned and hopper_is_faster(q_seqlen, kv_seqlen, p.head_dim, p.activation)
 
 
@@ -178,7 +178,7 @@ def _mean_seqlen(p: AttentionProblem, rows: int | None, segments: int | None) ->
 
 
 def _triton_tile(p: AttentionProblem, q_seqlen: float | None) -> AttentionTile:
-    """A schedule's tiles, as far as they are not larger than the kernels support; without one, or batch-invariant, those."""
+    """The schedule's tiles, limited to the largest that the kernels support. Without a schedule, or batch-invariant: the largest."""
     if p.schedule[0] is not None:
         q_seqlen = None
     largest = attention_tile(max(p.head_dim, p.v_dim), p.dtype.itemsize, q_seqlen)
@@ -189,7 +189,7 @@ def _triton_tile(p: AttentionProblem, q_seqlen: float | None) -> AttentionTile:
 
 
 def _cached(function: Callable) -> Callable:
-    """functools.cache, but under torch.compile, which traces the function and warns of caches."""
+    """functools.cache; under torch.compile, which warns of caches, the function itself."""
     cached = functools.cache(function)
 
     @functools.wraps(function)
@@ -201,9 +201,8 @@ def _cached(function: Callable) -> Callable:
 
 @_cached
 def _hopper_selection(dim: int, activation: str, masked: bool, long: bool) -> Selection:
-    kernels = dict(fwd="fwd", dq="dq", dkdv="dkdv", dq_from_ds="dq_of_kept")
-    configs = {name: hopper_attention_config(kernel, dim, activation, masked, long) for name, kernel in kernels.items()}
-    return Selection("hopper", **configs)
+    kernels = "fwd", "dq", "dkdv", "dq_from_ds"
+    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, long) for kernel in kernels})
 
 
 @_cached

@@ -9,8 +9,8 @@ Tile: BLOCK_M query rows of a head, over blocks of BLOCK_N keys; for dk and dv, 
 heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles from the zigzag schedule, and reads the next tile's bounds
 while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
 
-What a tile loops over is loaded by TMA where there is a descriptor. Of what it loads once, at most one operand is: two TMA loads outside a
-loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
+Operands that a tile loops over are loaded by TMA if they have a descriptor. Of those that it loads once, TMA loads at most one: two TMA
+loads outside a loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
 """
 
 from typing import NamedTuple
@@ -21,8 +21,7 @@ import triton.language as tl
 from ..common.loads import Rows, load_rows, load_segment, load_tile, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .mask import column_blocks, first_target_column, is_visible, masked_block, num_masked_blocks, row_blocks, visible_columns
-
-LOG2_E = tl.constexpr(1.4426950408889634)
+from .scales import output_factor, score_factor
 
 
 class _Options(NamedTuple):
@@ -103,7 +102,7 @@ class _QueryBlock(NamedTuple):
 
 @triton.jit
 def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
-    """One key block: scores, online softmax or activation, acc += P v; returns the new state."""
+    """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
     BLOCK_N: tl.constexpr = OPTIONS.block
     k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
     v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
@@ -119,7 +118,7 @@ def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.conste
             scores = tl.where(seen, scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
         subtracted = new_max
-        if OPTIONS.mask is not None:  # A row may have seen no key yet: its maximum stays -inf, and any finite number gives weights of 0.
+        if OPTIONS.mask is not None:  # the maximum of a row that has seen no key is -inf; any finite number gives it weights of 0
             subtracted = tl.where(new_max == float("-inf"), 0.0, new_max)
         p = tl.exp2(scores * scale - subtracted[:, None])
         rescale = tl.exp2(row_max - subtracted)
@@ -139,20 +138,21 @@ def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.conste
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale,
+    scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
     v_rows = Rows(v_ptr, v_desc, stride_vn * ALIGN, stride_vh * ALIGN)
     out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    scale = _score_scale(scale, ACTIVATION)
+    scale = score_factor(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
@@ -174,7 +174,7 @@ def attention_fwd_kernel(
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
             state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, False)
-        for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
             state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, True)
@@ -186,30 +186,13 @@ def attention_fwd_kernel(
             lanes = tl.arange(0, BLOCK_M)
             tl.store(lse_ptr + tile.head.to(tl.int64) * stride_lse + row + lanes, row_max + tl.log2(row_sum), mask=lanes < num_rows)
         else:
-            acc = acc * (value_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+            acc = acc * (act_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(out_rows, row, tile.head, acc, num_rows, V_DIM, BLOCK_M, BLOCK_DV)
 
 
 @triton.jit
-def _score_scale(scale, ACTIVATION: tl.constexpr):
-    """Softmax takes exponentials in base 2."""
-    if ACTIVATION is None:
-        return scale * LOG2_E
-    else:
-        return scale
-
-
-@triton.jit
-def _output_scale(output_scale, segment_scale_ptr, segment):
-    if segment_scale_ptr is None:
-        return output_scale
-    else:
-        return tl.load(segment_scale_ptr + segment)
-
-
-@triton.jit
 def _what_rows_see(rows, first_target, MASK: tl.constexpr):
-    """_Visible of the rows at these columns; the bounds are not read without a mask."""
+    """_Visible of the rows at these columns. Without a mask, the bounds are not read."""
     if MASK is None:
         return _Visible(rows, (rows, rows, rows))
     else:
@@ -243,12 +226,12 @@ def _dq_block(queries, keys, values, block, visible, acc, scale, OPTIONS: tl.con
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale,
+    scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, PARTIAL_STAGES: tl.constexpr,
+    ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
     Q_SHARED: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
@@ -260,7 +243,7 @@ def attention_bwd_dq_kernel(
     out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
     do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
     dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
-    score_scale = _score_scale(scale, ACTIVATION)
+    score_scale = score_factor(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
@@ -290,17 +273,17 @@ def attention_bwd_dq_kernel(
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
             acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, False)
-        for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+        for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
             acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, True)
-        acc = acc * (scale * slope_factor * _output_scale(output_scale, segment_scale_ptr, tile.segment))
+        acc = acc * (scale * dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
 def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
-    """One query block, transposed so that P and dS are first operands: dv += Pᵀ dO, dk += dSᵀ q."""
+    """One query block: dv += Pᵀ dO, dk += dSᵀ q. Scores are transposed, so that Pᵀ and dSᵀ are first operands of MMAs."""
     BLOCK_M: tl.constexpr = OPTIONS.block
     q = load_rows(queries.q, block.q_row, block.head, block.num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, MASKED)
     rows = tl.arange(0, BLOCK_M)
@@ -312,7 +295,7 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASK
     scores = tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
     if OPTIONS.activation is None:
-        if MASKED:  # rows past the segment: exp2(0 - inf) = 0, so they add nothing
+        if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0
             lse = tl.load(queries.lse_ptr + block.row + rows, mask=rows < block.num_rows, other=float("inf"))
             delta = tl.load(queries.delta_ptr + block.row + rows, mask=rows < block.num_rows, other=0.0)
         else:
@@ -335,15 +318,15 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASK
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
-    scale, value_factor, slope_factor, output_scale,
+    scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr,
-    PARTIAL_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr, LISTS: tl.constexpr,
+    MASKED_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr, QUERY_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of a tile of BLOCK_N key rows; loops over LISTS lists of queries, the query heads of its group and their blocks of BLOCK_M
+    """dk, dv of a tile of BLOCK_N key rows. It loops over the query groups, the query heads of the key head, and their blocks of BLOCK_M
     rows."""
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
@@ -353,7 +336,7 @@ def attention_bwd_dkdv_kernel(
     do_rows = Rows(do_ptr, do_desc, stride_dom * ALIGN, stride_doh * ALIGN)
     dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
     dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
-    score_scale = _score_scale(scale, ACTIVATION)
+    score_scale = score_factor(scale, ACTIVATION)
     waves = zigzag_waves(num_tiles, worker, num_workers)
     next_tile = load_tile(tiles_ptr, 0, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments)
     for wave in range(0, waves):
@@ -370,8 +353,8 @@ def attention_bwd_dkdv_kernel(
         dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         q_start, q_len = tile.q_start, tile.q_len
-        for query_group in range(0, LISTS):
-            if LISTS > 1:
+        for query_group in range(0, QUERY_GROUPS):
+            if QUERY_GROUPS > 1:
                 q_start, q_len = load_segment(q_offsets_ptr, tile.segment + query_group * num_segments)
             q_row = q_start
             if Q_SHARED:
@@ -387,10 +370,10 @@ def attention_bwd_dkdv_kernel(
                 for m in range(blocks.full_first * BLOCK_M, (blocks.full_first + blocks.full_count) * BLOCK_M, BLOCK_M):
                     query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, False)
-                for number in tl.range(0, num_masked_blocks(blocks), num_stages=PARTIAL_STAGES):
+                for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
                     m = masked_block(number, blocks) * BLOCK_M
                     query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, True)
-        out_scale = _output_scale(output_scale, segment_scale_ptr, tile.segment)
-        store_rows(dk_rows, row, tile.head, dk * (scale * slope_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
-        store_rows(dv_rows, row, tile.head, dv * (value_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)
+        out_scale = output_factor(output_scale, segment_scale_ptr, tile.segment)
+        store_rows(dk_rows, row, tile.head, dk * (scale * dact_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
+        store_rows(dv_rows, row, tile.head, dv * (act_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

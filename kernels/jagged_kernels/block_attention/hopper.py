@@ -30,9 +30,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from ..common.activations import LOG2_E
 from ..common.descriptors import has_descriptor
 from ..common.gluon_api import load_tile, reinterpret, store_tile, thread_barrier
-from ..common.pipeline import LOG2_E, head_descriptor, mma_layout
+from ..common.pipeline import head_descriptor, mma_layout
 from ..common.ptxas import safe_ptxas
 from .configs import HopperBlockAttentionConfig
 from .params import BlockAttentionParams
@@ -63,8 +64,8 @@ class Angles(NamedTuple):
 
 
 class Input(NamedTuple):
-    """Descriptor of q, k, v or dO, the barrier that its tile is loaded, and the tile: [1, BLOCK_M, BLOCK_D] as the TMA fills it, and
-    [BLOCK_M, BLOCK_D] as an MMA reads it."""
+    """q, k, v or dO. full: barrier that completes when the tile is loaded. box, rows: the tile, [1, BLOCK_M, BLOCK_D] as the TMA writes it,
+    and [BLOCK_M, BLOCK_D] as an MMA reads it."""
 
     desc: gl.tensor
     full: gl.shared_memory_descriptor
@@ -73,7 +74,7 @@ class Input(NamedTuple):
 
 
 class Output(NamedTuple):
-    """O or a gradient: by descriptor for whole tiles, by pointer for tails."""
+    """O or a gradient: the descriptor stores full tiles, the pointer tails."""
 
     desc: gl.tensor
     ptr: gl.tensor
@@ -83,7 +84,7 @@ class Output(NamedTuple):
 
 @gluon.constexpr_function
 def pairs_layout(block_m, block_d):
-    """Of the even or the odd columns [block_m, block_d / 2] of an accumulator."""
+    """Layout of the even or the odd columns [block_m, block_d / 2] of an accumulator."""
     registers = [[8, 0]] + [[0, 4 << i] for i in range((block_d // 8).bit_length() - 1)]
     warps = [[16 << i, 0] for i in range((block_m // 16).bit_length() - 1)]
     return gl.DistributedLinearLayout(registers, [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]], warps, [], [block_m, block_d // 2])
@@ -99,7 +100,7 @@ def words_layout():
 
 @gluon.jit
 def _find_tile(tile_index, offsets_ptr, num_segments, BLOCK_M: gl.constexpr):
-    """Tile of a tile index, and its first position: a tile of the last segment whose first tile index is not past it."""
+    """The tile of a tile index, and its first position in the segment: the last segment whose first tile index is not past it."""
     segment = gl.to_tensor(0)
     high = num_segments
     while high - segment > 1:
@@ -115,7 +116,7 @@ def _find_tile(tile_index, offsets_ptr, num_segments, BLOCK_M: gl.constexpr):
 
 @gluon.jit
 def _opaque(x):
-    """x, which the compiler cannot see to be the same for every head: a tail's addresses would be kept in registers."""
+    """x, hidden from the compiler. It would otherwise hold a tail's addresses in registers for all heads."""
     return gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -185,7 +186,7 @@ def _as_dtype(rows_buf, DTYPE: gl.constexpr):
 
 @gluon.jit
 def _zero_tail(rows_buf, num_rows):
-    """Zero the rows from num_rows on: they are the next segment's, and its NaN would survive a weight of 0."""
+    """Zero the rows from num_rows on. They are the next segment's, and 0 · NaN is NaN."""
     if num_rows < rows_buf.shape[0]:
         L: gl.constexpr = pairs_layout(rows_buf.shape[0], rows_buf.shape[1])
         rows = gl.arange(0, rows_buf.shape[0], layout=gl.SliceLayout(1, L))

@@ -15,19 +15,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
+from ..common.activations import LOG2_E
+from ..common.loads import Rows, find_segment, load_pairs, load_rows, log2, store_pairs, store_rows
 from ..common.ptxas import safe_ptxas
-
-LOG2_E = tl.constexpr(1.4426950408889634)
-
-
-class Operand(NamedTuple):
-    """q, k, v, the output or a gradient, as `load_rows` and `store_rows` take it."""
-
-    ptr: tl.tensor
-    desc: None
-    stride_row: tl.tensor
-    stride_head: tl.tensor
 
 
 class Rotary(NamedTuple):
@@ -111,33 +101,33 @@ def _load_angles(rotary, tile, ROTATE: tl.constexpr, sizes):
 
 
 @triton.jit
-def _load(operand, tile, head, angles, ROTATE: tl.constexpr, sizes):
+def _load(rows, tile, head, angles, ROTATE: tl.constexpr, sizes):
     """A tile's rows; ROTATE: rotated in fp32, then rounded."""
     if ROTATE:
-        even, odd = load_pairs(operand, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
+        even, odd = load_pairs(rows, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
         rotated_even, rotated_odd = _rotate(even.to(tl.float32), odd.to(tl.float32), angles.cos, angles.sin)
         return Halves(rotated_even.to(even.dtype), rotated_odd.to(even.dtype))
     else:
-        x = load_rows(operand, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D, True)
+        x = load_rows(rows, tile.row, head, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D, True)
         return Halves(x, x)
 
 
 @triton.jit
-def _store(operand, tile, head, x, ROTATED: tl.constexpr, sizes):
+def _store(rows, tile, head, x, ROTATED: tl.constexpr, sizes):
     """Store an accumulator; ROTATED: it has even and odd columns."""
     if ROTATED:
-        store_pairs(operand, tile.row, head, x.even, x.odd, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
+        store_pairs(rows, tile.row, head, x.even, x.odd, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D // 2, sizes.PACKED)
     else:
-        store_rows(operand, tile.row, head, x.even, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D)
+        store_rows(rows, tile.row, head, x.even, tile.num_rows, sizes.DIM, sizes.BLOCK_M, sizes.BLOCK_D)
 
 
 @triton.jit
-def _store_gradient(operand, tile, head, x, angles, ROTATE: tl.constexpr, sizes):
+def _store_gradient(rows, tile, head, x, angles, ROTATE: tl.constexpr, sizes):
     """Store a gradient; ROTATE: that of the operand before its rotation, rounded once."""
     if ROTATE:
         even, odd = _rotate(x.even, x.odd, angles.cos, -angles.sin)
         x = Halves(even, odd)
-    _store(operand, tile, head, x, ROTATE, sizes)
+    _store(rows, tile, head, x, ROTATE, sizes)
 
 
 @triton.jit
@@ -208,10 +198,10 @@ def block_attention_fwd_kernel(
 
     Strides are in units of ALIGN elements (see `aligned_strides`). num_tiles: number of tile indices.
     """
-    q_operand = Operand(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_operand = Operand(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_operand = Operand(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    out_operand = Operand(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
+    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
+    out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
     rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
     sizes: tl.constexpr = Sizes(DIM, BLOCK_M, BLOCK_D, PACKED)
     first, last = _program_range(num_tiles * HEADS)
@@ -224,12 +214,12 @@ def block_attention_fwd_kernel(
             angles = relative_angles
         else:
             angles = _load_angles(rotary, tile, ROTATE, sizes)
-        q = _load(q_operand, tile, head, angles, ROTATE, sizes)
-        k = _load(k_operand, tile, head // GROUP, angles, ROTATE, sizes)
-        v = _load(v_operand, tile, head // GROUP, angles, ROTATE_V, sizes)
+        q = _load(q_rows, tile, head, angles, ROTATE, sizes)
+        k = _load(k_rows, tile, head // GROUP, angles, ROTATE, sizes)
+        v = _load(v_rows, tile, head // GROUP, angles, ROTATE_V, sizes)
         p = _softmax(_mma_abt(q, k, ROTATE, PRECISION), tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE)
         out = _mma_ab(p.to(v.even.dtype), v, _zeros(ROTATE_V, BLOCK_M, BLOCK_D), ROTATE_V, PRECISION)
-        _store(out_operand, tile, head, out, ROTATE_V, sizes)
+        _store(out_rows, tile, head, out, ROTATE_V, sizes)
 
 
 @safe_ptxas
@@ -247,13 +237,13 @@ def block_attention_bwd_kernel(
 
     Strides and num_tiles: as in the forward.
     """
-    do_operand = Operand(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
-    q_operand = Operand(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
-    k_operand = Operand(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
-    v_operand = Operand(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
-    dq_operand = Operand(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
-    dk_operand = Operand(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
-    dv_operand = Operand(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
+    do_rows = Rows(do_ptr, None, stride_dom * ALIGN, stride_doh * ALIGN)
+    q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
+    k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
+    v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
+    dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
+    dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
+    dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
     rotary = Rotary(cos_ptr, sin_ptr, positions_ptr, num_positions)
     sizes: tl.constexpr = Sizes(DIM, BLOCK_M, BLOCK_D, PACKED)
     KEY_HEADS: tl.constexpr = HEADS // GROUP
@@ -267,20 +257,20 @@ def block_attention_bwd_kernel(
             angles = relative_angles
         else:
             angles = _load_angles(rotary, tile, ROTATE, sizes)
-        k = _load(k_operand, tile, key_head, angles, ROTATE, sizes)
-        v = _load(v_operand, tile, key_head, angles, ROTATE_V, sizes)
+        k = _load(k_rows, tile, key_head, angles, ROTATE, sizes)
+        v = _load(v_rows, tile, key_head, angles, ROTATE_V, sizes)
         dk, dv = _zeros(ROTATE, BLOCK_M, BLOCK_D), _zeros(ROTATE_V, BLOCK_M, BLOCK_D)
         for group_head in range(0, GROUP):
             head = key_head * GROUP + group_head
-            q = _load(q_operand, tile, head, angles, ROTATE, sizes)
-            do = _load(do_operand, tile, head, Angles(1.0, 0.0), ROTATE_V, sizes)
+            q = _load(q_rows, tile, head, angles, ROTATE, sizes)
+            do = _load(do_rows, tile, head, Angles(1.0, 0.0), ROTATE_V, sizes)
             scores = _mma_abt(q, k, ROTATE, PRECISION)
             dp = _mma_abt(do, v, ROTATE_V, PRECISION)
             p = _softmax(scores, tile.num_rows, scale * LOG2_E, BLOCK_M, BLOCK_SIZE)
             ds = (p * (dp - tl.sum(p * dp, 1)[:, None]) * scale).to(q.even.dtype)
             dq = _mma_ab(ds, k, _zeros(ROTATE, BLOCK_M, BLOCK_D), ROTATE, PRECISION)
-            _store_gradient(dq_operand, tile, head, dq, angles, ROTATE, sizes)
+            _store_gradient(dq_rows, tile, head, dq, angles, ROTATE, sizes)
             dv = _mma_ab(tl.trans(p.to(do.even.dtype)), do, dv, ROTATE_V, PRECISION)
             dk = _mma_ab(tl.trans(ds), q, dk, ROTATE, PRECISION)
-        _store_gradient(dv_operand, tile, key_head, dv, angles, ROTATE_V, sizes)
-        _store_gradient(dk_operand, tile, key_head, dk, angles, ROTATE, sizes)
+        _store_gradient(dv_rows, tile, key_head, dv, angles, ROTATE_V, sizes)
+        _store_gradient(dk_rows, tile, key_head, dk, angles, ROTATE, sizes)

@@ -1,8 +1,8 @@
-"""The kernels' activations: one device function per name, (fp32 score, scale) → (value, derivative) at x = score · scale.
+"""The kernels' activations: one device function per name, (fp32 score, scale) → (act, dact): value and derivative at
+x = score · scale.
 
-A kernel takes its function as a constant argument; where it uses the value alone, the compiler drops the derivative's arithmetic. The
-functions of bfloat16, whose kernels these instructions slow down, absorb the scale in their constants and leave out constant factors
-of the result (`activation_factors`).
+A kernel takes its function as a constant argument. If it does not use the derivative, the compiler drops its arithmetic. The functions for
+bfloat16 are faster: they contain the scale in their constants, and leave out constant factors of the results (`activation_factors`).
 """
 
 import triton
@@ -11,6 +11,7 @@ from triton import JITFunction
 
 from . import gelu_taylor
 
+LOG2_E = tl.constexpr(1.4426950408889634)  # exp(x) = exp2(x · LOG2_E)
 TAYLOR_RANGE = tl.constexpr(gelu_taylor.RANGE)
 C1, C2, C3, C4 = (tl.constexpr(coefficient) for coefficient in gelu_taylor.COEFFICIENTS)
 NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -58,8 +59,8 @@ def _sigmoid(score, scale):
 @triton.jit
 def _silu(score, scale):
     x = score * scale
-    gate, slope = _sigmoid(score, scale)
-    return x * gate, gate + x * slope
+    gate, dgate = _sigmoid(score, scale)
+    return x * gate, gate + x * dgate
 
 
 @triton.jit
@@ -74,8 +75,8 @@ def _gelu_tanh(score, scale):
     x = score * scale
     # 0.5 (1 + tanh(u)) = sigmoid(2u), u = sqrt(2/pi) (x + 0.044715 x³)
     square = x * x
-    gate, slope = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square), 1.0)
-    return x * gate, gate + x * slope * (1.5957691216057308 + 0.21406444881780076 * square)
+    gate, dgate = _sigmoid(x * (1.5957691216057308 + 0.07135481627260025 * square), 1.0)
+    return x * gate, gate + x * dgate * (1.5957691216057308 + 0.21406444881780076 * square)
 
 
 @triton.jit
@@ -90,7 +91,7 @@ def _gelu_taylor(score, scale):
 
 @triton.jit
 def _fast_tanh(x):
-    """The hardware's tanh, of relative error 2^-11: as good as the rounding to bfloat16 that follows."""
+    """The hardware's tanh. Its relative error, 2^-11, is no larger than that of the rounding to bfloat16 that follows."""
     return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -111,8 +112,8 @@ def _fast_silu(score, scale):
 
 @triton.jit
 def _fast_gelu(score, scale):
-    """max(x, 0) - |x| Φ(-|x|): the normal distribution's tail is 2 to a polynomial, fitted to it within 4.5e-5 of itself up to 6, where the
-    product is below 1e-8. No reciprocal, whose arithmetic takes as long as all of this."""
+    """max(x, 0) - |x| Φ(-|x|). The normal distribution's tail Φ(-|x|) is 2 to the power of a polynomial, with a relative error of at most
+    4.5e-5 for |x| <= 6; beyond, |x| Φ(-|x|) is below 1e-8. A formula with a reciprocal would take twice as long."""
     x = score * scale
     a = tl.minimum(tl.abs(x), 6.0)
     exponent = -0.05118535319150605 + a * (0.007195568274196267 + a * (-0.0006111001453764451 + a * 2.2990054285818254e-05))
@@ -148,13 +149,13 @@ _HALVED = ("silu", "gelu_tanh")  # of the bfloat16 functions
 
 
 def activation_function(name: str, bfloat16: bool) -> JITFunction | None:
-    """The device function of a pointwise activation; None for "softmax", which the kernels hold themselves.
+    """The device function of a pointwise activation; None for "softmax", which the kernels compute themselves.
 
-    bfloat16: the scores' weights are rounded to bfloat16, so the hardware's approximate tanh does.
+    bfloat16: whether P is rounded to bfloat16. Then the hardware's approximate tanh is accurate enough.
     """
     return None if name == "softmax" else (_BFLOAT16 if bfloat16 else _EXACT)[name]
 
 
 def activation_factors(name: str, bfloat16: bool, scale: float) -> tuple[float, float]:
-    """What is left to multiply the function's value and its derivative with, once per result instead of once per score."""
+    """(act factor, dact factor), which the function leaves out: a kernel multiplies its results by them, once per result, not per score."""
     return (0.5 * scale, 0.5) if bfloat16 and name in _HALVED else (1.0, 1.0)

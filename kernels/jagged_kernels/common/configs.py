@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
-    """One kernel's launch: rows of the blocks that a tile loops over, warps, pipeline depth, resident CTAs per SM, and rows of a tile
-    where they are not those of the schedule."""
+    """Launch of a kernel. block: rows of the blocks that a tile loops over. ctas_per_sm: thread blocks per SM at a time. tile: rows of a
+    tile; None: those of the schedule."""
 
     block: int
     num_warps: int
@@ -32,7 +32,7 @@ def has_small_shared_memory(capability: tuple[int, int]) -> bool:
 
 
 def padded_dim(dim: int) -> int:
-    """The power of two a kernel's tile gives to `dim`: at least 16, the smallest side a matrix instruction takes."""
+    """The power of two to which tiles pad `dim`: at least 16, the smallest side of an MMA."""
     return max(16, 1 << (dim - 1).bit_length())
 
 

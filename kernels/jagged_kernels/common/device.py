@@ -1,15 +1,16 @@
-"""What launchers ask of the device."""
+"""Facts about the device and about tensors that launchers need."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
 import math
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+Size = TypeVar("Size", int, Tensor)
 INVARIANT_SHIFT = 11  # log2 of the length of a long segment's chunks, under batch_invariant
 
 
@@ -46,7 +47,7 @@ def gpu_capability() -> tuple[int, int] | None:
 
 @functools.cache
 def _driver_capability() -> tuple[int, int] | None:
-    """That of the driver's management library."""
+    """The compute capability that the driver's management library reports."""
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
     except OSError:  # no driver, no GPU
@@ -64,8 +65,8 @@ def aligned_strides(*dims: tuple[Tensor, int]) -> tuple[int, list[int]]:
     """Strides of (tensor, dimension) in units of `align` elements, the most that divides all of them, up to 16 bytes.
 
     Triton learns a stride's divisibility only at 16 elements; a row of 3 heads of 40 would load element by element. The kernels
-    multiply by the constant `align` instead, which tells the compiler how wide a load may be. The stride of a single row is used as that of
-    many is: both then run the same kernel, which adds in the same order, and none is compiled later.
+    multiply by the constant `align` instead, which tells the compiler how wide a load may be. A single row
+    keeps its stride, though no kernel uses it: it then runs the same kernel as many rows, which adds in the same order.
     """
     strides = [x.stride(dim) if dim == 0 or x.shape[dim] > 1 else 0 for x, dim in dims]
     return _in_aligned_units(strides, min(x.element_size() for x, _ in dims))
@@ -96,7 +97,7 @@ def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch
     adds them up.
 
     Args:
-        num_rows: of all segments. max_seqlen: of the longest one, if known. No segment is cut if it is not above the shortest chunk.
+        num_rows: of all segments. max_seqlen: of the longest one, if known. No segment is cut if it is at most the shortest chunk.
         tiles: tiles of the result per chunk.
         batch_invariant: chunks of a fixed length.
     """
@@ -115,5 +116,6 @@ def mean_seqlen(num_rows: int, offsets: Tensor, batch_invariant: bool = False) -
     return None if batch_invariant else num_rows / max(1, offsets.shape[0] - 1)
 
 
-def cdiv(size: int, block: int) -> int:
-    return (size + block - 1) // block
+def cdiv(size: Size, block: int) -> Size:
+    """Blocks that cover a size; of a tensor, element by element."""
+    return (size + (block - 1)) // block

@@ -31,6 +31,15 @@ class Rows(NamedTuple):
     stride_head: tl.tensor
 
 
+class Matrices(NamedTuple):
+    """A batch of matrices: pointer to its first element, TMA descriptor or None, strides of matrices and rows in elements."""
+
+    ptr: tl.tensor
+    desc: tl.tensor
+    stride_batch: tl.tensor
+    stride_row: tl.tensor
+
+
 @triton.jit
 def zigzag_waves(num_tiles, worker, num_workers):
     """How many tiles `worker` gets of `num_tiles`: one in every full wave, and one in the last wave if it reaches the worker."""
@@ -69,48 +78,46 @@ def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_rows(operand, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
-    """The [BLOCK, BLOCK_D] block of an operand, as Rows, from (row, head) on.
+def load_rows(rows, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr, RAGGED: tl.constexpr):
+    """The [BLOCK, BLOCK_D] block of Rows from (row, head) on.
 
-    Columns past DIM read as 0. RAGGED: rows past num_rows read as 0 too; otherwise they may be the next segment's, and a descriptor
-    loads the block by TMA.
+    Columns past DIM read as 0. RAGGED: rows past num_rows read as 0 too. Otherwise rows past a segment's end are the next segment's, and
+    a descriptor loads the block by TMA.
     """
-    ptr, desc, stride_row, stride_head = operand
-    if desc is not None and not RAGGED:
-        return tl.reshape(desc.load([head, row.to(tl.int32), 0]), BLOCK, BLOCK_D)
+    if rows.desc is not None and not RAGGED:
+        return tl.reshape(rows.desc.load([head, row.to(tl.int32), 0]), BLOCK, BLOCK_D)
     else:
-        ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
-        rows = tl.arange(0, BLOCK)[:, None] < num_rows
-        cols = tl.arange(0, BLOCK_D)[None, :] < DIM
+        ptrs = rows.ptr + row * rows.stride_row + head.to(tl.int64) * rows.stride_head + row_offsets(rows.stride_row, BLOCK, BLOCK_D)
+        in_rows = tl.arange(0, BLOCK)[:, None] < num_rows
+        in_columns = tl.arange(0, BLOCK_D)[None, :] < DIM
         if RAGGED and DIM == BLOCK_D:
-            return tl.load(ptrs, mask=rows, other=0.0)
+            return tl.load(ptrs, mask=in_rows, other=0.0)
         elif RAGGED:
-            return tl.load(ptrs, mask=rows & cols, other=0.0)
+            return tl.load(ptrs, mask=in_rows & in_columns, other=0.0)
         elif DIM == BLOCK_D:
             return tl.load(ptrs)
         else:
-            return tl.load(ptrs, mask=cols, other=0.0)
+            return tl.load(ptrs, mask=in_columns, other=0.0)
 
 
 @triton.jit
-def store_rows(operand, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block; operand as Rows."""
-    ptr, _, stride_row, stride_head = operand
-    ptrs = ptr + row * stride_row + head.to(tl.int64) * stride_head + row_offsets(stride_row, BLOCK, BLOCK_D)
+def store_rows(rows, row, head, block, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
+    """Store the rows below num_rows and the columns below DIM of a [BLOCK, BLOCK_D] block to Rows, from (row, head) on."""
+    ptrs = rows.ptr + row * rows.stride_row + head.to(tl.int64) * rows.stride_head + row_offsets(rows.stride_row, BLOCK, BLOCK_D)
     mask = tl.arange(0, BLOCK)[:, None] < num_rows
     if DIM != BLOCK_D:
         mask = mask & (tl.arange(0, BLOCK_D)[None, :] < DIM)
-    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=mask)
+    tl.store(ptrs, block.to(rows.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def load_pairs(
-    operand, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr
+    rows, row, head, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
-    """Even and odd columns [BLOCK, PAIRS] of a block of rows, operand as in load_rows; rows past num_rows and columns past DIM read as 0.
-    PACKED: a pair of 16-bit elements is one 4-byte word."""
-    ptr, _, stride_row, stride_head = operand
-    ptr += row * stride_row + head.to(tl.int64) * stride_head
+    """Even and odd columns [BLOCK, PAIRS] of a block of Rows. Rows past num_rows and columns past DIM read as 0. PACKED: a pair of 16-bit
+    elements is loaded as one 4-byte word."""
+    stride_row = rows.stride_row
+    ptr = rows.ptr + (row * stride_row + head.to(tl.int64) * rows.stride_head)
     mask = (tl.arange(0, BLOCK)[:, None] < num_rows) & (tl.arange(0, PAIRS)[None, :] < DIM // 2)
     if PACKED:
         words_ptr = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + row_offsets(stride_row // 2, BLOCK, PAIRS)
@@ -124,11 +131,11 @@ def load_pairs(
 
 @triton.jit
 def store_pairs(
-    operand, row, head, even, odd, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr
+    rows, row, head, even, odd, num_rows, DIM: tl.constexpr, BLOCK: tl.constexpr, PAIRS: tl.constexpr, PACKED: tl.constexpr
 ):  # fmt: skip
     """Store what load_pairs loads."""
-    ptr, _, stride_row, stride_head = operand
-    ptr += row * stride_row + head.to(tl.int64) * stride_head
+    stride_row = rows.stride_row
+    ptr = rows.ptr + (row * stride_row + head.to(tl.int64) * rows.stride_head)
     mask = (tl.arange(0, BLOCK)[:, None] < num_rows) & (tl.arange(0, PAIRS)[None, :] < DIM // 2)
     even, odd = even.to(ptr.dtype.element_ty), odd.to(ptr.dtype.element_ty)
     if PACKED:
@@ -143,28 +150,35 @@ def store_pairs(
 
 @triton.jit
 def load_block(
-    operand, batch, row, column, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    matrices, batch, row, column, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """[BLOCK_R, BLOCK_C] block of matrix `batch` of an operand (pointer, descriptor or None, batch stride, row stride) from
-    (row, column) on. Elements outside its NUM_ROWS rows and NUM_COLUMNS columns read as 0."""
-    ptr, desc, stride_batch, stride_row = operand
-    if desc is not None:
-        return tl.reshape(desc.load([tl.cast(batch, tl.int32), row, column]), BLOCK_R, BLOCK_C)
+    """[BLOCK_R, BLOCK_C] block of one of the Matrices from (row, column) on. Elements outside its NUM_ROWS rows and NUM_COLUMNS columns
+    read as 0."""
+    if matrices.desc is not None:
+        return tl.reshape(matrices.desc.load([tl.cast(batch, tl.int32), row, column]), BLOCK_R, BLOCK_C)
     else:
-        rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
-        ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
-        return tl.load(ptrs, mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :], other=0.0)
+        ptrs, mask = _block_ptrs(matrices, batch, row, column, NUM_ROWS, NUM_COLUMNS, BLOCK_R, BLOCK_C)
+        return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
 def store_block(
-    operand, batch, row, column, block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+    matrices, batch, row, column, block, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """Store the part of a block that lies in the matrix; operand: pointer, batch stride, row stride."""
-    ptr, stride_batch, stride_row = operand
+    """Store a block to one of the Matrices, from (row, column) on: the part that lies in the matrix."""
+    ptrs, mask = _block_ptrs(matrices, batch, row, column, NUM_ROWS, NUM_COLUMNS, BLOCK_R, BLOCK_C)
+    tl.store(ptrs, block.to(matrices.ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _block_ptrs(
+    matrices, batch, row, column, NUM_ROWS: tl.constexpr, NUM_COLUMNS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """Pointers [BLOCK_R, BLOCK_C] to a block's elements, and a mask of those in the matrix."""
     rows, columns = row + tl.arange(0, BLOCK_R), column + tl.arange(0, BLOCK_C)
-    ptrs = ptr + tl.cast(batch, tl.int64) * stride_batch + rows.to(tl.int64)[:, None] * stride_row + columns[None, :]
-    tl.store(ptrs, block.to(ptr.dtype.element_ty), mask=(rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :])
+    ptr = matrices.ptr + tl.cast(batch, tl.int64) * matrices.stride_batch
+    ptrs = ptr + rows.to(tl.int64)[:, None] * matrices.stride_row + columns[None, :]
+    return ptrs, (rows < NUM_ROWS)[:, None] & (columns < NUM_COLUMNS)[None, :]
 
 
 @triton.constexpr_function
@@ -179,7 +193,7 @@ def find_segment(index, offsets_ptr, num_segments, shift, SPACED: tl.constexpr):
     plus b where SPACED: every segment then owns as many virtual tiles as it has tiles of 2^shift rows, and at least one.
 
     A step compares 32 segments at once, which a warp does without shared memory: two steps for a thousand segments, where a binary search
-    waits for memory ten times. Shifts, as a 64-bit division by a number unknown to the compiler takes longer than all the rest.
+    waits for memory ten times. It shifts because a 64-bit division by a number unknown to the compiler takes longer than all the rest.
     """
     low, size = 0, num_segments
     while size > 1:

@@ -20,7 +20,7 @@ from .device import device_properties
 def capability(device: torch.device) -> tuple[int, int]:
     """Compute capability, a constant for torch.compile. (Functions that take sizes cannot be constants: sizes may be symbolic.)
 
-    Not in launch.py, which jagged_modules imports: the decorator imports torch._dynamo.
+    Not in device.py, which jagged_modules imports: the decorator imports torch._dynamo.
     """
     return device_properties(device).capability
 
@@ -48,7 +48,7 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
 
 
 def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
-    """Kernels that were not made for it would say that there is no driver."""
+    """Host tensors are for Triton's interpreter. Elsewhere Triton would say that there is no driver; this says what is wrong."""
 
     def launch(*args):
         if not knobs.runtime.interpret:
@@ -59,7 +59,7 @@ def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
 
 
 def _on_the_tensors_device(launcher: Callable) -> Callable:
-    """Triton launches on the current device, which need not be the tensors'; changing it costs more than asking which it is."""
+    """Triton launches on the current device. Set the tensors' device where it is another; that costs more than comparing them."""
 
     def launch(first, *args):
         device = (first[0] if isinstance(first, (list, tuple)) else first).device

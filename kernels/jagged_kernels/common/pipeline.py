@@ -17,7 +17,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .configs import padded_dim
 from .gluon_api import load_tile, store_tile, thread_barrier
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
 LOAD_REGISTERS = gl.constexpr(24)  # registers per thread of the producer: the fewest that setmaxnreg takes
 
@@ -36,9 +35,9 @@ class Ring(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """The rows of a block that follow the last row of its segment: the consumers set them to 0 in shared memory, each a share of them.
+    """The rows of a block past the last row of its segment. The consumers set them to 0 in shared memory, each a share of them.
 
-    barrier: completes when all consumers have written their shares. phase: how many times they have before.
+    barrier: completes when all consumers have written their shares. phase: how many times it has completed before.
     """
 
     barrier: gl.shared_memory_descriptor
@@ -146,7 +145,7 @@ def producer_skip(ring, step):
 
 @gluon.jit
 def consumer_wait(ring, step):
-    """The buffer of a step, `[rows, width]`, once it is full. Not to be called after its release: the barrier may be two phases ahead."""
+    """The buffer of a step, `[rows, width]`, once it is full. Do not call it after the release: the barrier may be two phases ahead."""
     STAGES: gl.constexpr = ring.buffers.shape[0]
     mbarrier.wait(ring.full.index(step % STAGES), step // STAGES & 1)
     return ring_rows(ring, step % STAGES)
@@ -154,7 +153,7 @@ def consumer_wait(ring, step):
 
 @gluon.jit
 def consumer_wait_ahead(ring, step, wanted):
-    """Wait for the buffer of a later step, if `wanted`, before the wait for an MMA that the arithmetic so far should overlap with: ptxas
+    """Wait for the buffer of a later step, if `wanted`. Call it between arithmetic and the wait for an MMA that it overlaps with: ptxas
     moves waits for MMAs above arithmetic, but not above the loop of this wait."""
     mbarrier.wait(ring.full.index(step % ring.buffers.shape[0]), step // ring.buffers.shape[0] & 1, pred=wanted)
 
@@ -167,8 +166,8 @@ def consumer_release(ring, step):
 
 @gluon.jit
 def skip_stage(ring, step):
-    """Release the buffer of a step unread. One warp releases it for the whole warpgroup, so the warps must meet first, as no MMA makes them
-    wait for one another here: a late warp would wait for a phase that the barrier has left."""
+    """Release the buffer of a step without reading it. One warp arrives for the whole warpgroup, so its warps synchronise first; elsewhere
+    an MMA synchronises them. Otherwise a late warp could wait for a phase that the barrier has left."""
     consumer_wait(ring, step)
     thread_barrier()
     consumer_release(ring, step)
@@ -179,8 +178,8 @@ def skip_stage(ring, step):
 
 @gluon.jit
 def zero_tail(buffer, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on: they hold rows of another segment, and 0 · NaN is NaN. All
-    consumers take part, also one that has no rows in the tile."""
+    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on. They are rows of another segment, and 0 · NaN is NaN. All
+    consumers take part, also those without rows in the tile."""
     CHUNK: gl.constexpr = 16
     L: gl.constexpr = vector_layout(buffer.shape[1])
     rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
@@ -239,8 +238,8 @@ def store_epilogue(
 ):  # fmt: skip
     """Store the first num_rows of a warpgroup's 64 rows to (row, head) of an Output `[rows, HEADS, DIM]`.
 
-    64 rows go through shared memory by TMA; fewer, by 16 bytes per thread, as another segment's rows follow. fp32 is stored from registers.
-    PENDING: how many later TMA stores may be under way when the buffer is reused; None: `wait_for_stores` has been called.
+    TMA stores 64 rows from shared memory. Fewer are stored by 16 bytes per thread, as another segment's rows follow. fp32 is stored from
+    registers. PENDING: how many later TMA stores may be under way when the buffer is reused; None: `wait_for_stores` has been called.
     """
     if output.desc is None:
         _store_rows(acc, output.ptr, row, head, num_rows, HEADS, DIM)

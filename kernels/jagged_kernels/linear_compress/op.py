@@ -44,7 +44,7 @@ def triton_linear_compress(
         indices: `[B]` for every level but the last.
         orders, offsets: the batch rows grouped by their index, as `CandidateIndex` has them, for the backward. Offsets None: the backward
             sorts them. Order None with offsets: they are grouped already.
-        implementation: "fused", "hopper", or "auto": "hopper" where it is supported and faster.
+        implementation: "triton", "hopper", or "auto": "hopper" where it is supported and faster.
         batch_invariant: kernels, tiles and splits do not depend on the batch sizes.
 
     Returns:
@@ -54,7 +54,7 @@ def triton_linear_compress(
         ValueError: implementation "hopper", which does not support the operands.
     """
     (batch, _, n), m = embeddings[-1].shape, weights[-1].shape[0]
-    aligned = implementation != "fused" and (batch == 0 or all(has_descriptor(x) for x in embeddings))
+    aligned = implementation != "triton" and (batch == 0 or all(has_descriptor(x) for x in embeddings))
     nonempty = all(x.numel() > 0 for x in weights) and (batch == 0 or all(x.numel() > 0 for x in embeddings))
     choice = select_forward(_problem(embeddings[-1], aligned, nonempty), implementation)
     if batch == 0:
@@ -121,8 +121,8 @@ def _gemm(
 
 
 def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list[Tensor], Tensor]:
-    """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries are copied to such rows: otherwise they
-    would be loaded 4 bytes at a time, which would take most of the time. One launch, if any weight is copied or any zero wanted."""
+    """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries are copied to rows that do: otherwise
+    they would be loaded 4 bytes at a time, which would take most of the time. One launch, if any weight is copied or any zero wanted."""
     aligned, copies = list(weights), []
     zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
     for level, weight in enumerate(weights):
@@ -159,7 +159,7 @@ def triton_linear_compress_backward(
     levels = len(weights)
     choice = select_backward(_problem(embeddings[-1]), do.shape[1], tuple(x.shape[1] for x in weights), batch_invariant)
     gradients: list[Tensor | None] = [None] * len(wanted)
-    for level in reversed(range(levels)):  # the longest kernels first: the host gets ahead
+    for level in reversed(range(levels)):  # the longest kernels first, so that the host runs ahead
         weight, embedding = weights[level], embeddings[level]
         if not wanted[level] and not wanted[levels + level]:
             continue

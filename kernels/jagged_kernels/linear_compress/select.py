@@ -40,7 +40,7 @@ def select_forward(problem: LinearCompressProblem, implementation: str) -> Kerne
     """Backend and configuration of the forward.
 
     Args:
-        implementation: "fused" (the Triton kernels), "hopper", or "auto": "hopper" where it is supported and N > 64.
+        implementation: "triton", "hopper", or "auto": "hopper" where it is supported and N > 64.
 
     Raises:
         ValueError: implementation "hopper", which does not support the problem.

@@ -9,17 +9,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import load_block, store_block
+from ..common.loads import Matrices, load_block, store_block
 from ..common.ptxas import safe_ptxas
-
-
-class Matrices(NamedTuple):
-    """A batch of matrices, as `load_block` takes it: pointer, TMA descriptor or None, strides in elements."""
-
-    ptr: tl.tensor
-    desc: tl.tensor
-    stride_batch: tl.tensor
-    stride_row: tl.tensor
 
 
 class Addends(NamedTuple):
@@ -81,7 +72,7 @@ def _store_epilogue(acc, addends, out_ptr, tile, M: tl.constexpr, N: tl.constexp
             index = tl.load(addends.indices_ptrs[level] + tile.batch)
             addend = Matrices(addends.ptrs[level], None, M * N, N)
             acc += load_block(addend, index, tile.row, tile.column, M, N, BLOCK_M, BLOCK_N)
-        store_block((out_ptr, M * N, N), tile.batch, tile.row, tile.column, acc, M, N, BLOCK_M, BLOCK_N)
+        store_block(Matrices(out_ptr, None, M * N, N), tile.batch, tile.row, tile.column, acc, M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
@@ -145,7 +136,7 @@ def linear_compress_bwd_dw_kernel(
         g_block = load_block(g, step // STEPS, row, step % STEPS * BLOCK_N, M, N, BLOCK_M, BLOCK_N)
         e_block = load_block(e, step // STEPS, column, step % STEPS * BLOCK_N, K, N, BLOCK_K, BLOCK_N)
         acc = tl.dot(g_block, tl.trans(e_block), acc, input_precision=PRECISION)
-    store_block((partial_ptr, M * K, K), part, row, column, acc, M, K, BLOCK_M, BLOCK_K)
+    store_block(Matrices(partial_ptr, None, M * K, K), part, row, column, acc, M, K, BLOCK_M, BLOCK_K)
 
 
 @safe_ptxas

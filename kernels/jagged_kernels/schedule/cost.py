@@ -1,6 +1,7 @@
-"""How many blocks an attention tile visits under a mask: what `mask.column_blocks` and `mask.row_blocks` say in the kernels, in torch.
+"""How many blocks attention tiles visit under a mask, in torch: the numbers of `mask.column_blocks` and `mask.row_blocks` in the kernels.
 
-All tensors int32, one element per tile, on one device. Positions are columns of the segment.
+All tensors are int32, one element per tile, on one device. Positions are columns of the segment. docs/decisions/mask-rule.md: why this is
+written again.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..attention.params import MaskParams
+from ..common.device import cdiv
 
 
 def query_tile_work(
@@ -16,7 +18,8 @@ def query_tile_work(
 ) -> Tensor:
     """Key blocks that the block-th tile of `block_m` query rows visits.
 
-    What a tile's rows see begins and ends furthest at its first or last row, the last one of the context or the first exempt one.
+    The smallest low and the largest high of its rows belong to its first or last row, the last row of the context, or the first row exempt
+    from max_attn_len.
     """
     first_target = (kv_len - num_targets).clamp(min=0)
     first = block * block_m
@@ -95,7 +98,3 @@ def key_tile_work(
         count = torch.where(row_end > row, cdiv(row_end, block_n) - first, 0).clamp(min=0)
         work, stop = work + count, torch.where(row_end > row, first + count, stop)
     return work
-
-
-def cdiv(lengths: Tensor, block: int) -> Tensor:
-    return (lengths + (block - 1)) // block

@@ -17,18 +17,18 @@ from .host import Segments, masked_tiles, num_query_groups, tile_capacity
 @triton.jit
 def _segment_tiles(
     offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
     """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
     real = segments < num_segments
     rows, others = segment_lengths(offsets_ptr, segments, real), segments
-    if LISTS > 1:
-        others = segments % (num_segments // LISTS)
+    if GROUPS > 1:
+        others = segments % (num_segments // GROUPS)
     columns = segment_lengths(other_offsets_ptr, others, real)
     blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
     tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
-    for other_list in tl.static_range(1, OTHER_LISTS):
-        work += tl.cdiv(segment_lengths(other_offsets_ptr, others + other_list * num_segments, real).to(tl.int32), BLOCK_N)
+    for other_group in tl.static_range(1, OTHER_GROUPS):
+        work += tl.cdiv(segment_lengths(other_offsets_ptr, others + other_group * num_segments, real).to(tl.int32), BLOCK_N)
     return blocks, tiles, work
 
 
@@ -37,20 +37,20 @@ def _segment_tiles(
 def _tile_list_kernel(
     offsets_ptr, other_offsets_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
-    LISTS: tl.constexpr, OTHER_LISTS: tl.constexpr,
+    GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program places the tiles of SEGMENTS segments. A segment's first position is the number of tiles of all segments that a
-    stable sort by work, longest first, puts before it: counted by comparison, cheaper here than sorting."""
+    """Each program writes the tiles of SEGMENTS segments. A segment's first position is the number of tiles of the segments that a stable
+    sort by work, longest first, puts before it. Comparing with all segments is cheaper here than sorting."""
     segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
     blocks, tiles, work = _segment_tiles(
-        offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, LISTS, OTHER_LISTS
+        offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
     )  # fmt: skip
     first = tl.zeros([SEGMENTS], tl.int32)
     total = 0
     for start in range(0, num_segments, CHUNK):
         others = start + tl.arange(0, CHUNK)
         _, other_tiles, other_work = _segment_tiles(
-            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N, LISTS, OTHER_LISTS
+            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
         )  # fmt: skip
         longer = other_work[None, :] > work[:, None]
         earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
@@ -85,7 +85,7 @@ def tile_list(
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Those
             of queries may have several groups, as in `zigzag_schedule`.
         num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
-        mask: `MaskParams`, with num_targets `[B]` if it has targets. It costs a sort, of some thirty launches.
+        mask: `MaskParams`, with num_targets `[B]` if it has targets. The list is then built by torch operators, many launches.
 
     Returns:
         tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
@@ -105,7 +105,7 @@ def tile_list(
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
-        LISTS=1 if key_tiles else groups, OTHER_LISTS=groups if key_tiles else 1,
+        GROUPS=1 if key_tiles else groups, OTHER_GROUPS=groups if key_tiles else 1,
     )  # fmt: skip
     return tiles, num_tiles
 
@@ -113,9 +113,9 @@ def tile_list(
 def kernel_tiles(
     segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The tiles and their number for a kernel: the schedule's if they have the tile of its launch configuration, else a new list.
+    """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_tiles: that is the keys' side.
+    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is not None and block == config.tile:

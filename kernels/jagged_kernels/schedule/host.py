@@ -1,10 +1,9 @@
 """The zigzag tile schedule of jagged attention, built on the host from segment lengths (torch only, no triton).
 
-A tile is one block of query rows of one segment and head; its work is the number of key blocks it visits. Tiles are sorted
-by work, longest first (stable: ties keep segment, head, block order), and dealt to the workers in waves that alternate
-direction, so that whoever got the longest tile of one wave gets the shortest of the next (Algorithm 3 of the GDPA post).
-Dealing is a closed form of a tile's position, so the kernels do it themselves (`tiles.zigzag_position`) for whatever number
-of workers the GPU has; the list alone travels to the device.
+A tile is a block of query rows of a segment and head. Its work is the number of key blocks that it visits. Tiles are sorted by work, most
+first (stable: ties keep segment, head, block order), and assigned to workers in waves of alternating direction: the worker with the longest
+tile of a wave gets the shortest of the next (Algorithm 3 of the GDPA post). A tile's worker follows from its position in the list, so only
+the list goes to the device: the kernels compute which tiles are theirs, for the GPU's number of workers (`zigzag_position`).
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ import torch
 from torch import Tensor
 
 from ..attention.params import MaskParams
+from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import cdiv, key_tile_work, query_tile_work
+from .cost import key_tile_work, query_tile_work
 
 
 class TileList(NamedTuple):
@@ -56,7 +56,7 @@ class TileSchedule:
         num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
-        num_workers: workers of `worker` and `loads()`. Kernels deal anew to the workers the GPU has.
+        num_workers: workers of `worker` and `loads()`. Kernels use the number of workers that the GPU has.
         work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever the schedule is; None in a schedule
             built on the device.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
@@ -77,7 +77,7 @@ class TileSchedule:
 
     @property
     def worker(self) -> Tensor:
-        """int32 `[T]` on the host: the worker that a tile is dealt to when there are `num_workers`. Computed at each call."""
+        """int32 `[T]` on the host: the worker that each tile is assigned to, of `num_workers`. Computed at each call."""
         position = torch.arange(len(self.tiles), dtype=torch.int32)
         lane = position % self.num_workers
         return torch.where(position // self.num_workers % 2 == 0, lane, self.num_workers - 1 - lane)
@@ -123,8 +123,8 @@ def zigzag_schedule(
             the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
-        num_workers: thread blocks that the tiles are dealt to.
-        mask: an `AttentionMask`, whose hidden blocks cost nothing; its num_targets count where they are on the host.
+        num_workers: thread blocks that the tiles are assigned to.
+        mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
 
     Returns:
@@ -233,7 +233,7 @@ def masked_tiles(
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
     """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
-    return num_heads * ((total_q + block_m - 1) // block_m + num_segments) if num_segments else 0
+    return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 
 def _host_lengths(name: str, lengths: Any) -> Tensor:

@@ -10,10 +10,9 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from ..common.activations import LOG2_E
 from ..common.loads import find_tile, load_segment, log2
 from ..common.ptxas import safe_ptxas
-
-LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 class Lines(NamedTuple):

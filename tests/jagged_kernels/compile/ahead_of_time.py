@@ -53,7 +53,7 @@ def gluon_descriptor(dtype: str, box: list[int]) -> str:
 
 def _paths(signature: dict, arg: str) -> list[tuple[int, ...]]:
     """The positions of a pointer, or of each in a tuple, as Triton names them; none of a constant."""
-    place = list(signature).index(arg)
+    position = list(signature).index(arg)
     if isinstance(signature[arg], tuple):
-        return [(place, i) for i in range(len(signature[arg]))]
-    return [] if signature[arg] == "constexpr" else [(place,)]
+        return [(position, i) for i in range(len(signature[arg]))]
+    return [] if signature[arg] == "constexpr" else [(position,)]

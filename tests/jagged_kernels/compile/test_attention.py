@@ -22,20 +22,20 @@ KERNELS = {
 
 def compile_attention(
     name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
-    lists: int = 1,
+    query_groups: int = 1,
 ):  # fmt: skip
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many lists of queries."""
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many query groups."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
-    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False, LISTS=lists)
+    constants |= dict(ALIGN=16 // itemsize, PRECISION=precision, Q_SHARED=False, KV_SHARED=False, QUERY_GROUPS=query_groups)
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
-    constants |= dict(PARTIAL_STAGES=1 if mask is None else min(2, config.num_stages))
+    constants |= dict(MASKED_STAGES=1 if mask is None else min(2, config.num_stages))
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
-    constants |= dict(num_segments=None) if lists == 1 else {}
+    constants |= dict(num_segments=None) if query_groups == 1 else {}
 
     def type_of(arg):
         if arg in ("lse_ptr", "delta_ptr", "segment_scale_ptr"):
@@ -93,12 +93,13 @@ def test_activations_and_masks_compile(name, activation, mask):
         assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
 
 
-@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("query_groups", [2, 3])
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+def test_attention_kernels_compile_for_several_lists_of_queries(name, query_groups):
     for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
         for activation in ("softmax", "gelu_tanh"):
-            compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, lists=lists)
+            options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
+            compiled = compile_attention(name, 128, "bf16", capability, **options)
             assert compiled.metadata.shared <= shared_memory * 1024
 
 

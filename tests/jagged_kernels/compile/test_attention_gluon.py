@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from jagged_kernels.attention import hopper_backward as attention_backward  # noqa: E402
 from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
-from jagged_kernels.attention import hopper_ds as attention_score_gradients  # noqa: E402
+from jagged_kernels.attention import hopper_ds as attention_ds  # noqa: E402
 from jagged_kernels.attention import hopper_forward as attention  # noqa: E402
 from jagged_kernels.attention.configs import hopper_attention_config  # noqa: E402
 from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
@@ -20,7 +20,7 @@ from .ahead_of_time import MASKS, compile_for, gluon_descriptor  # noqa: E402
 # KiB of buffers in shared memory, as the heads of the kernels' files sum them up; lse and delta apart.
 BUFFERS = {
     ("fwd", 64): 152, ("fwd", 128): 224, ("long fwd", 64): 168, ("long fwd", 128): 224, ("dq", 64): 168, ("dq", 128): 224,
-    ("dkdv", 64): 160, ("dkdv", 128): 224, ("dq_of_kept", 64): 152, ("dq_of_kept", 128): 160,
+    ("dkdv", 64): 160, ("dkdv", 128): 224, ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
 }  # fmt: skip
 
 
@@ -30,26 +30,25 @@ def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
     assert 0 < compiled.metadata.shared / 1024 - buffers <= 1.5 and compiled.metadata.shared <= 227 * 1024
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, lists=1, long=False, kept=False):
+def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False):
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
-    `shared`: queries and keys are shared by all segments. `lists`: number of query groups. `long`: key segments are long. `kept`: dS is
-    stored, or read by "dq_of_kept".
+    `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`: dS is stored, or read by "dq_from_ds".
     """
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
         "dq": attention_backward.attention_bwd_dq_hopper_kernel,
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
-        "dq_of_kept": attention_score_gradients.attention_bwd_dq_of_kept_hopper_kernel,
+        "dq_from_ds": attention_ds.attention_bwd_dq_from_ds_hopper_kernel,
     }[name]
     config = hopper_attention_config(name, dim, activation, mask is not None, long)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
-    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, LISTS=lists)
-    constants |= dict(num_segments=None) if lists == 1 else {}
+    constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, QUERY_GROUPS=query_groups)
+    constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
-    constants |= dict(QUERY_BLOCK=64) if kept else dict(ds_ptr=None, ds_blocks_ptr=None)
+    constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
     types = dict(lse_ptr="*fp32", delta_ptr="*fp32", ds_blocks_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
 
@@ -104,25 +103,25 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group
     ],  # fmt: skip
 )
 def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, dtype, activation, group):
-    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and the products."""
-    without, keeping = (compile_hopper_attention("dkdv", dim, dtype, activation, group=group, kept=kept) for kept in (False, True))
-    vectors, others = (len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (keeping, without))
-    assert vectors > others and keeping.asm["ptx"].count("st.shared") == without.asm["ptx"].count("st.shared")
-    from_kept = compile_hopper_attention("dq_of_kept", dim, dtype, activation, group=group, kept=True)
-    assert "movmatrix" in from_kept.asm["ptx"]
-    assert_shared_memory(from_kept, "dq_of_kept", dim)
-    others = compile_hopper_attention("dq", dim, dtype, activation, group=group, kept=True)
-    assert max(x.metadata.shared for x in (keeping, others)) <= 227 * 1024
+    """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and the MMAs."""
+    without, storing = (compile_hopper_attention("dkdv", dim, dtype, activation, group=group, has_ds=has_ds) for has_ds in (False, True))
+    vectors, others = (len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (storing, without))
+    assert vectors > others and storing.asm["ptx"].count("st.shared") == without.asm["ptx"].count("st.shared")
+    from_ds = compile_hopper_attention("dq_from_ds", dim, dtype, activation, group=group, has_ds=True)
+    assert "movmatrix" in from_ds.asm["ptx"]
+    assert_shared_memory(from_ds, "dq_from_ds", dim)
+    others = compile_hopper_attention("dq", dim, dtype, activation, group=group, has_ds=True)
+    assert max(x.metadata.shared for x in (storing, others)) <= 227 * 1024
 
 
 def test_kernels_around_kept_score_gradients_compile():
-    places = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", ds_blocks_ptr="*i32", num_other_tiles_ptr="*i32")
-    places |= dict(num_segments="i32", capacity="i32")
+    ds_blocks = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", ds_blocks_ptr="*i32", num_other_tiles_ptr="*i32")
+    ds_blocks |= dict(num_segments="i32", capacity="i32")
     delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
     delta |= dict.fromkeys(("num_rows", "stride_row", "stride_head", "stride_delta"), "i32")
     for kernel, signature, constants in (
-        (attention_score_gradients.attention_places_kernel, places, dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024)),
-        (attention_score_gradients.attention_delta_kernel, delta, dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)),
+        (attention_ds.attention_ds_blocks_kernel, ds_blocks, dict(HEADS=4, QUERY_BLOCK=128, CHUNK=1024)),
+        (attention_ds.attention_delta_kernel, delta, dict(HEADS=4, DIM=96, BLOCK_D=128, ROWS=64)),
     ):
         compile_for(90, kernel, constants, signature.get, aligned=())
 
@@ -132,8 +131,8 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
     assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("lists", [2, 3])
+@pytest.mark.parametrize("query_groups", [2, 3])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
-def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, lists):
+def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, query_groups):
     for dim, activation in ((64, "softmax"), (128, "softmax"), (128, "gelu_tanh")):
-        assert compile_hopper_attention(name, dim, "bf16", activation, lists=lists).metadata.shared <= 227 * 1024
+        assert compile_hopper_attention(name, dim, "bf16", activation, query_groups=query_groups).metadata.shared <= 227 * 1024

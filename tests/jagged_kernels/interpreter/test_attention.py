@@ -37,13 +37,13 @@ def test_shared_operands(check_attention, shared, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", ["two-lists", "three-lists", "lists-of-one-segment"])
-def test_several_lists_of_queries(check_attention, lengths, dtype):
+@pytest.mark.parametrize("lengths", ["two-groups", "three-groups", "groups-of-one-segment"])
+def test_several_query_groups(check_attention, lengths, dtype):
     check_attention(lengths, dtype, "cpu")
     check_attention(lengths, dtype, "cpu", heads=(2, 2), dims=(16, 16), activation="gelu_tanh", output_scale=0.02)
 
 
-def test_several_lists_of_queries_with_a_scale_per_segment(check_attention):
+def test_several_query_groups_with_a_scale_per_segment(check_attention):
     lengths, schedule = ([3, 70, 0, 20, 5, 0], [65, 20, 4]), dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
     schedule = host_schedule(*map(torch.tensor, lengths), **schedule)
     check_attention(lengths, torch.float32, "cpu", activation="sigmoid", output_scale=torch.rand(6) + 0.1, schedule=schedule)
@@ -79,7 +79,7 @@ def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shared", ["none", "q", "kv", "lists"])
+@pytest.mark.parametrize("shared", ["none", "q", "kv", "groups"])
 def test_scales_with_a_gradient(check_scales_with_a_gradient, shared, dtype):
     check_scales_with_a_gradient(shared, dtype, "cpu", "triton")
 

@@ -53,7 +53,7 @@ def test_only_the_gradients_asked_for(compress_inputs):
     expected = torch.autograd.grad(F.linear_compress(weights, [x.requires_grad_() for x in embeddings], indices).sum(), embeddings)
     for chosen in range(2):
         inputs = [x.detach().requires_grad_(level == chosen) for level, x in enumerate(embeddings)]
-        F.linear_compress(weights, inputs, indices, implementation="fused").sum().backward()
+        F.linear_compress(weights, inputs, indices, implementation="triton").sum().backward()
         assert inputs[1 - chosen].grad is None
         torch.testing.assert_close(inputs[chosen].grad, expected[chosen])
 
@@ -62,7 +62,7 @@ def test_no_second_derivative(compress_inputs):
     weights, embeddings, indices = compress_inputs([2, 3], [8, 9], 5, 8, torch.float32, "cpu")
     weight = weights[0].requires_grad_()
     (gradient,) = torch.autograd.grad(
-        F.linear_compress(weights, embeddings, indices, implementation="fused").sum(), weight, create_graph=True
+        F.linear_compress(weights, embeddings, indices, implementation="triton").sum(), weight, create_graph=True
     )
     with pytest.raises(RuntimeError, match="not differentiable twice"):
         gradient.sum().backward()
@@ -70,8 +70,8 @@ def test_no_second_derivative(compress_inputs):
 
 def test_fp64_is_refused(compress_inputs):
     inputs = compress_inputs([2, 3], [8, 9], 5, 8, torch.float64, "cpu")
-    with pytest.raises(ValueError, match=r"weights\[0\] must be float32, .* with implementation='fused', got torch.float64"):
-        F.linear_compress(*inputs, implementation="fused")
+    with pytest.raises(ValueError, match=r"weights\[0\] must be float32, .* with implementation='triton', got torch.float64"):
+        F.linear_compress(*inputs, implementation="triton")
 
 
 def test_hopper_is_refused_where_its_kernel_does_not_run(compress_inputs):
@@ -86,7 +86,7 @@ class Compress(torch.nn.Module):
         self.weights = torch.nn.ParameterList(torch.randn(5, k) for k in (9, 12))
 
     def forward(self, users, candidates, candidate_to_user):
-        return F.linear_compress(list(self.weights), [users, candidates], [candidate_to_user], implementation="fused")
+        return F.linear_compress(list(self.weights), [users, candidates], [candidate_to_user], implementation="triton")
 
 
 def batches():

@@ -1,4 +1,4 @@
-"""How much room the backward for Hopper makes for gradients of scores; no GPU is asked."""
+"""The size of the workspace for dS in Hopper's backward, without a GPU."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from jagged_kernels.attention.hopper_ds import plan_workspace  # noqa: E402
 
 
-def test_room_for_score_gradients():
+def test_workspace_of_ds():
     def plan(segments, rows, dim=128, workspace=None):
         q, offsets = torch.empty(segments * rows, 4, dim, dtype=torch.bfloat16, device="meta"), torch.empty(segments + 1)
         blocks, parts = plan_workspace(q, q, offsets, offsets, workspace, q, q, q)
