@@ -4,6 +4,7 @@ import sys
 
 import pytest
 import torch
+from marks import slow_after
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import jagged_modules as jm
@@ -55,7 +56,7 @@ def test_self_target_attention():
     assert_compiles_once(attend, batches)
 
 
-@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@slow_after(1, "activation", ["softmax", "silu"])
 def test_mask_made_in_the_graph(activation):
     def attend(q, k, v, offsets, num_targets):
         mask = jm.AttentionMask(causal=True, num_targets=num_targets, max_attn_len=9)
@@ -81,7 +82,7 @@ def test_mask_made_outside_of_the_graph():
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kv_offsets", [None, "shared"])
+@slow_after(1, "kv_offsets", [None, "shared"])
 @pytest.mark.parametrize("kind", ["number", "tensor", "parameter"])
 def test_output_scale(kind, kv_offsets):
     def attend(q, k, v, offsets, output_scale):
@@ -107,7 +108,7 @@ def user_index(form, users, count):
     return torch.randint(users, (count,)) if form in ("tensor", "map") else random_offsets(users, count)
 
 
-@pytest.mark.parametrize("form", ["tensor", "map", "offsets"])
+@slow_after(1, "form", ["tensor", "map", "offsets"])
 def test_target_attention(form):
     def attend(q, k, v, offsets, candidates):
         if form == "map":
@@ -123,7 +124,7 @@ def test_target_attention(form):
     assert_compiles_once(attend, batches)
 
 
-@pytest.mark.parametrize("form", ["tensor", "map", "offsets"])
+@slow_after(1, "form", ["tensor", "map", "offsets"])
 @pytest.mark.parametrize("implementation", ["reference", "decomposed", "padded"])
 def test_linear_compress(implementation, form):
     def compress(w_user, w_candidate, users, candidates, index):
@@ -140,7 +141,7 @@ def test_linear_compress(implementation, form):
     assert_compiles_once(compress, batches)
 
 
-@pytest.mark.parametrize("rotary", [None, "qk", "qkv", "given"])
+@slow_after(1, "rotary", [None, "qk", "qkv", "given"])
 def test_block_diagonal_attention(rotary):
     tables = jm.Rotary.from_frequencies(DIM, 100)
 
@@ -152,8 +153,8 @@ def test_block_diagonal_attention(rotary):
     assert_compiles_once(attend, batches)
 
 
-@pytest.mark.parametrize("rotary", [None, "qk"])
-@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor"])
+@slow_after(1, "rotary", [None, "qk"])
+@slow_after(1, "kind", ["pair", "Jagged", "JaggedTensor"])
 def test_block_diagonal_layer(kind, rotary):
     torchrec = pytest.importorskip("torchrec")
     wrap = {
@@ -234,7 +235,7 @@ def test_jagged_mlp():
     assert_compiles_once(lambda *x: mlp(x)[0], batches)
 
 
-@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor", "nested"])
+@slow_after(1, "kind", ["pair", "Jagged", "JaggedTensor", "nested"])
 def test_layer_with_every_container(kind):
     """The container is made outside of the graph, as a data loader or an embedding does."""
     torchrec = pytest.importorskip("torchrec")
@@ -254,7 +255,7 @@ def test_layer_with_every_container(kind):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", ["Jagged", "JaggedTensor"])
+@slow_after(1, "kind", ["Jagged", "JaggedTensor"])
 def test_layer_gives_the_same_container(kind):
     torchrec = pytest.importorskip("torchrec")
     wrap = jm.Jagged if kind == "Jagged" else lambda values, offsets: torchrec.JaggedTensor(values, lengths=offsets.diff())
@@ -269,7 +270,7 @@ def test_layer_gives_the_same_container(kind):
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("form", ["map", "counts"])
+@slow_after(1, "form", ["map", "counts"])
 def test_layer_with_candidates(form):
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     graph, counter = compiled(layer)
