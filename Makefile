@@ -2,7 +2,9 @@
 #
 #   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
 #   make train EXAMPLE=hstu ...         train the example next-item model
-#   make test [ARGS=...]                run the tests; ARGS are options of pytest
+#   make test [ARGS=...]                run the tests but those marked slow; ARGS are options of pytest
+#   make test-slow [ARGS=...]           run the slow tests
+#   make test-all [ARGS=...]            run both
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
@@ -22,7 +24,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-interpreter test-all-others fuzz test-gpu test-newest-triton notebooks lint bench profile record clean
+.PHONY: train test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu test-newest-triton notebooks lint bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -44,20 +46,23 @@ ENV := .venv/.installed-$(VARIANT)
 endif
 pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 pytest := OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) --durations=10
+mark = $(if $(findstring slow,$@),"slow","not slow")
 interpreter_tests := tests/jagged_kernels/interpreter
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
 train: $(ENV)
 	$(PY) examples/train_$(EXAMPLE).py $(if $(DATA),--data $(DATA)) $(ARGS)
 
-test: test-interpreter test-all-others
+test: test-interpreter test-others
+test-slow: test-slow-interpreter test-slow-others
+test-all: test test-slow
 
 # Triton reads TRITON_INTERPRET once, when it is imported: hence a process of its own.
-test-interpreter: $(ENV)
-	TRITON_INTERPRET=1 $(pytest) $(interpreter_tests) $(ARGS) $(no_tests_is_fine)
+test-interpreter test-slow-interpreter: $(ENV)
+	TRITON_INTERPRET=1 $(pytest) -m $(mark) $(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
-test-all-others: $(ENV)
-	$(pytest) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
+test-others test-slow-others: $(ENV)
+	$(pytest) -m $(mark) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
 fuzz: $(ENV)
 	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
+import pytest
 import torch
+from marks import SLOW
 from torch import Tensor
 
 import jagged_modules as jm
@@ -80,6 +82,11 @@ def check(operator: Operator, lengths: Sequence[int], own_lengths: Sequence[int]
 def _same_bits(x: Tensor, y: Tensor) -> bool:
     """Bitwise equality: -0 and 0 differ, a NaN equals itself."""
     return x.dtype == y.dtype and x.shape == y.shape and torch.equal(*(z.contiguous().view(torch.uint8) for z in (x, y)))
+
+
+def names(operators: Iterable[str]) -> list:
+    """Parameters of a test: names of operators, the variants of jagged attention marked slow."""
+    return [pytest.param(name, marks=SLOW) if name.startswith("attention-") else name for name in operators]
 
 
 def operators(

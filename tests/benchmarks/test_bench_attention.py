@@ -19,6 +19,7 @@ LADDER = "ladder: dense, jagged, each unfused and fused"
 CUDA_ONLY = ("varlen_attn", "SDPA cuDNN", "replicate + SDPA cuDNN", "FlashAttention", "FBGEMM")
 
 
+@pytest.mark.slow
 def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
     results, path = tiny_run
     assert results["complete"]
@@ -41,6 +42,7 @@ def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
     assert path.with_suffix(".md").exists() and path.with_suffix(".png").exists()
 
 
+@pytest.mark.slow
 def test_what_needs_cuda_is_reported_and_the_rest_runs(tiny_run):
     results, _ = tiny_run
     for row in results["rows"]:
@@ -48,6 +50,7 @@ def test_what_needs_cuda_is_reported_and_the_rest_runs(tiny_run):
         assert row["status"].split(":")[0] == expected, row
 
 
+@pytest.mark.slow
 def test_the_ladder_has_attention_dense_and_jagged_unfused_and_fused(tiny_run):
     results, _ = tiny_run
     ladder = [row for row in results["rows"] if row["table"] == LADDER]

@@ -1,12 +1,14 @@
 """The benchmark of the batch-invariant mode, end to end on the CPU with tiny sizes."""
 
 import bench_batch_invariant as bench
+import pytest
 
 import jagged_modules as jm
 
 BENCHMARK = bench.__file__
 
 
+@pytest.mark.slow
 def test_every_case_is_right_and_measured_in_both_modes(tiny_run):
     results, _ = tiny_run
     assert results["complete"]

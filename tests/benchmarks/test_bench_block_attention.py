@@ -30,6 +30,7 @@ def donated_buffer():
         yield
 
 
+@pytest.mark.slow
 def test_every_implementation_is_right_and_measured(tiny_run):
     results, path = tiny_run
     assert results["complete"]
@@ -44,6 +45,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
     assert path.with_suffix(".png").exists()
 
 
+@pytest.mark.slow
 def test_absolute_errors_of_rotary_in_the_kernel_and_apart(tiny_run):
     results, path = tiny_run
     rows = results["other_tables"][ACCURACY]

@@ -20,6 +20,7 @@ TABLES = {
 }
 
 
+@pytest.mark.slow
 def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
     results, path = tiny_run
     assert results["complete"]
@@ -34,12 +35,14 @@ def test_every_table_is_measured_and_ours_is_right_everywhere(tiny_run):
     assert path.with_suffix(".png").exists()
 
 
+@pytest.mark.slow
 def test_fa2_needs_cuda_and_the_rest_runs(tiny_run):
     results, _ = tiny_run
     for row in results["rows"]:
         assert row["status"].split(":")[0] == ("unavailable" if row["implementation"] == bench_gdpa.FA2 else "ok"), row
 
 
+@pytest.mark.slow
 def test_the_summary_compares_jagged_with_full_segments(tiny_run):
     results, path = tiny_run
     tflops = {row["case"]: row for row in results["rows"] if row["table"] == bench_gdpa.GDPA and row["implementation"] == bench_gdpa.OURS}

@@ -14,6 +14,7 @@ SKEWED = "skewed: 85 rows, D=T=8, 10 segments of 1..4 and one of 60, or all even
 ON_ROWS = ("jagged_dense_bmm", "jagged_jagged_bmm", "jagged_softmax")
 
 
+@pytest.mark.slow
 def test_every_implementation_is_right_and_measured(tiny_run):
     results, path = tiny_run
     assert results["complete"]
@@ -33,6 +34,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
     assert path.with_suffix(".png").exists()
 
 
+@pytest.mark.slow
 def test_the_summary_states_the_precision_and_times_per_row(tiny_run):
     results, _ = tiny_run
     precision, *lines = results["summary"]

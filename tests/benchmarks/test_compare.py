@@ -38,6 +38,7 @@ def test_a_checkout_beside_itself(tmp_path, capsys):
     assert "| one | two |" in table and table.count("×)") == 2 and "forward+backward" in table
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_named_and_not_timed(changed_checkout, capsys):
     changed = changed_checkout("_right = jagged_softmax\n\n\ndef jagged_softmax(*args, **kwargs):\n    return 2 * _right(*args, **kwargs)")
     assert compare.main(["jagged_ops", f"before={ROOT}", f"after={changed}", *OPTIONS]) == 1

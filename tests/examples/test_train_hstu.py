@@ -42,6 +42,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
     assert_equal_checkpoints(tmp_path / "whole" / "hstu.pt", tmp_path / "parts" / "hstu.pt")
 
 
+@pytest.mark.slow
 def test_learns_more_than_popularity(tmp_path):
     log = generate_log(num_users=300, num_items=200, num_clusters=8, mean_length=40, selectivity=train_hstu.SELECTIVITY, seed=0)
     datasets = make_datasets(log, max_history=40)
@@ -107,6 +108,7 @@ def test_bad_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
     rows = [f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(12) for step in range(20)]
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")

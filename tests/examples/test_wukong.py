@@ -22,6 +22,7 @@ def dataset():
     return RankingDataset(add_popularity(log, train), make_chunks(log, train, chunk_size=4, max_history=12))
 
 
+@pytest.mark.slow
 def test_runs_as_a_program_from_anywhere_and_learns(tmp_path):
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
     command = [sys.executable, str(ROOT / "examples" / "wukong.py"), "--device", "cpu", "--users", "200", "--batch-size", "16"]

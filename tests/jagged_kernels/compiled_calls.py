@@ -4,7 +4,9 @@ FUNCTIONS: name → (function, (segments, rows, candidates) → its inputs); it 
 LAYERS: name → (device → layer, (segments, rows, candidates) → inputs, (*inputs, layer) → result).
 """
 
+import pytest
 import torch
+from marks import SLOW
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import jagged_modules as jm
@@ -128,6 +130,9 @@ FUNCTIONS = {
         lambda segments, rows, _: (torch.randn(rows, DIM), F.ScorePlan.from_offsets(random_offsets(segments, rows))),
     ),
 }
+
+# The names as parameters of a test; variants of a function that is there itself are slow.
+NAMES = [pytest.param(name, marks=SLOW) if "-" in name and name.partition("-")[0] in FUNCTIONS else name for name in FUNCTIONS]
 
 
 def _with_candidates(targets, values, offsets, candidate_offsets, layer):

@@ -3,11 +3,9 @@
 import pytest
 import torch
 
+from .fixtures.activations import check_activation  # noqa: F401
 from .fixtures.attention import (  # noqa: F401
-    check_activation,
     check_attention,
-    check_delta,
-    check_ds_blocks,
     check_empty_shared_operands,
     check_one_key,
     check_scales_with_a_gradient,
@@ -15,13 +13,10 @@ from .fixtures.attention import (  # noqa: F401
     check_very_negative_scores,
 )
 from .fixtures.block_attention import check_block_attention, check_block_layer_memory, check_packed_block_attention  # noqa: F401
-from .fixtures.jagged_ops import (  # noqa: F401
-    assert_neighbours_kept,
-    assert_second_derivatives,
-    jagged_pair,
-    jagged_products,
-    jagged_softmaxes,
-)
+from .fixtures.ds import check_delta, check_ds_blocks  # noqa: F401
+from .fixtures.jagged_matmul import jagged_products  # noqa: F401
+from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair  # noqa: F401
+from .fixtures.jagged_softmax import jagged_softmaxes  # noqa: F401
 from .fixtures.linear_compress import check_linear_compress, compress_inputs  # noqa: F401
 from .fixtures.tile_list import check_tile_list  # noqa: F401
 

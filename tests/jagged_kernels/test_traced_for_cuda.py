@@ -7,6 +7,7 @@ import types
 import pytest
 import torch
 from jagged_kernels.common import device as launch
+from marks import SLOW
 from torch._subclasses import FakeTensorMode
 
 from .compiled_calls import FUNCTIONS, LAYERS, SIZES, compiled, on_device
@@ -15,7 +16,12 @@ CALLS = [*FUNCTIONS, *LAYERS]
 DEVICE = torch.device("cuda", 0)
 
 
-GENERATIONS = [((8, 0), torch.bfloat16), ((9, 0), torch.bfloat16), ((9, 0), torch.float32), ((10, 0), torch.float32)]
+GENERATIONS = [
+    pytest.param(((8, 0), torch.bfloat16), marks=SLOW),
+    ((9, 0), torch.bfloat16),
+    pytest.param(((9, 0), torch.float32), marks=SLOW),
+    pytest.param(((10, 0), torch.float32), marks=SLOW),
+]
 
 
 @pytest.fixture(params=GENERATIONS, ids=lambda x: "sm{}{}-{}".format(*x[0], str(x[1]).removeprefix("torch.")))

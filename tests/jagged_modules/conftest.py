@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from jagged_modules.containers import jagged
+
 
 @pytest.fixture(params=["fbgemm", "torch"])
 def conversions(request, monkeypatch):
@@ -12,3 +14,29 @@ def conversions(request, monkeypatch):
         pytest.importorskip("fbgemm_gpu")
     else:
         monkeypatch.delitem(sys.modules, "fbgemm_gpu", raising=False)
+
+
+class Builds(list):
+    """Names of the schedule builders that Jagged called, and the schedules that they built."""
+
+    def __init__(self):
+        super().__init__()
+        self.schedules = []
+
+    def counted(self, name):
+        builder = getattr(jagged, name)
+
+        def build(*args, **kwargs):
+            self.append(name)
+            self.schedules.append(builder(*args, **kwargs))
+            return self.schedules[-1]
+
+        return build
+
+
+@pytest.fixture
+def builds(monkeypatch):
+    builds = Builds()
+    for name in ("host_schedule", "device_schedule"):
+        monkeypatch.setattr(jagged, name, builds.counted(name))
+    return builds

@@ -103,8 +103,9 @@ def test_users_under_compile():
     for candidate_to_user in ([2, 0, 2], [0, 0, 3, 3, 3], [1]):
         candidate_to_user = torch.tensor(candidate_to_user)
         index = jm.CandidateIndex.from_map(candidate_to_user, 4)
-        assert torch.equal(graph(index, len(candidate_to_user)), candidate_to_user)
-        assert index._users is None, "nothing made in a graph is kept"
+        made = graph(index, len(candidate_to_user))
+        assert torch.equal(made, candidate_to_user)
+        assert index.users(len(candidate_to_user)) is not made, "nothing made in a graph is kept"
 
 
 def test_copies_keep_the_name_of_the_segmentation():

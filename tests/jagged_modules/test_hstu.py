@@ -135,11 +135,11 @@ def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
 
 def test_the_last_layer_of_a_cache_projects_alone(offsets_of, monkeypatch):
     values = history_values()
-    attended, attend = [], hstu.HSTULayer._attend
-    monkeypatch.setattr(hstu.HSTULayer, "_attend", lambda layer, *args: attended.append(layer) or attend(layer, *args))
+    calls, attend = [], hstu.jagged_attention
+    monkeypatch.setattr(hstu, "jagged_attention", lambda *args, **options: calls.append(args) or attend(*args, **options))
     stack = double_stack(CONFIGS["plain"])
     stack.cache((values, offsets_of(LENGTHS)))
-    assert attended == [*stack.layers[:-1]]
+    assert len(calls) == len(stack.layers) - 1
 
 
 def test_a_cache_serves_many_times(offsets_of):
@@ -185,18 +185,20 @@ def test_scoring_copies_no_history(offsets_of):
     assert 0 < largest <= 4 * 2 * 3 * length, "the scores of both heads and all targets"
 
 
-def test_layers_share_one_schedule(offsets_of):
+def test_layers_share_one_schedule(builds, offsets_of):
     """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
     config, num_targets = CONFIGS["context-short"], torch.tensor(TARGETS)
     stack = jm.HSTUStack(WIDTH, HEADS, LAYERS, config, device="meta")
     x = jm.Jagged(torch.randn(sum(LENGTHS), WIDTH), offsets_of(LENGTHS))
     x = x.prepare(num_heads=HEADS, head_dim=WIDTH // HEADS, mask=config.mask(num_targets)).to("meta")
     stack(x, num_targets)
-    assert len(x._segmentation.schedules) == 1
+    assert len(builds) == 1
+    builds.clear()
     cache, targets = stack.cache(x), jm.Jagged(torch.randn(20, WIDTH), offsets_of([2] * 10)).to("meta")
+    assert len(builds) == 1, "the mask without targets"
     for _ in range(2):
         stack.score(targets, cache)
-    assert [len(layer._segmentation.schedules) for layer in (*cache.layers, targets)] == [1] * (LAYERS + 1)
+    assert len(builds) == 3, "one for the targets and the cache, one for the targets themselves"
 
 
 # -- containers, devices, dtypes -----------------------------------------------------------------------------------------------

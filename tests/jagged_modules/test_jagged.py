@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 import jagged_modules as jm
 from jagged_modules import schedule as schedule_module
-from jagged_modules.containers import jagged as jagged_module
 from jagged_modules.containers import segmentation
 
 LENGTHS = [2, 0, 3, 1]
@@ -162,25 +161,6 @@ def test_copies_share_the_segmentation(values, offsets):
 # -- schedules -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def builds(monkeypatch):
-    """Names of the schedule builders called so far; they still build."""
-    calls = []
-
-    def counted(name):
-        builder = getattr(jagged_module, name)
-
-        def build(*args, **kwargs):
-            calls.append(name)
-            return builder(*args, **kwargs)
-
-        return build
-
-    for name in ("host_schedule", "device_schedule"):
-        monkeypatch.setattr(jagged_module, name, counted(name))
-    return calls
-
-
 class ThreeLayers(torch.nn.Module):
     """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
 
@@ -245,14 +225,14 @@ def test_candidates_share_one_schedule(builds, values, offsets):
 
 def test_offsets_that_were_written_to_get_a_new_schedule(builds, values, offsets_of):
     offsets = offsets_of(LENGTHS)
-    before = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, None, 2, 16, torch.float32, None)
+    jm.Jagged(values, offsets).prepare(**SIZES)
     offsets.copy_(offsets_of([6, 0, 0, 0]))
-    after = jm.Jagged(values, offsets).prepare(**SIZES)._schedule(None, 1, None, 2, 16, torch.float32, None)
-    assert len(builds) == 2
+    jm.Jagged(values, offsets).prepare(**SIZES)
+    before, after = builds.schedules
     assert before.tiles[:, 0].unique().tolist() == [0, 2, 3] and after.tiles[:, 0].unique().tolist() == [0]
 
 
-def test_the_schedule_is_that_of_the_lengths(values, offsets, offsets_of):
+def test_the_schedule_is_that_of_the_lengths(builds, values, offsets, offsets_of):
     history = jm.Jagged(values, offsets)
     sizes = dict(num_heads=2, num_kv_heads=1, head_dim=16, dtype=torch.float32)
     for queries, q_lengths in (
@@ -261,19 +241,22 @@ def test_the_schedule_is_that_of_the_lengths(values, offsets, offsets_of):
         (jm.Jagged(torch.randn(9, 8), offsets_of([0, 4, 4, 1])), [0, 4, 4, 1]),
         (jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])), [3, 0, 6, 3]),
     ):
-        actual = history.prepare(num_heads=2, num_kv_heads=1, head_dim=16, queries=queries, rows_per_candidate=3)._schedule(
-            queries, 3, None, 2, 16, torch.float32, 1
-        )
+        history.prepare(**sizes, queries=queries, rows_per_candidate=3)
+        actual = builds.schedules[-1]
         expected = schedule_module.host_schedule(torch.tensor(q_lengths), torch.tensor(LENGTHS), **sizes)
         for schedule, other in ((actual, expected), (actual.backward, expected.backward)):
             assert torch.equal(schedule.tiles, other.tiles) and torch.equal(schedule.num_tiles, other.num_tiles)
 
 
-def test_a_long_lived_history_keeps_few_schedules(values, offsets):
-    history = jm.Jagged(values, offsets)
-    for _ in range(100):
-        history.prepare(**SIZES, queries=jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])))
-    assert len(history._segmentation.schedules) == segmentation.MAX_SCHEDULES
+def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
+    """Those built last: all others are built again."""
+    history, queries = jm.Jagged(values, offsets), [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)]
+    for index in queries:
+        history.prepare(**SIZES, queries=index)
+    builds.clear()
+    for index in reversed(queries):
+        history.prepare(**SIZES, queries=index)
+    assert len(queries) - len(builds) == segmentation.MAX_SCHEDULES
 
 
 def test_a_prepared_schedule_of_other_sizes_is_noticed(builds, values, offsets):

@@ -80,7 +80,7 @@ def test_scales_of_very_different_size_in_fp16(operands, offsets_of):
 
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
-def test_gradcheck_of_lists(activation, offsets_of):
+def test_gradcheck_of_groups(activation, offsets_of):
     queries, keys = (offsets_of(x) for x in ([2, 0, 1, 1, 2, 1], [3, 2, 0]))
     inputs = [x.requires_grad_() for x in make_qkv(7, 5)]
     inputs += [] if activation == "softmax" else [torch.rand(6, dtype=torch.float64, requires_grad=True)]

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from marks import slow_after
 
 pytest.importorskip("triton")
 
@@ -56,7 +57,7 @@ def compile_attention(
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100])
-@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@slow_after(1, "dim", [64, 96, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_compile_in_bf16(name, dim, capability):
     compiled = compile_attention(name, dim, "bf16", capability, tma=capability >= 90)
@@ -66,14 +67,14 @@ def test_attention_kernels_compile_in_bf16(name, dim, capability):
         assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (90, 227)])
+@slow_after(1, "capability, shared_memory", [(80, 163), (90, 227)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_of_long_segments_compile(name, capability, shared_memory):
     compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, long=True)
     assert compiled.metadata.shared <= shared_memory * 1024
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@slow_after(1, "dim", [64, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
     assert compile_attention(name, dim, "bf16", 86).metadata.shared <= 99 * 1024
@@ -85,7 +86,7 @@ def test_attention_kernels_compile_in_fp32(name):
         compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
 
 
-@pytest.mark.parametrize("activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window")])
+@slow_after(1, "activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window")])
 @pytest.mark.parametrize("name", KERNELS)
 def test_activations_and_masks_compile(name, activation, mask):
     for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):
@@ -93,7 +94,7 @@ def test_activations_and_masks_compile(name, activation, mask):
         assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
 
 
-@pytest.mark.parametrize("query_groups", [2, 3])
+@slow_after(1, "query_groups", [2, 3])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_compile_for_several_lists_of_queries(name, query_groups):
     for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
@@ -103,7 +104,7 @@ def test_attention_kernels_compile_for_several_lists_of_queries(name, query_grou
             assert compiled.metadata.shared <= shared_memory * 1024
 
 
-@pytest.mark.parametrize("name", KERNELS)
+@slow_after(1, "name", KERNELS)
 def test_gelu_taylor_keeps_off_the_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
     assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])

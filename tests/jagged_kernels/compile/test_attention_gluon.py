@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from marks import slow_after
 
 pytest.importorskip("triton")
 
@@ -63,10 +64,8 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     return compile_for(90, kernel, constants, type_of, aligned, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
 
 
-@pytest.mark.parametrize(
-    "activation, mask, group", [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1)]
-)
-@pytest.mark.parametrize("dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
+@slow_after(2, "activation, mask, group", [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1)])
+@slow_after(1, "dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):
     compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group)
@@ -76,15 +75,15 @@ def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, gr
         assert instruction in compiled.asm["ptx"]
 
 
-@pytest.mark.parametrize("activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
-@pytest.mark.parametrize("dim", [64, 128])
+@slow_after(1, "activation, mask", [("softmax", "none"), ("gelu_tanh", "none"), ("softmax", "window"), ("silu", "hstu")])
+@slow_after(1, "dim", [64, 128])
 def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask):
     long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], long=x) for x in (True, False))
     assert long.asm["ptx"] != short.asm["ptx"]
     assert_shared_memory(long, "long fwd", dim)
 
 
-@pytest.mark.parametrize("mask, group", [("none", 1), ("window", 4)])
+@slow_after(1, "mask, group", [("none", 1), ("window", 4)])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group):
     for dim in (64, 128):
@@ -92,7 +91,8 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group
         assert compiled.metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize(
+@slow_after(
+    1,
     "dim, dtype, activation, group",
     [
         (64, "bf16", "softmax", 1),
@@ -126,12 +126,12 @@ def test_kernels_around_kept_score_gradients_compile():
         compile_for(90, kernel, constants, signature.get, aligned=())
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@slow_after(1, "dim", [64, 128])
 def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
     assert compile_hopper_attention("dkdv", dim, "bf16", "softmax", group=4).metadata.shared <= 227 * 1024
 
 
-@pytest.mark.parametrize("query_groups", [2, 3])
+@slow_after(1, "query_groups", [2, 3])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, query_groups):
     for dim, activation in ((64, "softmax"), (128, "softmax"), (128, "gelu_tanh")):

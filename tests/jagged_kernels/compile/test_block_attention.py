@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from marks import slow_after
 
 pytest.importorskip("triton")
 
@@ -32,7 +33,7 @@ def compile_block_attention(name, capability, dtype, dim, block_size, rotate, re
     return compile_for(capability, kernel, constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@slow_after(1, "rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_block_attention_kernels_compile(name, rotate, relative):
     for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
@@ -46,7 +47,7 @@ def test_block_attention_kernels_compile(name, rotate, relative):
 
 
 @pytest.mark.parametrize("block_size", [64, 128])
-@pytest.mark.parametrize("dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
+@slow_after(1, "dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
 @pytest.mark.parametrize("capability, shared_memory", [(86, 99), (90, 227)])
 def test_what_block_attention_takes_fits_shared_memory(capability, shared_memory, dtype, precision, block_size):
     """The widest heads that the rule allows, in groups, whose backward needs most."""
@@ -82,7 +83,7 @@ def compile_hopper_block_attention(name, dtype, dim, width, block_size, rotate, 
     return compile_for(90, kernel, constants, type_of, aligned=(), **options)
 
 
-@pytest.mark.parametrize("rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
+@slow_after(1, "rotate, relative", [(None, False), ("qk", True), ("qk", False), ("qkv", False)], ids=str)
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_hopper_block_attention_kernels_compile(name, rotate, relative):
     """Two thread blocks of 64 rows share a multiprocessor; tiles are loaded and stored by the tensor memory accelerator."""

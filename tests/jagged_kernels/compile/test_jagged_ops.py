@@ -3,6 +3,7 @@
 import re
 
 import pytest
+from marks import slow_after
 
 pytest.importorskip("triton")
 
@@ -54,7 +55,7 @@ def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
     return compile_jagged(kernel, capability, dtype, options, **constants, ALIGN=16 // itemsize, PRECISION=precision)
 
 
-@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+@slow_after(1, "capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
 @pytest.mark.parametrize("name", JAGGED_MATMULS)
 def test_jagged_matmul_kernels_compile(name, capability, shared_memory):
     cases = [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 64, "tf32"), ("fp32", 128, "tf32"), ("fp32", 64, "bf16x6")]
@@ -74,7 +75,7 @@ def test_jagged_matmul_kernels_read_sixteen_bytes_at_a_time(name):
     assert widths and set(widths) == {"0x10"}
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+@slow_after(1, "capability", [80, 86, 90, 100])
 def test_sums_of_segments_compile(capability):
     for dtype in ("fp32", "bf16"):
         sizes = dict(D=1, T=64, BLOCK_M=1, BLOCK_N=64, BLOCK_K=32, ALIGN=4, PRECISION="ieee", x_ptr=None)
@@ -84,14 +85,14 @@ def test_sums_of_segments_compile(capability):
         compile_jagged(jagged_matmul_kernels.sum_chunks_kernel, capability, dtype, options, **sizes)
 
 
-@pytest.mark.parametrize("capability", [80, 86, 90, 100])
+@slow_after(1, "capability", [80, 86, 90, 100])
 def test_sums_of_matrices_with_their_transposes_compile(capability):
     for dtype in ("fp32", "fp16", "bf16"):
         compile_jagged(jagged_matmul_kernels.jagged_symmetric_kernel, capability, dtype, {}, BLOCK=SYMMETRIC_BLOCK)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+@slow_after(1, "capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
 def test_jagged_softmax_kernels_compile(capability, shared_memory, backward):
     for dtype, itemsize in (("fp32", 4), ("bf16", 2)):
         constants = {} if backward else dict(grad_ptr=None)

@@ -6,6 +6,7 @@ import subprocess
 import tempfile
 
 import pytest
+from marks import slow_after
 
 triton = pytest.importorskip("triton")
 
@@ -53,7 +54,7 @@ def compile_linear_compress(name, capability, dtype, sizes, aligned_embeddings=T
     return compile_for(capability, kernel, constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-@pytest.mark.parametrize("capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+@slow_after(1, "capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
 @pytest.mark.parametrize("name", ["fwd", "bwd_dw"])
 def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory):
@@ -65,7 +66,7 @@ def test_linear_compress_kernels_compile(name, dtype, capability, shared_memory)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
-@pytest.mark.parametrize("sizes", [(129, 8, 68), (433, 8, 100), (64, 1, 65), (65, 20, 300), (433, 866, 300)], ids=str)
+@slow_after(1, "sizes", [(129, 8, 68), (433, 8, 100), (64, 1, 65), (65, 20, 300), (433, 866, 300)], ids=str)
 @pytest.mark.parametrize("name", ["fwd", "bwd_dw"])
 def test_linear_compress_kernels_of_unaligned_embeddings_compile(name, sizes, dtype):
     compiled = compile_linear_compress(name, 90, dtype, sizes, aligned_embeddings=False)
@@ -111,7 +112,8 @@ def compile_hopper_linear_compress(dtype, sizes, addends):
     return compile_for(90, linear_compress_fwd_hopper_kernel, constants, types.get, aligned, num_warps=4, maxnreg=168)
 
 
-@pytest.mark.parametrize(
+@slow_after(
+    2,
     "dtype, sizes, addends",
     [
         ("fp16", (433, 866, 0, 256), 0),

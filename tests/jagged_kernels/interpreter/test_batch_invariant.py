@@ -6,10 +6,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from ...batch_invariance import check, operators  # noqa: E402
+from ...batch_invariance import check, names, operators  # noqa: E402
 
 NOT_KERNELS = {"layer-norm", "concat", "dense-mul"}
-NAMES = [name for name in operators("cpu", torch.float32) if name not in NOT_KERNELS]
 
 
 @pytest.fixture(autouse=True)
@@ -19,7 +18,7 @@ def dots_of_any_place(monkeypatch):
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: product(a, b, dtype=np.float64).astype(dtype))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", names(x for x in operators("cpu", torch.float32) if x not in NOT_KERNELS))
 def test_operators(name):
     check(operators("cpu", torch.float32, implementation="triton")[name], [0, 1, 17, 65], [5, 33], 4, most=2)
 
@@ -31,6 +30,7 @@ def test_long_segments(name, monkeypatch):
     check(operators("cpu", torch.float32, implementation="triton")[name], [0, 1, 70, 300], [90], 4, most=3)
 
 
+@pytest.mark.slow
 def test_long_segments_of_16_bits():
     """Of which the schedules' tiles depend on the mean length by default."""
     check(operators("cpu", torch.float16, dim=16, implementation="triton")["attention"], [1, 300], [130], 3, most=2)

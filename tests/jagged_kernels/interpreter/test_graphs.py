@@ -1,7 +1,7 @@
 """The triton operators inside torch.compile's and torch.export's graphs, whose launches the interpreter runs."""
 
-import pytest
 import torch
+from marks import slow_after
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -27,7 +27,7 @@ def batches(offsets):
         yield torch.randn(sum(q_lengths), 16), offsets(q_lengths), torch.randn(sum(kv_lengths), 16), offsets(kv_lengths)
 
 
-@pytest.mark.parametrize("masked", [False, True], ids=["softmax", "silu-masked"])
+@slow_after(1, "masked", [False, True], ids=["softmax", "silu-masked"])
 def test_compiled_without_recompiling_per_batch(offsets, masked):
     model = CrossAttention(masked)
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")

@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from marks import slow_after
 from torch import library
 
 from jagged_modules import functional as F
@@ -21,7 +22,7 @@ FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "arr
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@slow_after(1, "dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", ["mixed", "empty-ends"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_forward_and_gradients(jagged_products, name, lengths, dtype):

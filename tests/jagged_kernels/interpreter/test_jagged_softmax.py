@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from marks import slow_after
 from torch import library
 
 DTYPES = [torch.float32, torch.float16]
@@ -10,7 +11,7 @@ SOFTMAXES = ["softmax", "rows", "columns"]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@slow_after(1, "dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", "no-segments"])
 @pytest.mark.parametrize("name", SOFTMAXES)
 def test_forward_and_gradient(jagged_softmaxes, name, lengths, dtype):

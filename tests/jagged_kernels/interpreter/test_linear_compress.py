@@ -2,13 +2,14 @@
 
 import pytest
 import torch
+from marks import slow_after
 
 from jagged_modules import functional as F
 
 DTYPES = [torch.float32, torch.float16]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@slow_after(1, "dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("grouped", [False, True], ids=["map", "grouped"])
 @pytest.mark.parametrize("batches, depths", [([5], [33]), ([3, 7], [40, 9]), ([2, 3, 5], [4, 33, 17]), ([1, 1], [1, 70])], ids=str)
 def test_forward_and_gradients(check_linear_compress, batches, depths, grouped, dtype):

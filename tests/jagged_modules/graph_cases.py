@@ -1,0 +1,20 @@
+"""Inputs of the tests of torch.compile, torch.export and torch.fx."""
+
+import torch
+
+HEADS, DIM, WIDTH = 2, 16, 32
+SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]  # users, history rows, candidates; no two sizes of a batch equal
+
+
+def random_offsets(segments: int, total: int) -> torch.Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
+
+
+def random_targets(offsets: torch.Tensor) -> torch.Tensor:
+    return (torch.rand(len(offsets) - 1) * (offsets.diff() + 1)).long()
+
+
+def compress_inputs(users, _, count):
+    """Candidate embeddings, user embeddings and vendor embeddings for 3 users of each vendor, and the maps of users and vendors."""
+    candidates, shared, vendors = torch.randn(count, 10, WIDTH), torch.randn(users, 9, WIDTH), torch.randn(3 * users, 8, WIDTH)
+    return candidates, shared, vendors, torch.randint(users, (count,)), torch.randint(3 * users, (count,))

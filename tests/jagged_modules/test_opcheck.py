@@ -1,0 +1,47 @@
+"""torch's opcheck of the registered CPU operators: schema, fake kernel, autograd, dynamic shapes."""
+
+import pytest
+import torch
+from jagged_kernels.attention.params import AttentionParams
+from torch import library
+
+from jagged_modules import functional as F
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["plain", "masked"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("q_shared", [False, True])
+def test_opcheck(q_shared, activation, masked, offsets_of):
+    q, k, v = (torch.randn(n, h, d, requires_grad=True) for n, h, d in ((4, 4, 8), (7, 2, 8), (7, 2, 6)))
+    q_offsets, kv_offsets = offsets_of([4, 4] if q_shared else [3, 1]), offsets_of([2, 5])
+    mask, num_targets = ([1, -1, 3, 1, 1, 0, 2, 0], torch.tensor([1, 2])) if masked else (None, None)
+    segment_scale, output_scale = (None, 1.0) if activation == "softmax" else (torch.tensor([0.5, 2.0]), 0.1)
+    params = AttentionParams(0.3, q_shared, activation, mask, output_scale, False, num_targets, segment_scale)
+    arguments = q, k, v, q_offsets, kv_offsets, *params
+    library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
+    grad = torch.randn(8 if q_shared else 4, 4, 6)
+    saved = torch.ops.jagged_modules.attention_cpu(*arguments) if activation == "softmax" else (None, None)
+    arguments = (grad, *(x if x is None else x.detach() for x in (q, k, v, *saved)), *arguments[3:])
+    library.opcheck(torch.ops.jagged_modules.attention_cpu_backward.default, arguments)
+
+
+def test_opcheck_of_strided_low_precision_inputs(offsets_of):
+    packed = torch.randn(7, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+    offsets = offsets_of([2, 0, 5], torch.int32)
+    params = AttentionParams(0.3, False, "softmax", None, 1.0, False, None, None)
+    arguments = *packed.unbind(1), offsets, offsets.clone(), *params
+    library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_opcheck_of_jagged_products(dtype, offsets_of):
+    operators = torch.ops.jagged_modules
+    plan = F.ScorePlan.from_offsets(offsets_of([2, 0, 3], torch.int32), offsets_of([4, 5, 1]))
+    shapes = (plan.x_rows, 4), (plan.y_rows, 4), (plan.total,)
+    x, y, p = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    library.opcheck(operators.outer_cpu.default, (x, y, *plan.offsets, plan.total))
+    library.opcheck(operators.product_cpu.default, (p, y, *plan.offsets, plan.x_rows, False))
+    library.opcheck(operators.product_cpu.default, (p, x, *plan.offsets, plan.y_rows, True))
+    for columns in (False, True):
+        library.opcheck(operators.softmax_cpu.default, (p, *plan.offsets, columns))
+        library.opcheck(operators.softmax_backward_cpu.default, (p.detach(), p.detach().exp(), *plan.offsets, columns))
