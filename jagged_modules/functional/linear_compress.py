@@ -114,7 +114,7 @@ def _check_linear_compress(
     """
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
-        raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
+        raise ValueError(f"weights and embeddings must have one entry per level, and indices one less, got {sizes}")
     for name, weight in zip(weight_names, weights):
         check_tensor(name, weight, 2, "[M, K]", "linear_compress", implementation)
         _check_alike(name, weight, weight_names[0], weights[0])

@@ -151,7 +151,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         check_kind(name, x, (list, tuple), "a sequence of tensors")
     values, offsets = list(values), list(offsets)
     if not values or len(values) != len(offsets):
-        raise ValueError(f"values and offsets must be as many and at least one, got {len(values)} and {len(offsets)}")
+        raise ValueError(f"values and offsets must have equal lengths, at least 1, got {len(values)} and {len(offsets)}")
     for k, (x, bounds) in enumerate(zip(values, offsets)):
         _check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])

@@ -106,7 +106,7 @@ class LinearCompressEmbedding(nn.Module):
         levels = len(self.num_embeddings) - 1
         for name, given in (("user_embeddings", shared), ("candidates", indices)):
             if len(given) != levels:
-                raise ValueError(f"{name} must be one per shared level, {levels}, got {len(given)}")
+                raise ValueError(f"{name} must have one entry per shared level, {levels}, got {len(given)}")
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
         tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
         names = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
@@ -154,7 +154,7 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
     if features is None:
         option = name.partition("_")[0] + "_features"
         raise ValueError(
-            f"{name} must be a torch.Tensor where the layer has no {option}, got a KeyedTensor of {x.keys()}: the order of its features "
+            f"{name} must be a torch.Tensor if the layer has no {option}, got a KeyedTensor of {x.keys()}: the order of its features "
             f"depends on how its collection is sharded; construct the layer with {option}=[...] in the order of the weights' columns"
         )
     keys, widths, values = tuple(x.keys()), x.length_per_key(), x.values()
