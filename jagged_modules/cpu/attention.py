@@ -27,13 +27,10 @@ def attention_cpu(
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Jagged attention.
+    """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
 
-    From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments, and without a mask query rows, are computed
-    one by one. fp16 and bf16 are computed in fp32 and rounded once.
-
-    Returns:
-        The output `[rows, H, Dv]`, and the log-sum-exp of the scores in fp32 or fp64: `[rows, H, 1]` with softmax, otherwise `[0, H, 1]`.
+    From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments are computed one by one, and without a mask
+    query rows too. Low precision is computed in fp32 and rounded once.
     """
     params = AttentionParams(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
@@ -61,7 +58,7 @@ def attention_cpu_backward(
     activation: str, mask: list[int] | None, num_targets: Tensor | None, segment_scale: Tensor | None, output_scale: float,
     batch_invariant: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: results of the forward with softmax, otherwise None."""
+    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
     params = AttentionParams(scale, q_shared, activation, mask, num_targets, segment_scale, output_scale, batch_invariant)
     queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
     grad = _scaled(grad, q_offsets, params)

@@ -344,7 +344,7 @@ def self_target_attention(
 def check_attention(
     q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation, q_name: str = "q"
 ) -> None:
-    """Check everything that does not need the values of the offsets. Errors call q `q_name`."""
+    """Everything that needs no offset values. q_name: what the caller calls q."""
     for name, x in (("k", k), ("v", v)):
         if autocast_dtype(x) != autocast_dtype(q):
             raise ValueError(f"{name} must have {q_name}'s dtype, {q.dtype}, got {x.dtype}")
