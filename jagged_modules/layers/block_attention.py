@@ -24,8 +24,8 @@ class BlockDiagonalSelfAttention(nn.Module):
 
         [q | k | v] = x W + b        out = block_diagonal_attention(q, k, v) W_o + b_o
 
-    Time and memory are linear in the number of rows. The kernels read q, k and v in place from the packed projection, rotate them in
-    registers, and write the gradients into one packed tensor. They save only the packed projection for the backward.
+    Time and memory are linear in the number of rows. The kernels read q, k and v in place from the packed projection, rotate them in fp32,
+    and write the gradients into one packed tensor. They save only the packed projection for the backward.
 
     Args:
         embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with rotary.
