@@ -1,8 +1,8 @@
 """A rating log with known structure, for runs without a data set.
 
-Items fall into clusters. A user likes some clusters and dislikes others, and that taste drifts from rating to rating, so
-what the user thought of *similar* items *lately* tells most about the next one: the structure that target attention can use and
-an average over the whole history blurs. Where users are selective, what they took lately also tells which items they take next.
+Items belong to clusters. A user likes some clusters and dislikes others, and this taste drifts from rating to rating. The best predictor of
+a rating is therefore how the user rated *similar* items *recently*. Target attention can learn this; an average over the whole history
+cannot. If users are selective, recent items also predict which items they select next.
 """
 
 import numpy as np
@@ -18,17 +18,20 @@ def generate_log(
     selectivity: float = 0.0,
     seed: int = 0,
 ) -> RatingLog:
-    """Draws a log of about `num_users * mean_length` ratings.
+    """Generate a random log of about `num_users * mean_length` ratings.
 
-    Each rating is 1 + 4 sigmoid(taste[cluster] + quality + noise), rounded. `taste` [clusters] of a user starts as N(0, 2²) and
-    moves one step of an Ornstein-Uhlenbeck process per rating, taste ← sqrt(1 - drift²) taste + drift N(0, 2²), which keeps its spread.
+    Each rating is 1 + 4 sigmoid(taste[cluster] + quality + noise), rounded. A user's `taste` [clusters] starts as N(0, 2²). After each
+    rating it moves one step of an Ornstein-Uhlenbeck process, taste ← sqrt(1 - drift²) taste + drift N(0, 2²), which keeps its variance.
 
     Args:
-        num_users, num_items, num_clusters: sizes; every item belongs to one cluster, given as the side feature `genre`.
-        mean_length: mean ratings per user; lengths are log-normal, at least 20, as in MovieLens, at most `num_items`.
-        drift: in [0, 1]; 0 keeps every taste for ever.
-        selectivity: how much taste decides which item a user takes next, against popularity; 0 not at all.
-        seed: of the generator.
+        num_users, num_items, num_clusters: sizes. Each item belongs to one cluster, which is its side feature `genre`.
+        mean_length: mean number of ratings per user. Lengths are log-normal, at least 20 (as in MovieLens) and at most `num_items`.
+        drift: in [0, 1]; 0: tastes never change.
+        selectivity: weight of taste, relative to popularity, in the choice of a user's next item; 0: popularity alone.
+        seed: seed of the random generator.
+
+    Raises:
+        ValueError: drift is not in [0, 1], or num_items is below 20.
     """
     if not 0 <= drift <= 1:
         raise ValueError(f"drift must lie in [0, 1], not {drift}")
@@ -43,7 +46,7 @@ def generate_log(
 
     columns: dict[str, list[np.ndarray]] = {"user": [], "item": [], "rating": [], "timestamp": []}
     for user, length in enumerate(lengths):
-        # Sampling without replacement by popularity and taste: the largest of Gumbel-perturbed log weights, one after the other.
+        # Sample items without replacement by popularity and taste: repeatedly take the largest Gumbel-perturbed log weight.
         appeal = np.log(popularity) + random.gumbel(size=num_items)
         tastes = _drifting_tastes(random, length, num_clusters, drift)
         item = np.empty(length, dtype=np.int64)
@@ -55,7 +58,7 @@ def generate_log(
         columns["user"].append(np.full(length, user))
         columns["item"].append(item)
         columns["rating"].append(np.rint(1.0 + 4.0 / (1.0 + np.exp(-score))))
-        columns["timestamp"].append(random.integers(10**9) + np.cumsum(random.integers(0, 90, size=length)))  # some ties
+        columns["timestamp"].append(random.integers(10**9) + np.cumsum(random.integers(0, 90, size=length)))  # includes ties
     genre = {item: [f"{number:03d}"] for item, number in enumerate(cluster)}
     return RatingLog.from_columns(**{name: np.concatenate(parts) for name, parts in columns.items()}, item_tokens={"genre": genre})
 

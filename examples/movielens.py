@@ -1,4 +1,4 @@
-"""Rating logs in the forms MovieLens is published in, read into arrays sorted by user and time.
+"""Reads rating logs in the published MovieLens formats into arrays sorted by user and time.
 
 | file          | columns                                                                            | published with    |
 |---------------|------------------------------------------------------------------------------------|-------------------|
@@ -7,7 +7,7 @@
 | `ratings.csv` | userId,movieId,rating,timestamp under a header                                     | ml-20m and later  |
 | `*.inter`     | a `name:type` header, tabs: user_id, item_id, rating, timestamp in any order       | recbole's exports |
 
-What lies beside the log (`u.user`, `u.item`, `users.dat`, `movies.dat`, `movies.csv`, `*.user`, `*.item`) becomes side features.
+Files beside the log (`u.user`, `u.item`, `users.dat`, `movies.dat`, `movies.csv`, `*.user`, `*.item`) become side features.
 """
 
 import csv
@@ -20,7 +20,7 @@ import numpy as np
 
 LOG_NAMES = ("u.data", "ratings.dat", "ratings.csv", "*.inter")
 COLUMNS = ("user", "item", "rating", "timestamp")
-# The log's columns by the names that the two forms with a header give them.
+# Names of the columns in the two formats with a header.
 HEADER_NAMES = {
     "csv": {"userId": "user", "movieId": "item", "rating": "rating", "timestamp": "timestamp"},
     "inter": {"user_id": "user", "item_id": "item", "rating": "rating", "timestamp": "timestamp"},
@@ -35,7 +35,7 @@ Tokens = dict[str, dict[int, list[str]]]  # feature name -> published id -> toke
 
 @dataclass(frozen=True)
 class Categorical:
-    """A side feature: the bag of categories of each user or item, rows `values[offsets[i]:offsets[i + 1]]` (int64)."""
+    """A side feature: user or item i has the categories `values[offsets[i]:offsets[i + 1]]` (int64)."""
 
     values: np.ndarray
     offsets: np.ndarray
@@ -48,7 +48,7 @@ class Categorical:
 
     @classmethod
     def from_tokens(cls, ids: np.ndarray, tokens: dict[int, list[str]]) -> "Categorical":
-        """Numbers the tokens of `ids` [N] in sorted order; an id that `tokens` lacks gets an empty bag."""
+        """Number the tokens of `ids` [N] in sorted order. An id without tokens gets an empty bag."""
         bags = [tokens.get(int(i), []) for i in ids]
         vocabulary = {token: number for number, token in enumerate(sorted({token for bag in bags for token in bag}))}
         values = np.array([vocabulary[token] for bag in bags for token in bag], dtype=np.int64)
@@ -57,11 +57,13 @@ class Categorical:
 
 @dataclass(frozen=True)
 class RatingLog:
-    """Ratings sorted by user, then time; users and items numbered from 0.
+    """Ratings sorted by user, then by time. Users and items are numbered from 0.
 
     Args:
-        user, item: int64 [N]; rating: float32 [N]; timestamp: float64 [N], seconds.
-        num_users, num_items: how many of each.
+        user, item: int64 [N].
+        rating: float32 [N].
+        timestamp: float64 [N], in seconds.
+        num_users, num_items: numbers of users and items.
         user_features, item_features: side features by name, one bag per user or item.
     """
 
@@ -78,7 +80,7 @@ class RatingLog:
     def from_columns(
         cls, user, item, rating, timestamp, user_tokens: Tokens | None = None, item_tokens: Tokens | None = None
     ) -> "RatingLog":
-        """From columns [N] in any order, with users and items under any integer ids."""
+        """Build a log from columns [N] in any order, with any integer ids of users and items."""
         order = np.lexsort((timestamp, user))
         user_ids, user = np.unique(np.asarray(user)[order], return_inverse=True)
         item_ids, item = np.unique(np.asarray(item)[order], return_inverse=True)
@@ -98,14 +100,14 @@ class RatingLog:
 
 
 def read_log(path: str | Path) -> RatingLog:
-    """Reads a rating log and the side features beside it.
+    """Read a rating log and the side features beside it.
 
     Args:
-        path: a log in one of the four forms, told apart by what it holds, or a folder with exactly one file of `LOG_NAMES`.
+        path: a log in one of the four formats, recognised by its content, or a folder with exactly one file of `LOG_NAMES`.
 
     Raises:
-        FileNotFoundError: nothing at `path`, or no log in that folder.
-        ValueError: several logs in the folder, missing columns, a row that does not parse, or no rows.
+        FileNotFoundError: `path` does not exist, or the folder has no log.
+        ValueError: the folder has several logs, columns are missing, a row does not parse, or there are no rows.
     """
     path = _find_log(Path(path))
     text = path.read_text(encoding="utf-8-sig")
@@ -181,14 +183,14 @@ def _item_row(id: str, year: str, genres: Iterable[str]) -> tuple[int, dict[str,
 
 
 def _split_lines(path: Path, delimiter: str) -> Iterator[list[str]]:
-    # ml-100k and ml-1m are Latin-1, and so is every ASCII file; the titles of other forms are not used.
+    # ml-100k and ml-1m are Latin-1. In other formats only ASCII columns are used, which Latin-1 reads correctly.
     for line in path.read_text(encoding="latin-1").splitlines():
         if line.strip():
             yield line.split(delimiter)
 
 
 def _typed_rows(path: Path, names: tuple[str, ...]) -> Iterator[list[str]]:
-    """Rows under a `name:type` header, cut down to the columns of `names`; a column that is not there reads as ''."""
+    """Rows of a file with a `name:type` header, reduced to the columns `names`. A missing column reads as ''."""
     rows = _split_lines(path, "\t")
     fields = [name.split(":", 1)[0] for name in next(rows)]
     for row in rows:
@@ -235,7 +237,7 @@ ITEM_FILES: dict[str, Reader] = {
 
 
 def _side_tokens(folder: Path, readers: dict[str, Reader]) -> Tokens:
-    """Tokens by feature from the first of `readers`' files that the folder has; none if it has none."""
+    """Tokens by feature, from the first file of `readers` that exists in the folder. Empty if none exists."""
     tokens: Tokens = {}
     for name, reader in readers.items():
         for path in sorted(folder.glob(name))[:1]:

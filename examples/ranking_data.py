@@ -1,10 +1,10 @@
-"""From a rating log to ranking batches: the split by time, the chunks, the KeyedJaggedTensors.
+"""Turns a rating log into ranking batches: splits by time, cuts into chunks, builds KeyedJaggedTensors.
 
-The task: will the user like the item (rating >= `LIKED`), given the ratings the user gave strictly earlier?
+The task is to predict whether the user likes the item (rating >= `LIKED`), given the user's strictly earlier ratings.
 
-Every user's timeline is cut into *chunks* of consecutive ratings. The ratings of a chunk are the candidates of one row of a batch and the
-ratings before the chunk are the one history that they all attend to, so a history enters a batch once however many candidates it serves.
-Ratings that share a timestamp with a chunk's first candidate are no part of its history: what is not strictly earlier is not known yet.
+Each user's timeline is cut into *chunks* of consecutive ratings. The ratings of a chunk are the candidates of one row of a batch. They
+share one history, the ratings before the chunk, so a history is in the batch once for any number of candidates. Ratings with the timestamp
+of the chunk's first candidate are not in its history, because they are not strictly earlier.
 """
 
 from dataclasses import dataclass, replace
@@ -20,9 +20,9 @@ SPLITS = ("train", "valid", "test")
 
 
 def split_by_time(log: RatingLog, valid_fraction: float = 0.1, test_fraction: float = 0.1) -> np.ndarray:
-    """Index into `SPLITS` of each rating, int64 [N]: of every user the last tenth is for testing, the tenth before it for validation.
+    """The index into `SPLITS` of each rating, int64 [N]. By default, a user's last tenth is for testing, the tenth before for validation.
 
-    A user's ratings with one timestamp stay together, in the split of the first of them.
+    Ratings of a user with the same timestamp are all in the split of the first of them.
     """
     if not (0 < valid_fraction and 0 < test_fraction and valid_fraction + test_fraction < 1):
         raise ValueError(
@@ -35,19 +35,19 @@ def split_by_time(log: RatingLog, valid_fraction: float = 0.1, test_fraction: fl
 
 
 def first_simultaneous(log: RatingLog) -> np.ndarray:
-    """Row of the first rating that the same user gave at the same time, int64 [N]."""
+    """For each rating, the row of the first rating by the same user at the same time, int64 [N]."""
     return first_of_equal(log.user, log.timestamp)
 
 
 def first_of_equal(*columns: np.ndarray) -> np.ndarray:
-    """Row at which the run of equal neighbours that each row belongs to begins, int64 [N]."""
+    """For each row, the first row of its run of equal adjacent rows, int64 [N]."""
     rows = np.arange(len(columns[0]))
     begins = np.any([np.diff(column, prepend=column[:1] - 1) != 0 for column in columns], axis=0)
     return np.maximum.accumulate(np.where(begins, rows, 0))
 
 
 def add_popularity(log: RatingLog, selected: np.ndarray) -> RatingLog:
-    """The log with the items' side feature `popularity`: the number of ratings among the `selected` (bool [N]), in powers of two."""
+    """The log with an additional item feature `popularity`: floor(log2(1 + n)) for n `selected` (bool [N]) ratings of the item."""
     counts = np.bincount(log.item[selected], minlength=log.num_items)
     popularity = Categorical.single(np.log2(counts + 1).astype(np.int64))
     return replace(log, item_features={"popularity": popularity, **log.item_features})
@@ -55,7 +55,7 @@ def add_popularity(log: RatingLog, selected: np.ndarray) -> RatingLog:
 
 @dataclass(frozen=True)
 class Chunks:
-    """Rows of a log, int64 [C] each: candidates `start:end` of one user, whose history is `history_start:history_end`."""
+    """Chunks as rows of a log, int64 [C] each: candidates `start:end` of one user with the history `history_start:history_end`."""
 
     history_start: np.ndarray
     history_end: np.ndarray
@@ -67,11 +67,11 @@ class Chunks:
 
 
 def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_history: int = 200) -> Chunks:
-    """Cuts the ratings where `selected` (bool [N]) holds into chunks.
+    """Cut the `selected` (bool [N]) ratings into chunks.
 
     Args:
-        chunk_size: most candidates of a chunk.
-        max_history: most ratings of its history, the latest before it.
+        chunk_size: maximum number of candidates in a chunk.
+        max_history: maximum number of ratings in a history; the latest ones are kept.
     """
     for name, value in (("chunk_size", chunk_size), ("max_history", max_history)):
         if value < 1:
@@ -87,13 +87,13 @@ def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_h
 
 @dataclass
 class RankingBatch:
-    """B chunks with L ratings of history and C candidates in all.
+    """A batch of B chunks, with L history ratings and C candidates in total.
 
     Args:
         ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each) and `target_item` (n_b ids) per row, stride B.
         users: the users' side features, stride B.
-        items: side features of the history's items, then of the candidates, stride L + C.
-        labels: float32 [C], 1 where the user liked the candidate.
+        items: side features of the items of the histories, then of the candidates, stride L + C.
+        labels: float32 [C], 1 if the user liked the candidate, else 0.
     """
 
     ids: KeyedJaggedTensor
@@ -115,9 +115,9 @@ class RankingBatch:
 
 
 class RankingDataset(Dataset):
-    """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of those three chunks.
+    """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of these three chunks.
 
-    The users' side features are the log's and the user's own number; the items' are the log's.
+    Users have the log's side features and their own number as features; items have the log's side features.
     """
 
     def __init__(self, log: RatingLog, chunks: Chunks):
@@ -137,7 +137,7 @@ class RankingDataset(Dataset):
         log, chunks, pick = self.log, self.chunks, np.asarray(indices)
         history, history_lengths = ranges(chunks.history_start[pick], chunks.history_end[pick])
         targets, target_lengths = ranges(chunks.start[pick], chunks.end[pick])
-        # How many ratings ago, in powers of two: 0 is the latest one before the chunk.
+        # floor(log2) of how many ratings ago: 0 is the last rating before the chunk.
         age = np.log2(np.repeat(chunks.history_end[pick], history_lengths) - history).astype(np.int64)
         ids = {
             "history_item": (log.item[history], history_lengths),
@@ -154,7 +154,7 @@ class RankingDataset(Dataset):
 
 
 def ranges(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The integers of all `start[b]:end[b]`, one range after the other, and the lengths of the ranges."""
+    """The concatenated integer ranges `start[b]:end[b]`, and their lengths."""
     lengths = end - start
     offsets = np.cumsum(lengths) - lengths
     return np.arange(lengths.sum()) + np.repeat(start - offsets, lengths), lengths
@@ -166,7 +166,7 @@ def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of (values, lengths) by key, which knows its sizes by key, so that no lookup waits for a device to tell them."""
+    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups do not synchronise with a device."""
     values, lengths = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*features.values(), strict=True))
     return KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths.to(torch.int32)).sync()
 
@@ -174,7 +174,7 @@ def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTens
 def make_loader(
     dataset: Dataset, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0, pin_memory: bool = False
 ) -> DataLoader:
-    """`dataset[indices]` of `batch_size` indices each, in order, or shuffled by `shuffle_seed` alone."""
+    """A loader of `dataset[indices]` with `batch_size` indices each: in order, or shuffled by `shuffle_seed` only."""
     if shuffle_seed is None:
         sampler = SequentialSampler(dataset)
     else:

@@ -1,4 +1,4 @@
-"""A DLRM-style ranking model in TorchRec, with three exchangeable ways for a candidate to meet its user's history."""
+"""A DLRM-style ranking model in TorchRec, with a choice of three interactions between a candidate and its user's history."""
 
 import torch
 from movielens import Categorical
@@ -12,7 +12,7 @@ INTERACTIONS = ("attention", "mean", "padded")
 
 
 class MeanPooling(nn.Module):
-    """The baseline without attention: every candidate gets the mean of its user's history, through value and output projections."""
+    """The baseline without attention: each candidate gets the mean of its user's history, after a value and an output projection."""
 
     def __init__(self, embedding_dim: int, device: torch.device | None = None):
         super().__init__()
@@ -26,14 +26,14 @@ class MeanPooling(nn.Module):
 
 
 class PaddedTargetAttention(nn.Module):
-    """The usual way: pad the histories, repeat each once per candidate, mask the padding, call `nn.MultiheadAttention`."""
+    """The usual implementation: pad the histories, repeat each once per candidate, mask the padding, call `nn.MultiheadAttention`."""
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
         super().__init__()
         self.attention = nn.MultiheadAttention(embedding_dim, num_heads, batch_first=True, device=device)
 
     def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
-        # One column at least, and seen by all: softmax over no columns is undefined. What it gives without a history is overwritten.
+        # Each candidate sees at least one column, because softmax over none is undefined. Results without a history are replaced below.
         longest = max(int(history.lengths().max()), 1)
         padded = per_candidate(history.to_padded_dense(longest), targets)  # [C, longest, E]
         lengths = per_candidate(history.lengths(), targets)[:, None]
@@ -55,24 +55,26 @@ def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torc
 
 
 def per_candidate(rows: torch.Tensor, targets: JaggedTensor) -> torch.Tensor:
-    """Row b of `rows` [B, ...] once for each of the n_b targets: [C, ...]."""
+    """Row b of `rows` [B, ...], repeated for each of the n_b targets of b: [C, ...]."""
     return rows.repeat_interleave(targets.lengths(), dim=0, output_size=len(targets.values()))
 
 
 class RankingModel(nn.Module):
-    """The log-odds that the user likes the candidate.
+    """Predicts the log-odds that the user likes the candidate.
 
-    Embeddings: one table of items for histories and candidates, tables of ratings and ages for histories, bags for side features.
-    An item is its embedding plus those of its side features. A past rating becomes a token, x + MLP(x) of x = item + rating + age: the MLP
-    lets a token, and so a mean of tokens, say "liked such an item". The candidate meets the tokens in the interaction; the dot products
-    between all the vectors, and the candidate's and the interaction's vectors themselves, go to an MLP.
+    - Embeddings: histories and candidates share one table of items. Histories also have tables of ratings and ages. Side features are bags.
+    - An item vector is the item's embedding plus those of its side features.
+    - A past rating becomes a token x + MLP(x), with x = item + rating + age. The MLP can encode "liked such an item", so a mean of tokens
+      can too.
+    - The interaction combines the candidate with the tokens.
+    - An MLP takes the dot products of all pairs of vectors, the candidate's vector and the interaction's result.
 
     Args:
-        dataset: tells the tables' sizes and the side features.
+        dataset: defines the sizes of the tables and the side features.
         interaction: one of `INTERACTIONS`.
         embedding_dim: width E of all embeddings, a multiple of num_heads.
-        num_heads: of the attention.
-        dropout: probability, on tokens, vectors and the MLP's hidden layer.
+        num_heads: attention heads.
+        dropout: dropout probability of tokens, vectors and the MLP's hidden layer.
     """
 
     def __init__(self, dataset: RankingDataset, interaction: str, embedding_dim: int = 64, num_heads: int = 4, dropout: float = 0.3):
@@ -106,7 +108,7 @@ class RankingModel(nn.Module):
         return [table for collection in (self.sequences, self.user_bags, self.item_bags) for table in collection.parameters()]
 
     def forward(self, batch: RankingBatch) -> torch.Tensor:
-        """Logits [C] of the batch's candidates, by row."""
+        """Logits [C] of the batch's candidates, in the order of the rows."""
         embedded = self.sequences(batch.ids)
         past, candidates = embedded["history_item"], embedded["target_item"]
         sides = split_bags(self.item_bags(batch.items))  # [L + C, features, E]
@@ -135,5 +137,5 @@ def embedding_bags(features: dict[str, Categorical], embedding_dim: int) -> Embe
 
 
 def split_bags(bags) -> torch.Tensor:
-    """[rows, features, E] of a KeyedTensor with features of one width."""
+    """The values [rows, features, E] of a KeyedTensor whose features have the same width."""
     return bags.values().unflatten(1, (len(bags.keys()), -1))

@@ -1,7 +1,7 @@
-"""From a rating log to sequences for next-item recommendation: the leave-one-out split, the windows, the batches.
+"""Turns a rating log into sequences for next-item recommendation: leave-one-out split, windows, batches.
 
-The task: which item will the user rate next, given the items rated so far? What the ratings were is not used. Ratings of one user at one
-time stay in the order of the file.
+The task is to predict which item the user rates next, given the items rated so far. The rating values are not used. Ratings of a user with
+the same timestamp stay in the order of the file.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from torchrec import KeyedJaggedTensor
 
 @dataclass(frozen=True)
 class Windows:
-    """Rows `start:end` of a log, ratings of one user each, int64 [W]: the inputs. The item after each input is the row after it."""
+    """Windows of inputs: rows `start:end` of a log, int64 [W], each of one user. The target of an input is the item of the next row."""
 
     start: np.ndarray
     end: np.ndarray
@@ -26,10 +26,11 @@ class Windows:
 
 
 def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
-    """Windows of at most `max_history` inputs by split; users of fewer than three ratings are trained on only.
+    """Windows of at most `max_history` inputs for each split.
 
-    Tested is the last item of each user, after the latest inputs before it, and validated the one before that. What comes before is
-    trained on: cut into windows, from the latest input back, so that every item but a user's first is predicted once.
+    The last item of each user is the test target, the one before it the validation target. Both are predicted from the latest inputs before
+    them. The remaining items are for training: they are cut into windows, starting from the latest input, so that each item except a
+    user's first is predicted once. Users with fewer than three ratings are used for training only.
     """
     if max_history < 1:
         raise ValueError(f"max_history must be at least 1, not {max_history}")
@@ -48,11 +49,11 @@ def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
 
 @dataclass
 class SequenceBatch:
-    """B windows with L inputs in all.
+    """A batch of B windows with L inputs in total.
 
     Args:
-        ids: keys `item` and `position` (in the window), N_b ids each per row, and `seen`, the user's items up to the window's last input.
-        targets: int64 [L], the item after each input.
+        ids: keys `item` and `position` (in the window), N_b ids per row, and `seen`, the user's items up to the window's last input.
+        targets: int64 [L], the item that follows each input.
     """
 
     ids: KeyedJaggedTensor
@@ -62,7 +63,7 @@ class SequenceBatch:
         return len(self.targets)
 
     def next_items(self) -> torch.Tensor:
-        """The item after each window, int64 [B]."""
+        """The item that follows each window, int64 [B]."""
         return self.targets[self.ids["item"].offsets()[1:].long() - 1]
 
     def to(self, device: torch.device) -> "SequenceBatch":
@@ -73,7 +74,7 @@ class SequenceBatch:
 
 
 class SequenceDataset(Dataset):
-    """Batches of windows: `dataset[[4, 0, 7]]` is the batch of those three windows."""
+    """Batches of windows: `dataset[[4, 0, 7]]` is the batch of these three windows."""
 
     def __init__(self, log: RatingLog, windows: Windows):
         self.log, self.windows, self.first = log, windows, first_of_equal(log.user)
@@ -91,7 +92,7 @@ class SequenceDataset(Dataset):
 
 
 def make_datasets(log: RatingLog, max_history: int = 200) -> dict[str, SequenceDataset]:
-    """The datasets by split. Raises ValueError where no user has the three ratings that a split takes."""
+    """The datasets by split. Raises ValueError if no user has three ratings, which the split needs."""
     windows = leave_one_out(log, max_history)
     if not len(windows["test"]):
         raise ValueError(f"none of the {log.num_users} users has 3 ratings: one to start from, one to validate on and one to test on")

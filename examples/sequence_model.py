@@ -1,4 +1,4 @@
-"""Next-item models: embeddings in TorchRec, causal encoders of jagged sequences, sampled softmax and full ranking."""
+"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, sampled softmax and full ranking."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ ENCODERS = ("hstu", "sasrec")
 
 
 class SASRecBlock(nn.Module):
-    """A transformer block of SASRec (Kang and McAuley 2018): causal softmax attention, then a feed-forward, normalised before each."""
+    """A transformer block of SASRec (Kang and McAuley 2018): causal softmax attention, then a feed-forward, each after a layer norm."""
 
     def __init__(self, embedding_dim: int, num_heads: int, dropout: float):
         super().__init__()
@@ -33,7 +33,7 @@ class SASRecBlock(nn.Module):
 
 
 def make_encoder(name: str, embedding_dim: int, num_heads: int, num_layers: int, dropout: float, max_history: int) -> nn.Module:
-    """A module from a JaggedTensor of values [L, E] to another, in which each row depends on the rows of its sequence up to it."""
+    """A causal encoder: a module from a JaggedTensor with values [L, E] to another. A row depends on itself and earlier rows only."""
     if name == "hstu":
         return jm.HSTUStack(embedding_dim, num_heads, num_layers, jm.HSTUConfig(dropout=dropout, scaling_seqlen=max_history))
     if name == "sasrec":
@@ -42,17 +42,17 @@ def make_encoder(name: str, embedding_dim: int, num_heads: int, num_layers: int,
 
 
 class SequenceModel(nn.Module):
-    """How near each item is to what the user does next.
+    """Scores items as a user's next item.
 
-    Each input is the sum of its item's and its position's embedding. The encoder makes of it a query; a score is the cosine between a
-    query and an item's embedding over the temperature.
+    An input is the sum of its item's and its position's embedding. The encoder turns it into a query. A score is the cosine of a query and
+    an item's embedding, divided by the temperature in the loss.
 
     Args:
-        num_items: rows of the table of items.
+        num_items: number of items.
         encoder: one of `ENCODERS`.
-        embedding_dim, num_heads, num_layers, dropout: of the encoder.
-        max_history: most inputs of a sequence.
-        temperature: that cosines are divided by.
+        embedding_dim, num_heads, num_layers, dropout: sizes and dropout probability of the encoder.
+        max_history: maximum number of inputs in a sequence.
+        temperature: divisor of the cosines in the loss.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class SequenceModel(nn.Module):
         return list(self.embeddings.parameters())
 
     def forward(self, ids: KeyedJaggedTensor) -> JaggedTensor:
-        """A query of length 1 for each input, values [L, E]."""
+        """A query of norm 1 for each input: values [L, E]."""
         embedded = self.embeddings(ids)
         items = embedded["item"].values()
         rows = items * items.shape[1] ** 0.5 + embedded["position"].values()
@@ -94,11 +94,11 @@ class SequenceModel(nn.Module):
         return JaggedTensor(values=functional.normalize(encoded.values(), dim=1), lengths=encoded.lengths())
 
     def vectors(self, items: torch.Tensor) -> torch.Tensor:
-        """Embeddings of length 1, [..., E], of `items` [...]."""
+        """Normalised embeddings [..., E] of `items` [...]."""
         return functional.normalize(functional.embedding(items, self.embeddings.embeddings["item"].weight), dim=-1)
 
     def loss(self, ids: KeyedJaggedTensor, targets: torch.Tensor, num_negatives: int) -> torch.Tensor:
-        """Sampled softmax: the mean cross-entropy of each input's target against `num_negatives` items, drawn uniformly for the batch."""
+        """Sampled softmax: the mean cross-entropy of each input's target against `num_negatives` items, sampled uniformly per batch."""
         queries = self(ids).values()
         negatives = torch.randint(self.num_items, (num_negatives,), device=targets.device)
         positive = (queries * self.vectors(targets)).sum(dim=1, keepdim=True)
@@ -107,7 +107,7 @@ class SequenceModel(nn.Module):
         return functional.cross_entropy(logits, torch.zeros_like(targets))
 
     def scores(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Cosines [B, num_items] of every item with the query of each sequence's last input."""
+        """Cosines [B, num_items] of all items with the query of each sequence's last input."""
         queries = self(ids)
         last = queries.values()[queries.offsets()[1:].long() - 1]
         return last @ self.vectors(torch.arange(self.num_items, device=last.device)).T

@@ -1,7 +1,7 @@
 """Trains a DLRM-style ranking model on rating histories: python examples/train_dlrm.py [--data PATH] [--compare]
 
-Without --data the log is generated. Writes into --out: metrics.json, curves.png and a checkpoint per trained model, from which
---resume continues to the same result as a run that was never interrupted.
+Without --data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with
+--resume has the same result as an uninterrupted run.
 """
 
 import argparse
@@ -21,13 +21,13 @@ from training import ranking_metrics
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = dict(out=Path("runs/dlrm"), epochs=8, batch_size=64, num_heads=4, dropout=0.3, weight_decay=1.0)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
-    parser.add_argument("--interaction", choices=INTERACTIONS, default="attention", help="how a candidate meets its user's history")
-    parser.add_argument("--chunk-size", type=int, default=8, help="most candidates that share a history")
+    parser.add_argument("--interaction", choices=INTERACTIONS, default="attention", help="how a candidate uses its user's history")
+    parser.add_argument("--chunk-size", type=int, default=8, help="maximum number of candidates that share a history")
     return trainer.parse(parser, arguments)
 
 
 class Trainer(trainer.Trainer):
-    """Trains a ranking model, named after its interaction."""
+    """Trains a ranking model. Its name is that of its interaction."""
 
     metrics = {"auc": "AUC", "normalized_entropy": "normalised entropy"}
     own_settings = ("chunk_size",)
@@ -51,7 +51,7 @@ class Trainer(trainer.Trainer):
 
 
 def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
-    """The datasets by split. Raises ValueError where a split lacks liked or disliked candidates."""
+    """The datasets by split. Raises ValueError if a split has no liked or no disliked candidates."""
     source = options.data or "generated log"
     log = read_log(options.data) if options.data else generate_log(num_users=options.users, seed=options.seed)
     part = split_by_time(log)
@@ -71,7 +71,7 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains what the options ask for and writes the files; returns what metrics.json holds."""
+    """Train the models that the options select and write the files. Returns the content of metrics.json."""
     device = trainer.prepare_device(options)
     datasets = load_datasets(options)
     names = INTERACTIONS if options.compare else (options.interaction,)

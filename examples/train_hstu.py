@@ -1,9 +1,10 @@
 """Trains a next-item model on rating histories: python examples/train_hstu.py [--data PATH] [--model hstu|sasrec] [--compare]
 
-Without --data the log is generated. Writes into --out: metrics.json, curves.png and a checkpoint per trained model, from which
---resume continues to the same result as a run that was never interrupted.
+Without --data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with
+--resume has the same result as an uninterrupted run.
 
-Of each user the last item is tested and the one before it validated, ranked among all items that the user has not rated before.
+The last item of each user is the test target, the one before it the validation target. Targets are ranked among all items that the user has
+not rated before.
 """
 
 import argparse
@@ -28,15 +29,15 @@ SELECTIVITY = 1.0  # of the generated users
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     defaults = dict(out=Path("runs/hstu"), epochs=20, batch_size=16, num_heads=2, dropout=0.2, weight_decay=1.0)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
-    parser.add_argument("--model", choices=ENCODERS, default="hstu", help="what encodes the sequences")
+    parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--num-negatives", type=int, default=512, help="items of a batch's sampled softmax, beside the right one")
-    parser.add_argument("--temperature", type=float, default=0.15, help="that cosines are divided by in the softmax")
+    parser.add_argument("--num-negatives", type=int, default=512, help="sampled items in the softmax of a batch")
+    parser.add_argument("--temperature", type=float, default=0.15, help="divisor of the cosines in the softmax")
     return trainer.parse(parser, arguments, at_least_1=("num_layers", "num_negatives"))
 
 
 class Trainer(trainer.Trainer):
-    """Trains a next-item model, named after its encoder."""
+    """Trains a next-item model. Its name is that of its encoder."""
 
     metrics = {"ndcg@10": "NDCG@10", "hr@10": "HR@10"}
     own_settings = ("num_layers", "num_negatives", "temperature")
@@ -57,13 +58,13 @@ class Trainer(trainer.Trainer):
 
 @torch.no_grad()
 def evaluate(scores: Callable[[KeyedJaggedTensor], torch.Tensor], batches: Iterable[SequenceBatch]) -> dict[str, float]:
-    """Metrics of `scores` [B, num_items] of sequences: their next items are ranked among all that the user has not rated before."""
+    """Metrics of `scores` [B, num_items]: the next item of each sequence is ranked among all items that the user has not rated before."""
     ranks = [rank_unseen(scores(batch.ids), batch.next_items(), batch.ids["seen"]) for batch in batches]
     return next_item_metrics(torch.cat(ranks))
 
 
 def popularity(datasets: dict[str, SequenceDataset]) -> torch.Tensor:
-    """How often each item was rated in what is trained on, [num_items]: the same ranking for everyone."""
+    """Number of training ratings of each item, [num_items]: a ranking that is the same for all users."""
     log = datasets["train"].log
     held_out = np.concatenate([datasets[name].windows.end for name in ("valid", "test")])
     return torch.from_numpy(np.bincount(log.item, minlength=log.num_items) - np.bincount(log.item[held_out], minlength=log.num_items))
@@ -88,7 +89,7 @@ def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
-    """Trains what the options ask for and writes the files; returns what metrics.json holds."""
+    """Train the models that the options select and write the files. Returns the content of metrics.json."""
     device = trainer.prepare_device(options)
     datasets = load_datasets(options)
     names = ENCODERS if options.compare else (options.model,)

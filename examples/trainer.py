@@ -1,4 +1,4 @@
-"""What the training programs share above training.py: their options, the loop over epochs, checkpoints, and the files they write."""
+"""Code shared by the training programs: options, the loop over epochs, checkpoints, and output files. training.py has the helpers."""
 
 import argparse
 import copy
@@ -27,7 +27,7 @@ from training import (
     time_steps,
 )
 
-# Options that a checkpoint must agree on to be resumed.
+# Options that must equal those of the checkpoint to resume from it.
 SETTINGS = (
     "data",
     "users",
@@ -45,9 +45,9 @@ SETTINGS = (
 
 
 def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
-    """A parser of the options that all programs have; `defaults` are those that differ from program to program."""
+    """A parser of the options that all programs have. `defaults`: default values that differ between programs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", help="MovieLens log, or the folder it lies in; generated if not given")
+    parser.add_argument("--data", help="MovieLens log, or its folder; generated if not given")
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--compare", action="store_true", help="train all the models and print them side by side")
     parser.add_argument("--out", type=Path, help="folder for metrics, curves and checkpoints")
@@ -55,18 +55,18 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--epochs", type=int)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; where other programs keep the cores busy, more are slower")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
     parser.add_argument("--batch-size", type=int, help="histories per batch")
-    parser.add_argument("--max-history", type=int, default=200, help="most ratings in a history")
+    parser.add_argument("--max-history", type=int, default=200, help="maximum number of ratings in a history")
     parser.add_argument("--embedding-dim", type=int, default=64)
     parser.add_argument("--num-heads", type=int)
     parser.add_argument("--dropout", type=float)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--weight-decay", type=float, help="of the embeddings, decoupled (AdamW)")
+    parser.add_argument("--weight-decay", type=float, help="decoupled weight decay of the embeddings (AdamW)")
     parser.add_argument(
-        "--average-decay", type=float, default=0.99, help="per step, of the running average of the weights that is evaluated"
+        "--average-decay", type=float, default=0.99, help="decay per step of the running average of weights, which is evaluated"
     )
     parser.set_defaults(**defaults)
     return parser
@@ -83,18 +83,19 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least
 
 
 class Trainer(ABC):
-    """A model, its optimizer, the running average of its weights, which is what gets evaluated, and the best average so far.
+    """A model, its optimizer, the running average of its weights, and the best average so far. The average is evaluated.
 
-    Programs derive from it and give the two attributes, `make_model`, `loss` and `evaluate`.
+    Programs subclass it and define the two class attributes, `make_model`, `loss` and `evaluate`.
 
     Args:
-        options: of the program.
-        name: of the model; the checkpoint's too.
-        datasets: by split. Their batches have a length, the number of examples, and move to a device.
+        options: options of the program.
+        name: name of the model and of its checkpoint.
+        datasets: datasets by split. A batch has `len`, the number of its examples, and `to(device)`.
+        device: device to train on.
     """
 
-    metrics: dict[str, str]  # what `evaluate` gives, and what to call it; the first chooses the best epoch, more is better
-    own_settings: tuple[str, ...]  # options beside `SETTINGS` that a checkpoint must agree on
+    metrics: dict[str, str]  # metric of `evaluate` → label; the first decides which epoch is best, higher is better
+    own_settings: tuple[str, ...]  # further options, besides `SETTINGS`, that must equal those of the checkpoint
 
     def __init__(self, options: argparse.Namespace, name: str, datasets: dict[str, Dataset], device: torch.device):
         self.options, self.name, self.datasets, self.device = options, name, datasets, device
@@ -109,7 +110,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def make_model(self) -> nn.Module:
-        """The model; its `tables()` are the embeddings, the parameters that decay."""
+        """The model. Its `tables()` are the embedding tables, which have weight decay."""
 
     @abstractmethod
     def loss(self, batch) -> torch.Tensor:
@@ -126,7 +127,7 @@ class Trainer(ABC):
         return torch.optim.AdamW(groups, lr=self.options.lr)
 
     def fit(self) -> None:
-        """Trains what is missing of `epochs`; a checkpoint after each."""
+        """Train the remaining epochs, with a checkpoint after each."""
         first = f"valid_{next(iter(self.metrics))}"
         for epoch in range(len(self.epochs), self.options.epochs):
             begin = time.perf_counter()
@@ -150,12 +151,12 @@ class Trainer(ABC):
                 loss = self.step(batch.to(self.device))
                 total += loss * len(batch)
                 examples += len(batch)
-                if progress.n % 20 == 0:  # reading the loss waits for the device
+                if progress.n % 20 == 0:  # not at each step, because reading the loss synchronises with the device
                     progress.set_postfix(loss=f"{loss.item():.4f}")
         return total.item() / examples, examples
 
     def step(self, batch) -> torch.Tensor:
-        """One optimizer step; returns the mean loss."""
+        """Run one optimizer step. Returns the mean loss."""
         loss = self.loss(batch)
         loss.backward()
         self.optimizer.step()
@@ -167,7 +168,7 @@ class Trainer(ABC):
         return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.bf16)
 
     def test(self) -> dict[str, float]:
-        """Metrics on the test split of the average that was best on the validation split."""
+        """Metrics on the test split, with the average that was best on the validation split."""
         best = copy.deepcopy(self.average)
         best.load_state_dict(self.best_average)
         return self.evaluate("test", best)
@@ -188,7 +189,7 @@ class Trainer(ABC):
 
 
 def prepare_device(options: argparse.Namespace) -> torch.device:
-    """The device that the options name; sets the number of threads."""
+    """Set the number of threads. Returns the device of the options."""
     torch.set_num_threads(options.threads)
     device = pick_device(options.device)
     if options.bf16 and device.type != "cuda":
@@ -197,11 +198,11 @@ def prepare_device(options: argparse.Namespace) -> torch.device:
 
 
 def train_all(trainers: dict[str, Trainer], options: argparse.Namespace, baselines: dict[str, dict[str, float]] | None = None) -> dict:
-    """Resumes what there is if the options say so, trains, tests and writes the files; returns what metrics.json holds.
+    """Resume (with --resume), train, test and write the files. Returns the content of metrics.json.
 
     Args:
-        trainers: by name. With --compare their steps are measured too.
-        baselines: test metrics, by name, of what needs no training.
+        trainers: trainers by name. With --compare, their steps are measured too.
+        baselines: test metrics of baselines without training, by name.
     """
     if options.resume:
         resumed = [trainer for trainer in trainers.values() if trainer.checkpoint.exists()]
@@ -227,7 +228,7 @@ def train_all(trainers: dict[str, Trainer], options: argparse.Namespace, baselin
 
 
 def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any]], num_batches: int = 10) -> None:
-    """Adds step time and peak memory to the results; training goes on in the measured steps, so this comes last."""
+    """Add step time and peak memory to the results. Call it last: the measured steps train the models."""
     trainer = next(iter(trainers.values()))
     batches = [batch.to(trainer.device) for batch, _ in zip(trainer.loader("train", shuffle_seed=0), range(num_batches), strict=False)]
     steps = {name: trainer.step for name, trainer in trainers.items()}
@@ -238,7 +239,7 @@ def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any
 
 
 def main(program: str, run: Callable[[argparse.Namespace], dict], options: argparse.Namespace, columns: dict[str, str]) -> None:
-    """Runs the program and prints its test metrics of `columns` (name: heading) and what it wrote, or the one line that says why not."""
+    """Run the program. Print its test metrics, with `columns` (name: heading), and its files, or one line with the error."""
     try:
         metrics = run(options)
     except (ValueError, OSError) as error:
@@ -249,7 +250,7 @@ def main(program: str, run: Callable[[argparse.Namespace], dict], options: argpa
 
 
 def print_table(metrics: dict[str, Any], columns: dict[str, str]) -> None:
-    """The columns and, where they were measured, milliseconds and peak tensor memory of a training step."""
+    """Print the columns and, if measured, milliseconds and peak tensor memory of a training step."""
     widths = {name: max(10, len(heading) + 2) for name, heading in columns.items()}
     print(f"\n{'':>12}" + "".join(f"{heading:>{widths[name]}}" for name, heading in columns.items()) + f"{'step ms':>10}{'peak MB':>10}")
     for name, result in metrics["results"].items():

@@ -1,4 +1,4 @@
-"""What the training programs share: metrics, files written whole or not at all, curves, and fair measurements of a step."""
+"""Helpers of the training programs: metrics, atomic file writes, curves, and measurements of a step."""
 
 import json
 import logging
@@ -15,13 +15,13 @@ from torchmetrics.functional.classification import binary_auroc
 from torchrec import JaggedTensor
 from torchrec.metrics.ne import compute_ne, get_ne_states
 
-# Lines that say nothing about this program: the profiler logs two at every use, and torch 2.13 one about a function torchrec asks.
+# Suppress log lines that do not concern this program: two by the profiler at each use, and one by torch 2.13 about a function of torchrec.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` is the first GPU if there is one, else the CPU; any other name is torch's."""
+    """The torch device of this name. `auto` is the first GPU if there is one, else the CPU."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -34,17 +34,17 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_epoch(seed: int, epoch: int) -> int:
-    """Seeds torch from (seed, epoch) alone, so that a resumed run draws what an uninterrupted one draws; returns the epoch's seed."""
+    """Seed torch from (seed, epoch), so that a resumed run has the same random numbers. Returns the epoch's seed."""
     epoch_seed = seed * 100_003 + epoch
     torch.manual_seed(epoch_seed)
     return epoch_seed
 
 
 def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, float]:
-    """AUC, and normalised entropy: the mean log loss over that of always predicting the labels' mean (He et al. 2014, section 3.1).
+    """AUC and normalised entropy: the mean log loss divided by that of always predicting the mean label (He et al. 2014, section 3.1).
 
     Args:
-        logits, labels: [N]; labels 0 or 1, of both kinds.
+        logits, labels: [N]. Labels are 0 or 1, and both must occur.
     """
     if not 0 < labels.sum() < len(labels):
         raise ValueError(f"AUC needs liked and disliked candidates; all {len(labels)} labels are equal")
@@ -55,11 +55,12 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
 
 
 def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:
-    """How many other items that the user has not seen score at least as high as the target, int64 [B]: ties and NaN count against it.
+    """The rank of each target, from 0, int64 [B]: the number of other unseen items that do not score below it. Ties and NaN count.
 
     Args:
-        scores: [B, items]; targets: int64 [B].
-        seen: B rows of items that do not compete.
+        scores: [B, items].
+        targets: int64 [B], the target items.
+        seen: B rows of items that are left out of the ranking.
     """
     rows = torch.arange(len(targets), device=targets.device)
     own = scores[rows, targets, None]
@@ -70,7 +71,7 @@ def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor)
 
 
 def next_item_metrics(ranks: torch.Tensor, k: int = 10) -> dict[str, float]:
-    """Hit rate and NDCG of the first k, means over targets at `ranks` [N], counted from 0; a ranking has one target."""
+    """Mean hit rate and NDCG at k, for rankings with one target each, at `ranks` [N] counted from 0."""
     hits = ranks < k
     return {f"hr@{k}": hits.double().mean().item(), f"ndcg@{k}": (hits / torch.log2(ranks.double() + 2)).mean().item()}
 
@@ -79,7 +80,7 @@ def next_item_metrics(ranks: torch.Tensor, k: int = 10) -> dict[str, float]:
 
 
 def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
-    """Calls `write` with a temporary name beside `path`, then renames: there is the old file or the new one, never half of one."""
+    """Call `write` with a temporary path beside `path`, then rename it. An interrupted write leaves the old file intact."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.stem}.unfinished{path.suffix}")
     write(unfinished)
@@ -95,7 +96,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Raises ValueError where the run that wrote the checkpoint had other `settings`."""
+    """Load a checkpoint. Raises ValueError if the run that wrote it had other `settings`."""
     state = torch.load(path, map_location=device, weights_only=True)
     changed = [
         f"{name} {state['settings'].get(name)!r} -> {value!r}" for name, value in settings.items() if state["settings"].get(name) != value
@@ -110,7 +111,7 @@ def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: s
 
 
 def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> Figure:
-    """Training loss and the validation `metric`, called `label`, by epoch, one line per name in `curves`."""
+    """Plot the training loss and the validation `metric` (axis title: `label`) by epoch, with one line per name in `curves`."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     titles = {"loss": "training loss", f"valid_{metric}": f"held-out {label} (validation)"}
     for axis, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
@@ -129,7 +130,7 @@ def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", 
 def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], device: torch.device, rounds: int = 3) -> dict[str, float]:
     """Median seconds of each step over `rounds` passes through `batches`, after one untimed call.
 
-    The steps take turns batch by batch, so that what else the machine does falls on all of them alike.
+    The steps alternate on each batch, so that other load on the machine affects all of them equally.
     """
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
@@ -146,10 +147,10 @@ def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], d
 
 
 def peak_memory(step: Callable[[], Any], device: torch.device) -> int:
-    """Most bytes of tensors that `step` holds at once on `device`, above what was held when it began.
+    """Peak bytes of tensors on `device` during `step`, above those at its start.
 
-    On a GPU this is the caching allocator's peak; on a CPU the peak of the running sum over torch's allocations and frees, as
-    its profiler records them (memory that libraries take for themselves is not in it).
+    On a GPU, this is the peak of the caching allocator. On a CPU, it is the peak of the running sum of torch's allocations and frees, as
+    recorded by its profiler. Memory that libraries allocate themselves is not included.
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,7 +1,7 @@
 """Trains a small Wukong (Zhang et al. 2024, arXiv:2403.02545) on generated rating histories: python examples/wukong.py [--epochs 4]
 
-Users and candidates meet in the first layer's linear compression. It multiplies the embeddings of a user once, however many candidates the
-user has, so nothing of a user is replicated. Prints the held-out AUC, and that of ranking items by how often they were liked.
+The first layer's linear compression combines users and candidates. It computes the part of a user once for all of the user's candidates, so
+no user is replicated. Prints the held-out AUC, and that of ranking items by their share of likes.
 """
 
 import argparse
@@ -21,16 +21,16 @@ from jagged_modules import CandidateIndex, LinearCompressEmbedding
 
 
 class WukongLayer(nn.Module):
-    """LayerNorm([FM block(x); linear compression(x)] + x): from n embeddings of width d to as many.
+    """LayerNorm([FM block(x); linear compression(x)] + x): maps n embeddings of width d to n embeddings.
 
-    Where users are given, x is itself a linear compression of the users' and the candidates' embeddings, and both are one product.
+    If users are given, x is itself a linear compression of the users' and the candidates' embeddings, and one GEMM computes both.
 
     Args:
-        num_embeddings: n; each half makes n / 2.
+        num_embeddings: n. The FM block and the linear compression return n / 2 embeddings each.
         embedding_dim: d.
-        num_candidate_embeddings, num_user_embeddings: what comes in, where that is not n embeddings.
-        features: candidate_features and user_features of `LinearCompressEmbedding`, where KeyedTensors come in.
-        rank: columns k of the projection Y, which keeps the interactions X Xᵀ Y at [n, k].
+        num_candidate_embeddings, num_user_embeddings: numbers of input embeddings, if the input is not n embeddings.
+        rank: columns k of the projection Y; the interactions X Xᵀ Y are [n, k].
+        features: candidate_features and user_features of `LinearCompressEmbedding`, if the inputs are KeyedTensors.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class WukongLayer(nn.Module):
         self.norm = nn.LayerNorm(embedding_dim)
 
     def forward(self, x, users=None, candidates: CandidateIndex | None = None) -> torch.Tensor:
-        """[C, n, d] of x [C, n, d], or of the candidates' and the users' embeddings, each at its own batch size."""
+        """[C, n, d], from x [C, n, d], or from the embeddings of the candidates and of the users, each with its own batch size."""
         *merged, compressed = self.compress(x, users, candidates).split(self.sizes, dim=1)
         x = merged[0] if merged else x
         interactions = x @ self.project(x).mT
@@ -61,7 +61,10 @@ class WukongLayer(nn.Module):
 
 
 class Wukong(nn.Module):
-    """The log-odds that the user likes the candidate. A past rating is a row of a table with one for each item (genre) and rating."""
+    """Predicts the log-odds that the user likes the candidate.
+
+    A past rating has two embeddings: one for each pair of item and rating, and one for each pair of genre and rating.
+    """
 
     def __init__(self, dataset: RankingDataset, num_embeddings: int = 16, embedding_dim: int = 32, num_layers: int = 2):
         super().__init__()
@@ -100,7 +103,7 @@ class Wukong(nn.Module):
 
 
 def bag_collection(cardinalities: dict[str, int], embedding_dim: int) -> EmbeddingBagCollection:
-    """Means of the embeddings of each feature's ids."""
+    """A collection with one table per feature, which returns the mean of the embeddings of the feature's ids."""
     options = dict(embedding_dim=embedding_dim, pooling=PoolingType.MEAN, init_fn=partial(nn.init.normal_, std=0.05))
     return EmbeddingBagCollection(
         [EmbeddingBagConfig(name=name, num_embeddings=rows, feature_names=[name], **options) for name, rows in cardinalities.items()]
@@ -109,7 +112,7 @@ def bag_collection(cardinalities: dict[str, int], embedding_dim: int) -> Embeddi
 
 @torch.no_grad()
 def held_out_auc(model: Wukong, dataset: RankingDataset, like_rate: np.ndarray, device: torch.device) -> dict[str, float]:
-    """AUC of the model, and of the share of likes [items] of the candidate's item."""
+    """AUC of the model, and of the candidate item's share of likes, `like_rate` [items]."""
     model.eval()
     batches = [batch.to(device) for batch in make_loader(dataset, batch_size=256)]
     labels = torch.cat([batch.labels for batch in batches])
@@ -119,9 +122,9 @@ def held_out_auc(model: Wukong, dataset: RankingDataset, like_rate: np.ndarray, 
 
 
 def run(options: argparse.Namespace) -> dict:
-    """Trains; returns the mean loss of each epoch and the held-out AUC by name."""
+    """Train the model. Returns the mean loss of each epoch and the held-out AUC by name."""
     device = pick_device(options.device)
-    log = generate_log(num_users=options.users, drift=0.05, seed=options.seed)  # means of histories blur tastes that drift faster
+    log = generate_log(num_users=options.users, drift=0.05, seed=options.seed)  # slow drift: the model averages histories
     part = split_by_time(log)
     train, test = part == SPLITS.index("train"), part == SPLITS.index("test")
     log = add_popularity(log, train)
@@ -155,7 +158,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads; where other programs keep the cores busy, more are slower")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)

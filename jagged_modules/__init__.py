@@ -1,4 +1,4 @@
-"""PyTorch layers for recommendation models whose inputs have variable length: nothing is padded, nothing is copied per candidate."""
+"""PyTorch layers for recommendation models with variable-length inputs. Nothing is padded, and no user is copied per candidate."""
 
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 

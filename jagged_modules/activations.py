@@ -1,6 +1,6 @@
-"""What turns attention scores into weights, by public name: softmax, or a function of each score by itself.
+"""Activations by public name. They turn attention scores into weights: softmax, or a pointwise function of each score.
 
-The functions here are plain torch, any device, differentiable: the definitions. `jagged_kernels.common.activations` holds the kernels' own.
+These are the definitions: plain torch, differentiable, for any device. The kernels' versions are in `jagged_kernels.common.activations`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ aten = torch.ops.aten
 
 
 def gelu_taylor(x: Tensor) -> Tensor:
-    """GELU from multiplications and additions alone: max(x, 0) plus an even polynomial on |x| clamped to 3.06.
+    """GELU computed from multiplications and additions only: max(x, 0) plus an even polynomial in |x| clamped to 3.06.
 
-    Within 4e-3 of GELU for every x, and within 2.2e-2 of its derivative; exactly 0 or x outside ±3.06 but for rounding. The published
-    Taylor polynomial (GDPA, equation 1) has the same form and no clamp: it is off by 4.0 at x = 3.
+    It is within 4e-3 of GELU for all x, and its derivative is within 2.2e-2 of GELU's. Outside ±3.06 it is 0 or x up to rounding. The
+    published Taylor polynomial (GDPA, equation 1) has the same form without the clamp; its error at x = 3 is 4.0.
     """
     dtype, x = x.dtype, x.to(torch.promote_types(x.dtype, torch.float32))
     a = x.abs().clamp(max=RANGE)
@@ -28,7 +28,7 @@ def gelu_taylor(x: Tensor) -> Tensor:
     polynomial = torch.zeros_like(t)
     for coefficient in reversed(COEFFICIENTS):
         polynomial = (polynomial + coefficient) * t
-    return ((0.5 * x + 0.5 * x.abs()) - 0.5 * a + polynomial).to(dtype)  # the bracket is max(x, 0), its slope at 0 is 0.5
+    return ((0.5 * x + 0.5 * x.abs()) - 0.5 * a + polynomial).to(dtype)  # the bracket is max(x, 0) with derivative 0.5 at 0
 
 
 def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ def _gelu_taylor_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class Activation:
-    """A function of each score, and its gradient: (gradient of the value, score) → gradient of the score."""
+    """A pointwise function of a score, and its backward: (gradient of the result, score) → gradient of the score."""
 
     function: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]

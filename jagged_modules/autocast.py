@@ -1,4 +1,4 @@
-"""Autocast for operators that are not torch's own."""
+"""Autocast for this package's operators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:  # torch.library does not export the class
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype:
-    """Autocast's dtype where it is on, as scaled_dot_product_attention has it: float64 stays."""
+    """The dtype of x under the current autocast setting. As in scaled_dot_product_attention, float64 does not change."""
     device = x.device.type
     if x.dtype == torch.float64 or device == "meta" or not torch.is_autocast_enabled(device):
         return x.dtype
@@ -22,12 +22,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 
 def autocast(x: Tensor) -> Tensor:
+    """x in the dtype of `autocast_dtype`."""
     return x.to(autocast_dtype(x))
 
 
 def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
-    """Decorator: an operator of host tensors, whose body computes in its tensors' dtypes also where autocast is on: a backward may be run
-    inside it, where nn.Linear's takes no harm. Nor do modes of torch functions reach into it, `batch_invariant`'s of layers for one."""
+    """Decorator: register the body as an operator of host tensors that computes in its tensors' dtypes.
+
+    Autocast and torch function modes (such as that of layers under `batch_invariant`) do not change what the body computes. They may be
+    active, because a caller may run the backward inside of them.
+    """
 
     def register(body: Callable[..., object]) -> CustomOpDef:
         schema = library.infer_schema(body, mutates_args=())  # pyright: ignore[reportUnknownMemberType] - unannotated in torch

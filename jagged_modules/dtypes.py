@@ -1,4 +1,4 @@
-"""The dtypes that each function supports on each device. `checks.check_dtype` enforces this table, `dtype_table` prints it."""
+"""The dtypes that each function supports on each device. `validation.check_dtype` enforces this table, `dtype_table` prints it."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ DTYPES = {
 
 
 def uses_kernels(device: torch.device, implementation: str) -> bool:
-    """Whether a function that has Triton kernels runs them."""
+    """Whether a function that has kernels runs them, on this device and with this implementation."""
     return implementation not in WITHOUT_KERNELS and (implementation != "auto" or device.type == "cuda")
 
 
 def dtypes_of(function: str, device: torch.device, implementation: str = "auto") -> tuple[torch.dtype, ...]:
-    """The dtypes that the function supports for its floating-point arguments (layout functions: for the values)."""
+    """The dtypes that the function supports: for its floating-point arguments, or for the values of functions that only move rows."""
     plain, kernels = DTYPES[function]
     return kernels if uses_kernels(device, implementation) else plain
 

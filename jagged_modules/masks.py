@@ -1,4 +1,4 @@
-"""AttentionMask: which columns a query row sees."""
+"""AttentionMask: which keys a query row sees."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .validation import check_device, check_integers, values_are_checkable
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """What each query row of a segment sees of the segment's columns (keys). The fields combine: a column must pass all of them.
+    """Which columns (keys) of a segment each of its query rows sees. The fields combine: a row sees a column if all fields allow it.
 
-    Row i of Nq sits at column i + Nk - Nq: queries are aligned with the end of the keys. All positions below are columns. The last
-    `num_targets` columns are targets, candidates to be scored; the first `contextual_seqlen` are context, features that are no events;
-    what lies before the targets is history. A row always sees its own column.
+    Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. All positions below are columns. The first
+    `contextual_seqlen` columns are context (features that are not events), the last `num_targets` are targets (candidates to score), and
+    the columns before the targets are history. A row always sees its own column.
 
-    HSTU's rule (Zhai et al. 2024 and Meta's generative-recommenders), n columns, t targets, c = contextual_seqlen, causal:
+    HSTU's rule (Zhai et al. 2024, as in Meta's generative-recommenders) for n columns, t targets, c = contextual_seqlen, causal:
 
         M = n - t - c + 1 if c else n - t;    id(i) = min(max(i - c + 1, 0) if c else i, M)
         keep = i == j or id(i) > id(j)
@@ -29,19 +29,19 @@ class AttentionMask:
         if c:             keep = keep or (id(i) == 0 and id(j) < M)
 
     Args:
-        causal: a row sees no later column. Without it, history sees all history: |id(i) - id(j)| <= max_attn_len takes the place of
-            the one-sided distance, and targets stay hidden from every row but those of their own group.
-        window: (left, right), keeps -right <= i - j <= left; None for either side leaves it open.
-        num_targets: `[B]` int32 or int64, targets at the end of each segment; at most its length.
-        target_group_size: targets form groups of so many from the first one on; a target also sees the earlier ones of its group.
-        contextual_seqlen: columns of context at the start. They see all context and history; every history row sees them, as far as
-            max_attn_len reaches back to id 0, theirs. With fewer columns than that before the targets, M is not positive and the
-            causal rule leaves each row its own column and target group.
-        max_attn_len: how far back a row sees, 0 for no limit.
-        min_full_attn_seqlen: so many last history rows, and the targets, see without that limit.
+        causal: a row sees no later column. If False, history rows see all history within |id(i) - id(j)| <= max_attn_len, and only rows of
+            its own group see a target.
+        window: (left, right): a row sees columns with -right <= i - j <= left. None on either side means no limit.
+        num_targets: `[B]` int32 or int64, the number of targets at the end of each segment; at most the segment's length.
+        target_group_size: number of targets in a group, counted from the first target. A target also sees the earlier ones of its group.
+        contextual_seqlen: number c of context columns at the start; their id is 0. Context rows see all context and history. History rows
+            and targets see the context if max_attn_len reaches id 0. If a segment has fewer than c columns before its targets, M is not
+            positive, and under the causal rule each row sees only itself and the earlier targets of its group.
+        max_attn_len: number of ids that a row sees back; 0: no limit.
+        min_full_attn_seqlen: this many rows at the end of the history, and the targets, are exempt from max_attn_len.
 
     Raises:
-        TypeError, ValueError: fields of another kind, or negative.
+        TypeError, ValueError: a field has another type, or is negative.
 
     Example::
 
@@ -115,11 +115,15 @@ class AttentionMask:
         return not (self.causal or self.max_attn_len) and self.num_targets is None and self.window in (None, (None, None))
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
-        """Boolean `[num_queries, num_keys]` of a segment with `num_targets` targets: what each row sees. The written rule, literally."""
+        """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets."""
         return self.rule(torch.arange(num_queries, device=device) + (num_keys - num_queries), num_keys, num_targets)
 
     def rule(self, i: Tensor, num_keys: int, num_targets: int = 0) -> Tensor:
-        """Boolean `[rows, num_keys]`: what the rows at columns i see."""
+        """Boolean `[rows, num_keys]`, True where the row at position i sees a key: the rule of the class, written out.
+
+        Args:
+            i: `[rows]` integers, positions (columns) of the rows.
+        """
         i, j = i[:, None], torch.arange(num_keys, device=i.device)
         c, first_target = self.contextual_seqlen, num_keys - num_targets
         last_id = first_target - c + 1 if c else first_target
@@ -149,9 +153,15 @@ class AttentionMask:
         return keep
 
     def picture(self, length: int, segment: int = 0, num_queries: int | None = None) -> str:
-        """The mask of a segment of `length` columns as a grid, `#` where row i (line) sees column j, `.` where it does not.
+        """The mask of one segment as text: one line per row, `#` where it sees the column, `.` where it does not.
 
-        segment: whose number of targets counts. num_queries: rows of the segment, `length` if None.
+        Args:
+            length: columns (keys) of the segment.
+            segment: index of the segment in num_targets.
+            num_queries: rows of the segment; `length` if None.
+
+        Raises:
+            TypeError, ValueError: a size is not a non-negative integer; there is no such segment.
         """
         check_size("length", length, at_least=0)
         check_size("segment", segment, at_least=0)
@@ -165,7 +175,7 @@ class AttentionMask:
 
 
 def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:
-    """ValueError unless a mask's num_targets `[B]`, `name` in errors, fit kv_offsets `[B + 1]` and are on the device of `whose` tensor."""
+    """ValueError unless num_targets `[B]`, called `name`, match kv_offsets `[B + 1]` and are on `device`, that of `whose` tensor."""
     if num_targets is None:
         return
     segments = kv_offsets.shape[0] - 1

@@ -1,8 +1,8 @@
-"""Containers as pytrees, for torch.export and everything else in torch that finds tensors with `tree_map`.
+"""Registration of the containers as pytrees, for torch.export and all torch functions that use `tree_map`.
 
-The children are tensors or pytrees. A map may replace them by anything, so nothing is checked when a container is rebuilt. All other
-attributes are structure: an exported model takes only inputs of the same structure. Schedules and host lengths are not included; a
-rebuilt container finds them by its offsets tensor if that is the same tensor.
+Children are tensors or pytrees. A map may replace them by any object, so a rebuilt container is not checked. All other attributes are
+structure: an exported model accepts only inputs of the same structure. Schedules and host lengths are not part of the tree; a rebuilt
+container finds them through its offsets if these are the same tensor.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def _register(
     """Register cls as a pytree that `torch.export.save` stores and that `torch.load` accepts with weights_only=True.
 
     Args:
-        children: attributes that are leaves or pytrees. Which of them are None is structure.
-        constants: attributes that are structure, of JSON types.
-        build: makes the object, without checks, from all of these attributes as keyword arguments; None: sets them on a new object.
-        get: (object, name of a child) → the child.
+        children: names of attributes that are leaves or pytrees. Which of them are None is part of the structure.
+        constants: names of attributes that are part of the structure; their types must be JSON types.
+        build: builds the object without checks, from all these attributes as keyword arguments. None: set them on a new object.
+        get: returns a child, given the object and the child's name.
     """
 
     def flatten(x: Any) -> tuple[list[Any], Any]:
@@ -43,7 +43,7 @@ def _register(
         given = {name: child for name, child in given.items() if child is not None}
         return list(given.values()), (tuple(given), tuple(getattr(x, name) for name in constants))
 
-    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:  # Any: to checkers torch's GetAttrKey is no KeyEntry
+    def flatten_with_keys(x: Any) -> tuple[list[tuple[Any, Any]], Any]:  # Any: type checkers do not see torch's GetAttrKey as a KeyEntry
         values, context = flatten(x)
         return [(GetAttrKey(name), value) for name, value in zip(context[0], values)], context
 
@@ -66,19 +66,19 @@ def _register(
 def _object(cls: type[object]) -> Build:
     def build(**attributes: Any) -> object:
         x = object.__new__(cls)
-        vars(x).update(attributes)  # not the constructor of a frozen dataclass, which checks
+        vars(x).update(attributes)  # bypasses the constructor, which would check the attributes
         return x
 
     return build
 
 
 def _tuples(context: Any) -> Any:
-    """The context with tuples for the lists that JSON turned them into."""
+    """The context with lists converted to tuples. JSON converts tuples to lists."""
     return tuple(_tuples(x) for x in context) if is_sequence(context) else context
 
 
 def _plan_child(plan: ScorePlan, name: str) -> Any:
-    """The child. y_offsets that are x_offsets are None: operators compute x with itself then, so that this is structure."""
+    """The child, or None for y_offsets that are the tensor x_offsets. Operators then compute x with itself, so this must be structure."""
     return None if name == "y_offsets" and plan.y_offsets is plan.x_offsets else getattr(plan, name)
 
 

@@ -1,4 +1,4 @@
-"""Plain torch definitions of the operators: any device and floating dtype, differentiable. The oracle of every test."""
+"""Definitions of the operators in plain torch: differentiable, for any device and floating-point dtype. Tests compare against them."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def attention_reference(
 ) -> Tensor:
     """activation(scale · q kᵀ) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
 
-    A row that sees no key gives 0. `q_shared`: every segment takes all rows of q, and q_offsets count output rows. Of n · B query segments,
-    those at b, B + b, ... see the b-th of B segments of keys. Hidden values must be finite here: 0 times NaN is NaN.
+    The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and q_offsets are those of the output. With n · B
+    query segments, segments b, B + b, ... use key segment b. Values at masked positions must be finite here: 0 times NaN is NaN.
     """
     group = q.shape[1] // k.shape[1]
     num_targets = to_ints(mask.num_targets) if mask is not None and mask.num_targets is not None else None
@@ -54,13 +54,13 @@ def attention_reference(
 
 
 def linear_compress_reference(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:
-    """[W_0 | W_1 | ...] @ [E_0[index_0[b]]; E_1[index_1[b]]; ...] for every row b of the last embeddings, all levels replicated to it."""
+    """[W_0 | W_1 | ...] @ [E_0[index_0[b]]; E_1[index_1[b]]; ...] for each row b of the last embeddings. All levels are replicated."""
     replicated = [embedding.index_select(0, index) for embedding, index in zip(embeddings, indices)]
     return torch.cat(list(weights), dim=1) @ torch.cat([*replicated, embeddings[-1]], dim=1)
 
 
 def segments(offsets: Tensor, shared: bool = False) -> list[slice]:
-    """Row slice of each segment; of the one shared block of rows, once per segment, if `shared`. An empty one if there is none."""
+    """The row slice of each segment. If `shared`, all slices are the block of rows that the segments share. One empty slice if B is 0."""
     bounds = to_ints(offsets) if offsets.shape[0] > 1 else [0, 0]
     return [slice(0, end - start) if shared else slice(start, end) for start, end in zip(bounds, bounds[1:])]
 
@@ -77,7 +77,7 @@ def jagged_jagged_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor
 
 
 def jagged_softmax_reference(x: Tensor, offsets: Tensor) -> Tensor:
-    """softmax(x[b]) over the rows."""
+    """softmax(x[b]) over the rows of x `[L, H]`: `[L, H]`."""
     return torch.cat([x[rows].softmax(0) for rows in segments(offsets)])
 
 

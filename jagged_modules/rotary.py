@@ -14,19 +14,19 @@ from .validation import check_device, check_integers, check_offsets, check_tenso
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rotary:
-    """What rotary attention rotates by.
+    """Rotary position embeddings: the tables of cos and sin, and what they rotate.
 
     Args:
-        cos, sin: `[P, D / 2]` floating point, by position; no gradient flows to them.
-        rotate: "qk", or "qkv": values too, as block attention models have been published.
-        positions: `[L]` int32 or int64, the position of each row, 0 to P - 1; counted from the start of each segment if None.
-        linear: the angles are linear in the position, as those of `from_frequencies` are. Scores then depend on distances alone, and
-            kernels may count positions from anywhere.
-        precise: the Hopper kernels keep what they rotate of bf16 q and k, and the gradient of scores, in fp16 with powers of two as units:
-            three bits more, for a backward that takes longer by a seventh, with "qkv" by two fifths. Elsewhere it changes nothing.
+        cos, sin: `[P, D / 2]`, floating point, one row per position. No gradient flows to them.
+        rotate: "qk" (queries and keys) or "qkv" (values too, as in some published block attention models).
+        positions: `[L]` int32 or int64, the position of each row, 0 to P - 1. If None, positions count from the start of each segment.
+        linear: True states that angles are linear in the position, as in `from_frequencies`. Scores then depend on distances only, and
+            kernels may count positions from any row, which is faster.
+        precise: the Hopper kernels keep rotated bf16 q and k, and dS, in fp16 with a power of two as scale. This adds three bits of
+            precision. The backward takes a seventh longer, with "qkv" two fifths. Other kernels, dtypes and devices ignore it.
 
     Raises:
-        TypeError, ValueError: fields of another kind or shape.
+        TypeError, ValueError: a field has another type, shape or value.
 
     Example::
 
@@ -54,17 +54,26 @@ class Rotary:
 
     @classmethod
     def from_frequencies(cls, head_dim: int, max_seqlen: int, rotate: str = "qk", theta: float = 10000.0, device: Device = None) -> Rotary:
-        """Pair i of position p turns by p · theta^(-2 i / head_dim), as in the paper; tables `[max_seqlen, head_dim / 2]` in fp32.
+        """Rotate pair i at position p by the angle p · theta^(-2 i / head_dim), as in the paper.
+
+        Args:
+            head_dim: width D of a head, even.
+            max_seqlen: number of positions P.
+            rotate: "qk" or "qkv".
+            theta: base of the frequencies.
+            device: device of the tables.
+
+        Returns:
+            A linear Rotary with fp32 tables `[max_seqlen, head_dim / 2]`.
 
         Raises:
-            TypeError, ValueError: sizes that are no positive integers, an odd head_dim, a theta that is no positive number, or an unknown
-            `rotate`.
+            TypeError, ValueError: a size is not a positive integer; head_dim is odd; theta is not a positive number; rotate is unknown.
         """
         return cls(*rotary_tables(head_dim, max_seqlen, theta, device), rotate, linear=True)
 
 
 def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
-    """Raise unless it can rotate q `[L, H, D]` of segments at `offsets`; values on a device are looked at under debug_checks."""
+    """Raise unless `rotary` can rotate q `[L, H, D]` with segments at `offsets`. Values on a device are checked under debug_checks only."""
     if rotary is None:
         return
     check_kind("rotary", rotary, Rotary, "a Rotary")
@@ -88,7 +97,7 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
 
 
 def kernel_arguments(rotary: Rotary | None, device: torch.device) -> tuple[Tensor | None, Tensor | None, Tensor | None, bool, bool, bool]:
-    """Rotary as the kernels take it: cos, sin, positions, whether values turn too, whether angles are linear in the position, precise."""
+    """The kernels' arguments: cos, sin, positions, whether values are rotated too, whether angles are linear in the position, precise."""
     if rotary is None:
         return None, None, None, False, False, False
     cos, sin = (x.to(device, torch.float32, non_blocking=True).contiguous() for x in (rotary.cos, rotary.sin))
@@ -111,16 +120,19 @@ def rotary_tables(head_dim: int, max_seqlen: int, theta: float = 10000.0, device
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """(x0, x1) → (x0 cos − x1 sin, x1 cos + x0 sin) for every interleaved pair of the last dimension.
+    """(x0, x1) → (x0 cos − x1 sin, x1 cos + x0 sin) for each interleaved pair (x0, x1) of the last dimension (arXiv:2104.09864).
+
+    Computed in fp32 (fp64 for fp64) and rounded once.
 
     Args:
-        x: `[L, H, D]`, D even. cos, sin: `[L, D / 2]`, of each row. The arithmetic is at least fp32.
+        x: `[L, H, D]` fp64, fp32, fp16 or bf16, D even.
+        cos, sin: `[L, D / 2]`, floating point: one row for each row of x.
 
     Returns:
-        `[L, H, D]` in x's dtype, rounded once.
+        `[L, H, D]` in x's dtype.
 
     Raises:
-        TypeError, ValueError: arguments of another kind, or shapes that do not fit together.
+        TypeError, ValueError: an argument has another type, dtype or device; shapes do not match.
     """
     check_tensor("x", x, 3, "[L, H, D]", "apply_rotary")
     for name, table in (("cos", cos), ("sin", sin)):

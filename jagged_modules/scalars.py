@@ -1,4 +1,4 @@
-"""Numbers as arguments: checks of sizes, numbers and switches, and of any argument's kind; tensors as lists of ints."""
+"""Checks of arguments that are numbers or flags, and of an argument's type; tensors as lists of ints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def is_sequence(x: object) -> bool:
 
 
 def check_size(name: str, value: object, at_least: int = 1) -> None:
-    """TypeError unless value is an int (a symbolic one included), ValueError unless it is `at_least` that much."""
+    """TypeError unless value is an int or a symbolic int, ValueError if it is below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int, got {type(value).__name__}")
     if value < at_least:
@@ -27,7 +27,7 @@ def check_size(name: str, value: object, at_least: int = 1) -> None:
 
 
 def check_number(name: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
-    """TypeError unless value is a number (a symbolic one included), ValueError unless it is `low` to `high`."""
+    """TypeError unless value is a number or a symbolic number, ValueError unless low <= value <= high."""
     if isinstance(value, bool) or not isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
         raise TypeError(f"{name} must be a number, got {type(value).__name__}")
     if not low <= value <= high:
@@ -35,11 +35,11 @@ def check_number(name: str, value: object, low: float = -math.inf, high: float =
 
 
 def check_kind(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
-    """TypeError unless value is of the kind, which the message calls `expected`."""
+    """TypeError unless value is an instance of `kind`, which the message calls `expected`."""
     if not isinstance(value, kind):
         raise TypeError(f"{name} must be {expected}, got {type(value).__name__}")
 
 
 def check_flag(name: str, value: object) -> None:
-    """TypeError unless value is a bool: any other, such as "off", would count as True or False without notice."""
+    """TypeError unless value is a bool. Other values, such as "off", would silently count as True or False."""
     check_kind(name, value, bool, "a bool")

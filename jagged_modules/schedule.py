@@ -1,4 +1,4 @@
-"""Attention tile schedules: on the host from lengths where the host knows them, else on the device without a sync."""
+"""Attention tile schedules. They are built on the host if it knows the lengths, otherwise on the device, without a sync."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .masks import AttentionMask
 
-NUM_WORKERS = 132  # of `TileSchedule.worker` on a host without a GPU; kernels use the number of workers that the GPU has
+NUM_WORKERS = 132  # for `TileSchedule.worker` before CUDA is initialised; the kernels assign tiles to the actual number of SMs
 
 
 def host_schedule(
@@ -29,18 +29,24 @@ def host_schedule(
     implementation: str = "auto",
     capability: tuple[int, int] | None = None,
 ) -> TileSchedule:
-    """Zigzag schedules of the forward and the backward from host lengths `[B]`; in page-locked memory where there is a GPU.
+    """Zigzag schedules of the forward and the backward, built from lengths on the host.
 
-    The tiles are those of the kernels that `select` chooses for these lengths; it does not know the activation. Kernels that want another
-    tile list their own.
+    The tile sizes are those that `select` chooses for these lengths, without knowledge of the activation. A kernel that needs another tile
+    size builds its own list.
 
     Args:
-        q_lengths, kv_lengths: rows of each segment, host integers; of queries also several groups, as in `zigzag_schedule`.
-        head_dim: the larger of the query and the value head dim. dtype: of q, k and v.
-        mask: blocks that it hides cost nothing.
-        batch_invariant: the tile does not depend on the lengths.
-        implementation: that of the attention.
-        capability: compute capability of the GPU; None: that of the machine's first one.
+        q_lengths, kv_lengths: `[B]` integers on the host, the rows of each segment. q_lengths may have several query groups, as in
+            `zigzag_schedule`.
+        num_heads, num_kv_heads: heads of the queries, and of keys and values.
+        head_dim: the larger of the query and the value head dim.
+        dtype: dtype of q, k and v.
+        mask: blocks that it hides count as no work.
+        batch_invariant: the tile sizes do not depend on the lengths.
+        implementation: the implementation of the attention.
+        capability: compute capability of the GPU. None: that of the machine's first GPU.
+
+    Returns:
+        The forward's schedule, with the backward's as `backward`. Its tensors are in page-locked memory if CUDA is initialised.
     """
     initialized = torch.cuda.is_initialized()
     workers = device_properties(torch.device("cuda", 0)).num_sms if initialized else NUM_WORKERS
@@ -82,20 +88,22 @@ def device_schedule(
     num_targets: Tensor | None = None,
     backward: bool = True,
 ) -> TileSchedule:
-    """The same tiles from offsets on a device, through an operator that torch.compile and CUDA graphs can record.
+    """Schedules from offsets on a device, built by an operator that torch.compile and CUDA graphs can record.
 
     Args:
-        problem: head dims, dtype and options; the numbers of rows and segments and the GPU are filled in here.
-        q_rows, kv_rows: rows of all segments together.
-        mask: `AttentionMask.params`, with num_targets on the offsets' device.
-        backward: whether to list the backward's tiles too, or to leave them to the backward, which may never come.
+        problem: head dims, dtype and options. This function fills in the numbers of rows and segments, and the compute capability.
+        q_offsets, kv_offsets: `[B + 1]` int32 or int64.
+        q_rows, kv_rows: total number of rows.
+        num_heads, num_kv_heads: heads of the queries, and of keys and values.
+        mask: `AttentionMask.params`. num_targets: `[B]`, on the offsets' device.
+        backward: also list the tiles of the backward. If False, the backward lists them when it runs.
     """
     from jagged_kernels.common.ops import capability
     from jagged_kernels.schedule.device import tile_list
 
     if q_offsets.is_cuda:
         problem = problem._replace(capability=capability(q_offsets.device))
-    if not torch.compiler.is_compiling():  # there sizes are symbols, and choosing by them would recompile
+    if not torch.compiler.is_compiling():  # sizes are symbols there, and a choice that depends on them would recompile
         segments = dict(q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
         problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, **segments)
     tile = select(problem).tile

@@ -41,7 +41,7 @@ class _State(NamedTuple):
 
 
 class _Setting:
-    """Switch, context manager and decorator, as torch.set_grad_enabled: constructing it sets the value, `with` restores the one before."""
+    """A switch, context manager and decorator like torch.set_grad_enabled: construction sets the value, `with` restores the last one."""
 
     _initial: ClassVar[_State]
     _states: ClassVar[ContextVar[_State]]
@@ -68,16 +68,16 @@ class _Setting:
     def __exit__(self, *exc: object) -> None:
         state = self._state()
         ours = [i for i, change in enumerate(state.entered) if change.setting is self]
-        if not ours:  # the block was entered in another thread or task, by a generator that is closed in this one
+        if not ours:  # a generator entered the block in another thread or task, and is closed in this one
             return
         index = ours[-1]
         before, inner = state.entered[index].before, list(state.entered[index + 1 :])
-        if inner:  # a generator leaves its block while a later block is open: the later one then restores this one's value
+        if inner:  # a generator left its block while a later block is open: the later block restores this block's value
             inner[0] = inner[0]._replace(before=before)
         self._states.set(_State(state.value if inner else before, (*state.entered[:index], *inner)))
 
     def __call__(self, function: Callable[P, R]) -> Callable[P, R]:
-        """As a decorator: the value holds while the function runs. Constructing the decorator changes nothing then."""
+        """As a decorator: the value applies while the function runs. Constructing the object then has no other effect."""
         state = self._state()
         if state.switched is not None and state.switched.setting is self:
             self._states.set(_State(state.switched.before, state.entered))
@@ -113,7 +113,7 @@ class debug_checks(_Setting, default=False):
     torch.export) contain no such checks.
 
     Args:
-        enabled: True: check from now on.
+        enabled: True: check values from now on.
 
     Example::
 
@@ -131,14 +131,14 @@ class debug_checks(_Setting, default=False):
 class backward_workspace(_Setting, default=None):
     """Limit of the memory, in bytes, that the backward of attention allocates beside its gradients. The default, None, is no limit.
 
-    On a GPU of compute capability 9.0, with head dims above 64 and no mask, the backward stores the gradients of the scores (two bytes per
-    query-key pair) instead of computing the scores twice. It takes at most 2 GiB or the gradients' size, whichever is larger.
+    On a GPU of compute capability 9.0, with head dims above 64 and no mask, the backward stores dS, the gradients of the scores (two bytes
+    per query-key pair), instead of computing the scores twice. It takes at most 2 GiB or the gradients' size, whichever is larger.
 
     The value at the time of the forward applies to its backward. A switch and a context manager for one thread or task, like
     `debug_checks`. torch.compile and torch.export trace the value as a constant.
 
     Args:
-        num_bytes: the limit from now on.
+        num_bytes: the limit from now on, in bytes; None: no limit.
 
     Raises:
         TypeError: num_bytes is neither None nor an int.
@@ -195,10 +195,10 @@ class batch_invariant(_Setting, default=False):
 
 
 def is_batch_invariant(implementation: str = "auto") -> bool:
-    """Whether `batch_invariant` is on.
+    """Whether `batch_invariant` is on in this thread or task.
 
     Raises:
-        ValueError: it is on and the implementation does not support it.
+        ValueError: it is on, and the implementation does not support it.
     """
     enabled = batch_invariant.current()
     if enabled and implementation in ("reference", "decomposed", "padded"):

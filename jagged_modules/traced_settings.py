@@ -1,6 +1,6 @@
-"""Settings as constants of traced graphs: torch.compile cannot trace a ContextVar.
+"""Settings as constants of traced graphs, because torch.compile cannot trace a ContextVar.
 
-Imported only while a graph is traced, because the decorator imports torch._dynamo and triton.
+This module is imported only while a graph is traced, because the decorator imports torch._dynamo and triton.
 """
 
 from __future__ import annotations

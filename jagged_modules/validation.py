@@ -1,4 +1,4 @@
-"""Input checks shared by the operators. Values are checked on host tensors always, on device tensors only under `debug_checks`."""
+"""Input checks shared by the operators. Values of host tensors are always checked, those of device tensors only under `debug_checks`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class WrongDtype(TypeError, ValueError):
 
 
 def values_are_checkable(x: Tensor) -> bool:
-    """Whether reading x costs nothing (host), or was asked for (`debug_checks`); never while a graph is being traced."""
+    """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a graph is being traced."""
     if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.device.type == "meta":
         return False
     return x.device.type == "cpu" or debug_checks.current()
@@ -40,11 +40,12 @@ def check_tensor(name: str, x: object, dim: int, shape: str, function: str | Non
     """Check type, dtype and number of dimensions of a floating-point argument.
 
     Args:
-        shape: the text of its `dim` dimensions for the message, for example "[L, H, D]".
-        function: the function whose dtypes are allowed, see `check_dtype`; None: fp64, fp32, fp16 and bf16.
+        shape: the expected shape as text for the message, for example "[L, H, D]". It has `dim` dimensions.
+        function: the function whose dtypes are allowed, see `check_dtype`. None: fp64, fp32, fp16 and bf16.
 
     Raises:
-        TypeError: not a tensor. WrongDtype: another dtype. ValueError: a sparse or nested tensor, or another number of dimensions.
+        TypeError: x is not a tensor. WrongDtype: its dtype is not allowed. ValueError: it is sparse or nested, or has another number of
+        dimensions.
     """
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
@@ -58,11 +59,11 @@ def check_tensor(name: str, x: object, dim: int, shape: str, function: str | Non
 
 
 def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto") -> None:
-    """Check x's dtype by the table in `dtypes`, for this function, x's device and the implementation.
+    """Check x's dtype against the table in `dtypes`, for this function, x's device and the implementation.
 
     Raises:
-        WrongDtype: a dtype that is not in the table.
-        ValueError: a device that neither the kernels nor the CPU path supports.
+        WrongDtype: the dtype is not in the table.
+        ValueError: neither the kernels nor the CPU path support the device.
     """
     if x.dtype in EVERYWHERE and (x.is_cuda or x.is_cpu or x.is_meta):  # fast path
         return
@@ -76,13 +77,13 @@ def check_dtype(name: str, x: Tensor, function: str, implementation: str = "auto
 
 
 def check_implementation(implementation: str, known: tuple[str, ...], device: torch.device, reads_offsets: bool = True) -> None:
-    """Check that the implementation is known and supports the device; Triton's interpreter supports host tensors.
+    """Check that the implementation is known and supports the device. In Triton's interpreter, kernels support host tensors.
 
     Args:
-        reads_offsets: "reference" reads the values of offsets, which meta tensors do not have.
+        reads_offsets: "reference" reads the values of offsets. Meta tensors have none, so they are an error.
 
     Raises:
-        ValueError: an unknown implementation, or one that does not support the device.
+        ValueError: the implementation is unknown or does not support the device.
     """
     if implementation == "auto":
         return
@@ -95,7 +96,7 @@ def check_implementation(implementation: str, known: tuple[str, ...], device: to
 
 
 def _triton_interprets() -> bool:
-    if torch.compiler.is_compiling():  # triton's knobs cannot be traced; the operators refuse host tensors when the graph runs
+    if torch.compiler.is_compiling():  # triton's knobs cannot be traced; the operators reject host tensors when the graph runs
         return True
     try:
         from triton import knobs  # pyright: ignore[reportMissingTypeStubs]
@@ -116,9 +117,9 @@ def check_integers(name: str, x: object) -> None:
 
 
 def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
-    """ValueError unless x has the device of the projection's weight, and its dtype or, under autocast, one that becomes the same."""
+    """ValueError unless x has the device and, after autocast, the dtype of the projection's weight. Not checked if that is unknown."""
     weight = getattr(projection, "weight", None)
-    if not isinstance(weight, Tensor):  # what quantisation puts in its place has a method of that name, or none
+    if not isinstance(weight, Tensor):  # a quantised module may have a method of this name, or none
         return
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(weight, distributed.DTensor):  # sharded: fully_shard may compute in another dtype
@@ -137,18 +138,20 @@ def transforms_are_active() -> bool:
 
 
 def refuse_transforms(what: str) -> None:
-    """RuntimeError where the derivatives of a transform or of forward mode would be silently zero."""
+    """RuntimeError inside a torch.func transform or forward-mode AD: their derivatives would be silently zero."""
     if transforms_are_active() or forward_ad._current_level >= 0:  # pyright: ignore[reportPrivateUsage, reportUnknownMemberType]
         raise RuntimeError(f'{what} not run under torch.func transforms (vmap, grad, jvp) or forward mode; implementation="reference" does')
 
 
 def check_offsets(name: str, offsets: Any, total: int | None = None, max_seqlen: int | None = None, longest: str = "max_seqlen") -> None:
-    """Kind and shape always; where values are checkable also that they start at 0, do not decrease and end at `total`. longest: what the
-    caller calls max_seqlen.
+    """Check type and shape of offsets and, if their values may be read, that they start at 0, do not decrease and end at `total`.
+
+    Args:
+        max_seqlen: no segment may be longer. longest: its name in error messages.
 
     Raises:
-        TypeError: not an int32 or int64 tensor, or max_seqlen not an int.
-        ValueError: not `[B + 1]`, or the values are wrong, or a segment is longer than `max_seqlen`.
+        TypeError: offsets are not an int32 or int64 tensor, or max_seqlen is not an int.
+        ValueError: offsets do not have shape `[B + 1]`, their values are wrong, or a segment is longer than max_seqlen.
     """
     check_offsets_shape(name, offsets)
     if max_seqlen is not None:
@@ -179,7 +182,7 @@ def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seql
 
 
 def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None:
-    """ValueError unless x is on the device, that of `whose` tensor, or the host."""
+    """ValueError unless x is on `device` or on the host. The message calls the device that of `whose` tensor."""
     if x.device not in (device, torch.device("cpu")):
         raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
 
@@ -187,14 +190,14 @@ def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None
 def checked_offsets(
     name: str, offsets: Any, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
-    """The offsets on the device of `like`, `whose` tensor, after `check_offsets` and `check_device`."""
+    """`check_offsets` and `check_device`, then a copy of the offsets to `like`'s device. The message calls `like` `whose` tensor."""
     check_offsets(name, offsets, total, max_seqlen, longest)
     check_device(name, offsets, like.device, whose)
     return offsets.to(like.device, non_blocking=True)
 
 
 def resolve_head_dim(name: str, head_dim: int | None, embedding_dim: int, num_heads: int, at_most: int) -> int:
-    """head_dim, or embedding_dim / num_heads if None; TypeError or ValueError unless all of them are sizes and it is 1 to `at_most`."""
+    """head_dim, or embedding_dim / num_heads if it is None. Raises unless all are positive integers and the result is at most `at_most`."""
     check_size("embedding_dim", embedding_dim)
     check_size("num_heads", num_heads)
     if head_dim is None:

@@ -1,7 +1,7 @@
-"""The CPU path: the operator and its gradient, group by group of segments of equal lengths, which `cpu_blocks` computes.
+"""Jagged attention on the CPU: the operator and its backward.
 
-Nothing is padded, so the work is that of the real rows. A segment, or a run of equal ones, is read where it lies; equal segments
-scattered over the batch are gathered.
+Segments with equal lengths form a group, and `attention_math` computes one group at a time. Nothing is padded. Adjacent segments of a group
+are read in place; others are gathered.
 """
 
 from __future__ import annotations
@@ -85,8 +85,13 @@ def _(do, q, k, v, *args):
 
 
 class _Group(NamedTuple):
-    """Segments of equal lengths and targets: their rows of the output, of q, and of k and v; what they see, with how many targets; whether
-    they are of the first query group."""
+    """Segments with equal lengths and numbers of targets.
+
+    Attributes:
+        rows, q_rows, kv_rows: their rows of the output, of q, and of k and v.
+        mask: the mask, and the number of targets of each segment.
+        first: they belong to the first query group, so gradients of keys are stored, not added.
+    """
 
     rows: Rows
     q_rows: Rows
@@ -101,9 +106,10 @@ class _Group(NamedTuple):
 
 
 def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams) -> Iterator[_Group]:
-    """Groups of segments that have queries and keys, one query group after the other.
+    """Groups of segments that have queries and keys, in the order of the query groups.
 
-    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on its user's others.
+    batch_invariant: a group is one segment or, without a mask, one query row: a candidate's result must not depend on the user's other
+    candidates.
     """
     mask = None if params.mask is None else AttentionMask.from_params(MaskParams(*params.mask), params.num_targets)
     q_shared, batch_invariant = params.q_shared, params.batch_invariant
@@ -127,7 +133,7 @@ def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: Atten
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
-    """`[segments, heads, length, dim]` of `[rows, heads, dim]`."""
+    """The rows of x `[rows, heads, dim]` as a block `[segments, heads, length, dim]`."""
     return rows.take(x).transpose(1, 2)
 
 
@@ -137,7 +143,7 @@ def _put(x: Tensor, rows: Rows, block: Tensor) -> None:
 
 
 def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
-    """fp32 or fp64; for the fused kernels one head dim (zeros change neither scores nor results) and last stride 1."""
+    """The tensors in fp32 or fp64. torch's fused attention needs equal head dims and a last stride of 1, so softmax pads with zeros."""
     width = max(x.shape[-1] for x in tensors)
     for x in tensors:
         x = x.to(compute_dtype(x))
@@ -148,13 +154,13 @@ def _computable(activation: str, *tensors: Tensor) -> Iterator[Tensor]:
 
 
 def _as(like: Tensor, x: Tensor) -> Tensor:
-    """Undo `_computable`: the dtype and head dim of `like`."""
-    x = x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]  # a view of all would be a view to autograd too
+    """Undo `_computable`: x with the dtype and head dim of `like`."""
+    x = x if x.shape[-1] == like.shape[-1] else x[..., : like.shape[-1]]  # no slice if nothing is cut: autograd would see a view
     return x.to(like.dtype).contiguous()
 
 
 def _scaled(x: Tensor, q_offsets: Tensor, params: AttentionParams) -> Tensor:
-    """Rows of the output, or its gradient, times their segment's factor and that of all."""
+    """Rows of the output, or of its gradient, times segment_scale of their segment and output_scale."""
     if params.segment_scale is not None:
         x = x * torch.repeat_interleave(params.segment_scale.to(x.dtype), q_offsets.diff())[:, None, None]
     return x if params.output_scale == 1 else x * params.output_scale

@@ -1,6 +1,6 @@
-"""Attention of segments of equal lengths on the CPU, forward and backward: operands `[segments, heads, rows, dim]`, fp32 or fp64.
+"""Attention on the CPU for segments of equal lengths, forward and backward. Operands are `[segments, heads, rows, dim]`, fp32 or fp64.
 
-The query rows go block by block, each with the columns that any row of it sees. Scores are computed again in the backward.
+Query rows are computed in blocks. A block covers the columns that at least one of its rows sees. The backward recomputes the scores.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from ..activations import POINTWISE
 from ..masks import AttentionMask
 from .buckets import softmax_gradient
 
-ROWS = 128  # of a block: fewer see fewer columns, more take fewer passes over k and v
-MOST_SCORES = 2**21  # of the query heads of a key head, where ROWS of a very long segment would have more
+ROWS = 128  # query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
+MOST_SCORES = 2**21  # limit of a block's scores, over the query heads of one key head; long segments get fewer than ROWS rows
 
 _fused_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _fused_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def scores_at_a_time() -> int:
-    """As many as stay in the threads' caches."""
+    """The number of scores that fit the caches of torch's threads."""
     return 2**18 * torch.get_num_threads()
 
 
 def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
-    """Output, and log-sum-exp of the scores `[segments, heads, rows]`: torch's fused attention, which gives 0 to a row that sees nothing.
+    """The output, and the log-sum-exp of the scores `[segments, heads, rows]`, by torch's fused attention. A row that sees no key gets 0.
 
-    One head dim for all of q, k and v, whose last stride is 1.
+    q, k and v must have the same head dim and a last stride of 1.
     """
     if mask is None:
-        # All scores of such a row are NaN. torch's fused attention treats it as a row that sees no key and returns 0.
+        # All scores of a row that is not finite are NaN. torch's fused attention returns 0 for it, as if it saw no key.
         not_finite = ~q.isfinite().all(-1, keepdim=True)
         out, lse = _fused_attention(q, k, v, scale=scale)
         return out.masked_fill_(not_finite, math.nan), lse
@@ -44,14 +44,14 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
     fused_out, fused_lse = _fused_forward(_clear(q, bad_q), _clear(k, bad_kv), _clear(v, bad_kv), *flags)
     out, lse = unfused_forward(q, k, v, *flags, "softmax")
-    assert lse is not None  # as with every softmax
-    return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # other rows stay bitwise equal
+    assert lse is not None  # "softmax" returns it
+    return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # bits of other rows do not change
 
 
 def softmax_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v from what `softmax_forward` gave."""
+    """Gradients of q, k and v. out, lse: the results of `softmax_forward`."""
     if mask is None:
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, False, scale=scale)
     flags = mask, num_targets, scale
@@ -68,7 +68,7 @@ def softmax_backward(
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`softmax_forward` under a mask, for operands whose products are finite."""
+    """`softmax_forward` with a mask, for operands whose products are finite."""
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
@@ -79,7 +79,7 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_tar
 def _fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_backward` under a mask, for operands whose products are finite."""
+    """`softmax_backward` with a mask, for operands whose products are finite."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
@@ -93,7 +93,7 @@ def _fused_backward(
 def unfused_forward(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str
 ) -> tuple[Tensor, Tensor | None]:
-    """P v for P = act(scale · q kᵀ), 0 where hidden; with softmax also the log-sum-exp of the scores `[segments, heads, rows]`."""
+    """P v with P = act(scale · q kᵀ), 0 where hidden. With softmax also the log-sum-exp of the scores `[segments, heads, rows]`."""
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     out = queries.new_zeros(*queries.shape[:3], v.shape[3])
@@ -135,7 +135,7 @@ def unfused_backward(
 
 
 def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
-    """P, 0 where hidden. Softmax overwrites the scores there."""
+    """P, 0 where hidden. With softmax, hidden scores are overwritten in place."""
     if activation == "softmax":
         return _hide(_hide(scores, hidden, -math.inf).softmax(-1), hidden)
     return _hide(POINTWISE[activation].function(scores), hidden)
@@ -163,7 +163,7 @@ def _products_are_finite(scale: float, *operands: Tensor) -> bool:
 
 
 def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Mask of the rows of x `[..., rows, D]` that are not finite, or whose products with finite rows of `other` may not be."""
+    """Boolean `[..., rows]`: rows of x `[..., rows, D]` that are not finite, or whose products with finite rows of `other` may not be."""
     norms = torch.linalg.vector_norm(x, dim=-1)
     if other is not None:
         norms = norms * ((1 + abs(scale)) * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax()))
@@ -171,7 +171,7 @@ def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> 
 
 
 def _affected(q: Tensor, k: Tensor, bad_q: Tensor, bad_kv: Tensor, mask: AttentionMask, num_targets: int) -> tuple[Tensor, Tensor]:
-    """Masks `[segments, heads, rows]` of the queries that are bad or see a bad key, and of the keys that are seen by such a query."""
+    """Booleans `[segments, heads, rows]`: queries that are bad or see a bad key, and keys that such a query sees."""
     group = q.shape[1] // k.shape[1]
     rows_affected, keys = bad_q.clone(), bad_kv.repeat_interleave(group, 1).to(q.dtype)
     keys_affected = torch.zeros_like(keys, dtype=torch.bool)
@@ -187,9 +187,9 @@ def _clear(x: Tensor, rows: Tensor) -> Tensor:
 
 
 def _visible_product(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
-    """p `[some, M, N]` @ x `[some, N, D]`, where hidden pairs `[M, N]` add nothing: p is 0 there, but 0 · NaN and 0 · inf would be NaN.
+    """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 · NaN and 0 · inf are NaN.
 
-    The finite elements of x are multiplied first. Visible elements that are not finite then make the result +inf, -inf or NaN.
+    The finite elements of x are multiplied. Then visible elements that are not finite set the result to +inf, -inf or NaN.
     """
     not_finite = ~x.isfinite()
     terms = (~hidden).to(x.dtype) @ not_finite.to(x.dtype)
@@ -199,7 +199,7 @@ def _visible_product(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
-    """Query rows, at most `at_a_time`, and fewer where they would have more than MOST_SCORES."""
+    """Slices of the query rows: at most `at_a_time` rows, and fewer if they have more than MOST_SCORES scores."""
     num_queries = q.shape[2]
     at_a_time = max(1, min(at_a_time, MOST_SCORES * k.shape[1] // (q.shape[1] * k.shape[2])))
     for start in range(0, num_queries, at_a_time):
@@ -207,7 +207,7 @@ def _row_blocks(q: Tensor, k: Tensor, at_a_time: int) -> Iterator[slice]:
 
 
 def _blocks(q: Tensor, k: Tensor, mask: AttentionMask, num_targets: int) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Query rows, the columns that any of them sees, and a boolean `[rows, columns]` of what is hidden nevertheless."""
+    """Blocks: query rows, the range of columns that at least one of them sees, and a boolean `[rows, columns]`, True where hidden."""
     num_queries, num_keys = q.shape[2], k.shape[2]
     for rows in _row_blocks(q, k, ROWS):
         keep = mask.rule(torch.arange(rows.start, rows.stop) + (num_keys - num_queries), num_keys, num_targets)
@@ -225,7 +225,7 @@ def _unmasked_blocks(q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, None]
 
 
 def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) -> Iterator[tuple[slice, slice, slice, Tensor | None]]:
-    """The blocks, each for some of the key heads of all segments at a time."""
+    """The blocks, each for some of the (segment, key head) pairs at a time: those pairs, then the fields of a block."""
     segments, kv_heads = k.shape[:2]
     for rows, columns, hidden in _unmasked_blocks(q, k) if mask is None else _blocks(q, k, mask, num_targets):
         scores = q.shape[1] // kv_heads * (rows.stop - rows.start) * (columns.stop - columns.start)
@@ -235,7 +235,7 @@ def _pieces(q: Tensor, k: Tensor, mask: AttentionMask | None, num_targets: int) 
 
 
 def _fold(x: Tensor, k: Tensor) -> Tensor:
-    """`[segments · key heads, group, rows, dim]`: the query heads that share a key head together, so that no key is repeated."""
+    """x as `[segments · key heads, group, rows, dim]`: query heads that share a key head are together, so keys are not repeated."""
     return x.unflatten(1, (k.shape[1], -1)).flatten(0, 1)
 
 
@@ -245,12 +245,12 @@ def _unfold(x: Tensor, k: Tensor) -> Tensor:
 
 
 def _hide(x: Tensor, hidden: Tensor | None, value: float = 0.0) -> Tensor:
-    """x `[some, group · rows, columns]` with the value written where hidden, in place."""
+    """Write the value to x `[some, group · rows, columns]` where hidden, in place."""
     if hidden is not None:
         x.unflatten(1, (-1, len(hidden))).masked_fill_(hidden, value)
     return x
 
 
 def _bias(hidden: Tensor, like: Tensor) -> Tensor:
-    """What softmax adds to the scores."""
+    """The additive mask of torch's fused attention: -inf where hidden, else 0."""
     return torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))

@@ -1,4 +1,4 @@
-"""Segments of equal lengths taken together, as the blocks of batched products: what the CPU paths share. Nothing is padded."""
+"""Groups of segments with equal lengths, which batched GEMMs compute together without padding. Shared by the CPU operators."""
 
 from __future__ import annotations
 
@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 softmax_gradient = torch._softmax_backward_data  # pyright: ignore[reportPrivateImportUsage] - torch's __init__ does not declare it
-GATHERED = 2048  # elements of a scattered segment up to which gathering it costs less than a product by itself
+GATHERED = 2048  # up to this many elements, gathering a scattered segment costs less than a GEMM of its own
 
 
 class Rows(NamedTuple):
-    """Rows of segments of equal length; a slice if the segments are adjacent.
+    """Rows of segments of equal length: a slice if the segments are adjacent, otherwise row indices.
 
-    copied: rows are read from a contiguous copy, never in place. The order of a matrix multiplication's sums may depend on alignment and
-    strides.
+    copied: `take` returns a contiguous copy. Otherwise the order of sums in a GEMM could depend on alignment and strides.
     """
 
     rows: slice | Tensor
@@ -31,7 +30,7 @@ class Rows(NamedTuple):
         return cls((torch.tensor(starts)[:, None] + torch.arange(length)).flatten(), length, copied)
 
     def take(self, x: Tensor) -> Tensor:
-        """`[segments, length, ...]` of `[rows, ...]`; a view of a slice that is not copied."""
+        """The rows of x `[rows, ...]` as `[segments, length, ...]`. A view if they are a slice and not copied."""
         x = x[self.rows] if isinstance(self.rows, slice) else x.index_select(0, self.rows)
         x = x.clone(memory_format=torch.contiguous_format) if self.copied else x
         return x.view(x.shape[0] // self.length, self.length, *x.shape[1:])
@@ -46,9 +45,9 @@ class Rows(NamedTuple):
 
 
 def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Rows, ...]]:
-    """Groups of segments of equal lengths, as the rows by each of the offsets `[B + 1]`; segments with a length of 0 are left out.
+    """Groups of segments whose lengths are equal in each of the offsets `[B + 1]`. A group is one `Rows` per offsets.
 
-    batch_invariant: one segment per group.
+    Segments with a length of 0 are left out. batch_invariant: one segment per group.
     """
     starts = defaultdict(list)
     bounds = [x.tolist() for x in offsets]
@@ -63,10 +62,10 @@ def groups(*offsets: Tensor, batch_invariant: bool = False) -> Iterator[tuple[Ro
 
 
 def _adjoin(starts: tuple[int, ...], length: int) -> bool:
-    """Whether segments in ascending order lie one after the other."""
+    """Whether segments in ascending order are adjacent."""
     return starts[-1] - starts[0] == (len(starts) - 1) * length
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """fp32 for low precision, which is rounded once, at the end."""
+    """fp64 for fp64, otherwise fp32. Results are rounded to x's dtype once, at the end."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32

@@ -1,7 +1,7 @@
-"""CPU operators of `batch_invariant`, which compute one matrix or one row at a time.
+"""CPU operators for `batch_invariant`. They compute one matrix or one row at a time.
 
-torch splits a matrix multiplication or pointwise function of a whole batch into blocks by its size, and computes elements at a block's edge
-by other instructions than those inside. Computed alone, from its own memory, a matrix or row has results that do not depend on the batch.
+For a whole batch, torch splits a GEMM or a pointwise function into blocks by its size, and the elements at a block's edge take other
+instructions than those inside. A matrix or row that is copied and computed alone has results that do not depend on the batch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .buckets import compute_dtype
 
 @host_operator("jagged_modules::products_cpu")
 def products_cpu(weight: Tensor, x: Tensor) -> Tensor:
-    """weight `[M, K]` @ x[b] `[K, N]` for every b, `[B, M, N]`. Derivatives of any order."""
+    """weight `[M, K]` @ x[b] `[K, N]` for each b: `[B, M, N]`. It has derivatives of any order."""
     out = x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
     weight = weight.to(compute_dtype(weight)).contiguous()
     for matrix, result in zip(x, out):
@@ -26,7 +26,7 @@ def products_cpu(weight: Tensor, x: Tensor) -> Tensor:
 
 @host_operator("jagged_modules::pointwise_rows_cpu")
 def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
-    """A pointwise activation, by its name, of each row of x `[L, D]`; `[L, D]`."""
+    """The pointwise activation of this name, applied to each row of x `[L, D]`: `[L, D]`."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for row, result in zip(x, out):
         result.copy_(POINTWISE[activation].function(_copy(row)))
@@ -35,7 +35,7 @@ def pointwise_rows_cpu(x: Tensor, activation: str) -> Tensor:
 
 @host_operator("jagged_modules::pointwise_rows_backward_cpu")
 def pointwise_rows_backward_cpu(grad: Tensor, x: Tensor, activation: str) -> Tensor:
-    """Gradient `[L, D]` of x `[L, D]`, for the gradient `[L, D]` of the result."""
+    """The gradient of x `[L, D]`, given the gradient `[L, D]` of the result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     for row_grad, row, result in zip(grad, x, out):
         result.copy_(POINTWISE[activation].backward(_copy(row_grad), _copy(row)))
@@ -63,7 +63,7 @@ def _(grad, x, activation):
 
 
 def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
-    """Σ_b do[b] `[M, N]` @ x[b]ᵀ `[N, K]` as one product, `[M, K]`."""
+    """Σ_b do[b] `[M, N]` @ x[b]ᵀ `[N, K]` as one GEMM: `[M, K]`."""
     return torch.tensordot(do, x, dims=([0, 2], [0, 2]))  # pyright: ignore[reportArgumentType] - torch hides its overloads from checkers
 
 
@@ -72,7 +72,7 @@ def _setup_products(ctx, inputs, output):
 
 
 def _products_backward(ctx, do):
-    """dW is a sum over the batch, so it cannot be batch-invariant."""
+    """dW is a sum over the batch, so it is computed as one GEMM: it cannot be batch-invariant."""
     weight, x = ctx.saved_tensors
     wants_weight, wants_x = ctx.needs_input_grad
     return weight_gradient(do, x) if wants_weight else None, products_cpu(weight.mT, do) if wants_x else None

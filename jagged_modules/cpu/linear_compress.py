@@ -1,4 +1,4 @@
-"""Linear compression by linearity, in plain torch: a product per level, gathered and added. The CPU path."""
+"""Linear compression in plain torch, as one GEMM per level whose results are gathered and added. The CPU path."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .invariant import products_cpu, weight_gradient
 def linear_compress_decomposed(
     weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor], align: int = 1, batch_invariant: bool = False
 ) -> Tensor:
-    """Σ_l (W_l @ E_l)[index_l]; see `functional.linear_compress` for shapes. K is padded with zeros to a multiple of `align`.
+    """Σ_l (W_l @ E_l)[index_l]. See `functional.linear_compress` for shapes. K is padded with zeros to a multiple of `align`.
 
-    batch_invariant: products are computed one by one, on the host.
+    batch_invariant: the matrices of a level are multiplied one by one.
     """
     product = products_cpu if batch_invariant else _SharedProduct.apply
     *shared, out = (product(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
@@ -31,7 +31,7 @@ def _pad(weight: Tensor, embedding: Tensor, align: int) -> tuple[Tensor, Tensor]
 
 
 class _SharedProduct(torch.autograd.Function):
-    """W @ E[b] for every b. Autograd would take dW as `[B, M, K]` products and sum them; here it is one product over b and n."""
+    """W @ E[b] for each b. Autograd would compute dW as B matrices `[M, K]` and sum them; this class computes it as one GEMM."""
 
     @staticmethod
     def forward(ctx, weight: Tensor, embedding: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The CPU path of the jagged products and softmaxes: blocks of segments of equal lengths, each other's gradients.
+"""The CPU path of the jagged matrix multiplications and softmaxes. Segments with equal lengths are computed together, without padding.
 
-Everything is said of a flat buffer p in which segment b is a matrix `[N_b, M_b]`, row by row: the scores of N_b rows of x with M_b
-rows of y. A jagged tensor `[L, D]`, flattened, is such a buffer too, of N_b rows and D columns.
-batch_invariant: segments are computed one by one.
+All operators work on a flat buffer p. In it, segment b is a row-major matrix `[N_b, M_b]`: the scores of N_b rows of x with M_b rows of
+y. A flattened jagged tensor `[L, D]` is such a buffer too, with matrices of N_b rows and D columns. The gradients of the two matrix
+multiplications are again these operators. batch_invariant: segments are computed one by one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .buckets import Rows, compute_dtype, groups, softmax_gradient
 def outer_cpu(
     x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int, batch_invariant: bool = False
 ) -> Tensor:
-    """p[b] = x[b] @ y[b]ᵀ, `[total]`."""
+    """p[b] = x[b] @ y[b]ᵀ: `[total]`."""
     p = x.new_zeros(total)
     for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
         scores.put(p, torch.bmm(_take(x, rows), _take(y, columns).mT))
@@ -32,7 +32,7 @@ def product_cpu(
     p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool,
     batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
-    """out[b] = p[b] @ y[b], over x's rows; if transposed p[b]ᵀ @ y[b], over y's rows, of a y over x's rows: `[out_rows, D]`."""
+    """out[b] = p[b] @ y[b]: `[out_rows, D]`. If transposed, out[b] = p[b]ᵀ @ y[b], where y has the rows of x."""
     out = y.new_zeros(out_rows, y.shape[1])
     for rows, columns, scores in groups(x_offsets, y_offsets, p_offsets, batch_invariant=batch_invariant):
         block = _take(p, scores).view(-1, rows.length, columns.length)
@@ -45,7 +45,7 @@ def product_cpu(
 
 @host_operator("jagged_modules::softmax_cpu")
 def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False) -> Tensor:
-    """Softmax of each row of p[b], or of each column."""
+    """Softmax of each row of p[b], or of each column if `columns`: `[total]`."""
     out = p.new_zeros(p.shape)
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
         scores.put(out, _take(p, scores).view(-1, *shape).softmax(1 if columns else 2))
@@ -56,7 +56,7 @@ def softmax_cpu(p: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tens
 def softmax_backward_cpu(
     grad: Tensor, out: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, columns: bool, batch_invariant: bool = False
 ) -> Tensor:
-    """dp = out ∘ (grad − Σ out ∘ grad), sums over a row, or a column."""
+    """dp = out ∘ (grad − Σ out ∘ grad), where Σ is over a row, or over a column if `columns`."""
     dp = out.new_zeros(out.shape)
     for scores, shape in _matrices(x_offsets, y_offsets, p_offsets, batch_invariant):
         block, block_grad = (_take(x, scores).view(-1, *shape) for x in (out, grad))
@@ -115,7 +115,7 @@ def _setup_product(ctx, inputs, output):
 
 
 def _product_backward(ctx, do):
-    """dp[b] = do[b] @ y[b]ᵀ, or y[b] @ do[b]ᵀ of the transposed;  dy[b] is the product with p[b] the other way round."""
+    """dp[b] = do[b] @ y[b]ᵀ and dy[b] = p[b]ᵀ @ do[b]. If transposed, dp[b] = y[b] @ do[b]ᵀ and dy[b] = p[b] @ do[b]."""
     p, y, *offsets = ctx.saved_tensors
     wants_p, wants_y, *_ = ctx.needs_input_grad
     pair = (y, do) if ctx.transposed else (do, y)

@@ -1,4 +1,4 @@
-"""The operators as functions: check the arguments, choose the implementation by device, call it."""
+"""The operators as functions of plain tensors. Each checks its arguments, selects an implementation by device, and calls it."""
 
 import torch
 
@@ -38,6 +38,6 @@ __all__ = [
     "self_target_attention",
     "target_attention",
 ]
-__doc__ = f"{__doc__}\n\nDtypes that they take:\n\n{dtype_table()}\n"
+__doc__ = f"{__doc__}\n\nSupported dtypes:\n\n{dtype_table()}\n"
 for _name in __all__[1:]:
-    torch.fx.wrap(_name)  # by name: those defined elsewhere are called through this module, too
+    torch.fx.wrap(_name)  # by name, because callers may call functions of other modules through this one

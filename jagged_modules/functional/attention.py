@@ -1,4 +1,4 @@
-"""Attention over jagged queries and keys."""
+"""Attention of jagged queries to jagged keys and values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from .segment_scale import expand_to_rows
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 MAX_HEAD_DIM = 256
-BLOCKS = (16, 32, 64, 128)  # of rows, that kernels have tiles for
+BLOCKS = (16, 32, 64, 128)  # block sizes, in rows, that the kernels have tiles for
 TILES = (*BLOCKS, 192)
 
 
@@ -57,37 +57,39 @@ def jagged_attention(
 ) -> Tensor:
     """Attention within the segments of jagged tensors: activation(scale · q kᵀ) · output_scale · v for every segment and head.
 
-    Gradients flow to q, k, v and a tensor output_scale. A query row that sees no key gives 0. Nothing is padded; an operand "shared" by
-    all segments is not replicated; key blocks that the mask hides from a whole tile of queries are not visited.
+    Gradients flow to q, k, v and a tensor output_scale. The result of a query row that sees no key is 0. Nothing is padded, and an operand
+    that all segments share is not replicated. Blocks of keys that the mask hides from a whole tile of queries are skipped.
 
     Args:
         q: `[Lq, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
-        k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
-            D and Dv: 1 to 256.
-        q_offsets: `[B + 1]` int32 or int64, or "shared": every segment takes all rows of q `[S, H, D]`; or `[n · B + 1]`, n query groups
-            of B segments: segments b, B + b, 2B + b, ... of q all read keys and values of segment b, which stay one copy.
-        kv_offsets: `[B + 1]`, None for self-attention (q_offsets), or "shared": every segment takes all rows of k and v.
-            Offsets may be host tensors.
-        max_seqlen_q, max_seqlen_kv: the longest segments. Host offsets are checked against them; they never truncate.
-        activation: "softmax", or a function of each score by itself: "identity", "relu", "relu_squared", "leaky_relu" (0.01), "silu",
+        k: `[Lk, Hkv, D]`, v: `[Lk, Hkv, Dv]`, same dtype as q. H is a multiple of Hkv; query head h reads key head h // (H / Hkv).
+            D and Dv are 1 to 256.
+        q_offsets: int32 or int64, on q's device or the host. One of: `[B + 1]`; "shared": all segments use all rows of q `[S, H, D]`;
+            `[n · B + 1]`: n query groups of B segments. Segments b, B + b, 2B + b, ... of q then read the keys and values of segment b,
+            which are not copied.
+        kv_offsets: the same for k and v. One of: `[B + 1]`; None: q_offsets (self-attention); "shared": all segments use all rows of k
+            and v.
+        max_seqlen_q, max_seqlen_kv: lengths of the longest segments, in rows. Host offsets are checked against them; nothing is truncated.
+        activation: "softmax", or a pointwise function of each score: "identity", "relu", "relu_squared", "leaky_relu" (slope 0.01), "silu",
             "gelu", "gelu_tanh", "gelu_taylor" (within 4e-3 of GELU, no special-function unit), "hardswish", "sigmoid".
-        scale: factor of q kᵀ before the activation; 1/sqrt(D) by default.
-        output_scale: factor after the activation, a number or a tensor, one for each segment of q; 1 with softmax. HSTU's 1/N is one.
-            With a tensor, fp16 operands are computed in fp32 where segments share keys. torch.compile recompiles for another number, but
-            not for other values of a tensor.
-        mask: what each query row sees; everything if None. Not with shared keys or several query groups.
-        schedule: tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. None: built from the offsets, on the
-            device without a sync if they are there. Triton only; the other implementations need none.
-        implementation: "auto" (kernels on CUDA, segments of equal lengths together on the CPU), "reference", "triton", or "hopper": those
-            that need compute capability 9.0, 16 bits, D and Dv multiples of 8, both 40 to 64 or both 72 to 128, and rows that begin at
-            16-byte boundaries. "auto" takes them where they are faster: not for very short segments, "gelu_taylor", or "gelu" with D to 64.
+        scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
+        output_scale: factor after the activation, for example HSTU's 1/N: a number, or a tensor with one number for each segment of q. Must
+            be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. torch.compile recompiles for
+            another number, but not for other values of a tensor.
+        mask: which keys each query row sees; all if None. Must be None with shared keys or several query groups.
+        schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. If None, it is built from the offsets,
+            without a sync if they are on the device. Only the kernels use it.
+        implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability 9.0, a 16-bit dtype, D and Dv that are
+            multiples of 8, both in 40 to 64 or both in 72 to 128, and rows that start at 16-byte boundaries. "auto" on CUDA uses the
+            Hopper kernels if they support the inputs and are faster, otherwise the Triton kernels. They are not faster for very short
+            segments, for "gelu_taylor", and for "gelu" with D up to 64. "auto" on the CPU batches segments of equal lengths.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets, names or a schedule that do
-        not fit together. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); the reference has both.
+        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an
+        unknown name. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both.
     """
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
@@ -119,10 +121,10 @@ def jagged_attention(
     row_scale = None
     if isinstance(output_scale, Tensor) and (kv_shared or (groups > 1 or output_scale.requires_grad) and implementation != "reference"):
         rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        alike = 1 if kv_shared else q_offsets.shape[0] - 1 if groups > 1 else None  # where a tile of keys meets queries of several segments
+        alike = 1 if kv_shared else q_offsets.shape[0] - 1 if groups > 1 else None  # not None: a key tile has queries of several segments
         output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
         output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
-        if dtype == torch.float16 and alike is not None:  # results before their segment's scale may overflow fp16
+        if dtype == torch.float16 and alike is not None:  # before its segment's scale is applied, a result may overflow fp16
             if implementation == "hopper":
                 raise ValueError(
                     "implementation 'hopper' takes no tensor output_scale in fp16 where segments share keys: use bf16, a number, or 'auto'"
@@ -130,7 +132,7 @@ def jagged_attention(
             q, k, v, schedule = *(x.float() for x in (q, k, v)), None
         row_scale = expand_to_rows(row_scale, q_offsets.to(q.device, non_blocking=True), rows)
     if isinstance(kv_offsets, str):
-        # No query row meets another, so keys shared by all segments make one segment of all query rows.
+        # Query rows do not interact. With keys shared by all segments, all query rows therefore form one segment.
         ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
         q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
 
@@ -159,14 +161,16 @@ def jagged_attention(
 
 
 def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool) -> tuple[Tensor, Tensor]:
-    """output_scale `[B]` as a factor for the kernels, which scale before they round, times the rest, at least in fp32: the kernels give no
-    gradient for theirs, and take the same for all segments where there are so many `alike`: the largest finite one of the batch or,
-    batch-invariant, 1."""
+    """output_scale `[B]` as a product of two factors: one that the kernels apply before they round, and the rest, in fp32 or fp64.
+
+    The kernels compute no gradient for their factor, so it is detached. If `alike` is not None, the kernels need the same factor for all
+    segments, and it has shape `[alike]`: a power of two above the largest finite scale of the batch, or 1 if batch-invariant.
+    """
     output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
     factor = output_scale.detach()
     if alike is not None and batch_invariant:
         factor = factor.new_ones(())
-    elif alike is not None:  # a power of two is exact: no result depends on another segment's scale
+    elif alike is not None:  # scaling by a power of two is exact, so no result depends on another segment's scale
         largest = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
@@ -188,7 +192,7 @@ def _triton_attention(
 
     device, workspace = q.device, backward_workspace.current()
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-    if params.scale <= 0 and params.activation == "softmax":  # the kernels take the row maximum before scaling
+    if params.scale <= 0 and params.activation == "softmax":  # the kernels compute row maxima of unscaled scores, so scale must be > 0
         q, params = q * params.scale, params._replace(scale=1.0)
     q_offsets, kv_offsets = q_offsets.to(device, non_blocking=True), kv_offsets.to(device, non_blocking=True)
     if params.num_targets is not None:
@@ -237,25 +241,25 @@ def target_attention(
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Every candidate attends to its user's history; keys and values stay one copy per user, forward and backward.
+    """Attention of each candidate to its user's history. There is one copy of keys and values per user, forward and backward.
 
-    Softmax attention never mixes query rows, so a user's candidates, one after the other, are one long query segment. Candidates in
-    any other order are gathered by user first and their results put back: one copy of q and one of the output, none of k or v.
+    Query rows do not interact, so the candidates of a user form one long query segment. If candidates are not grouped by user, q is
+    gathered into groups first and the output is put back in order: one copy of q and one of the output, none of k or v.
 
     Args:
         q: `[num_candidates, n_q, H, D]`, n_q query rows per candidate.
-        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`.
-        candidates: which user each candidate belongs to: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order. With
-            kv_offsets="shared", which does not tell how many users there are, a CandidateIndex.
-        schedule: of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
-        mask: takes a user's query rows, candidate after candidate in the order of q, for the last rows of the history.
-        Others: as in `jagged_attention`; max_seqlen_q counts the query rows of a user.
+        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. kv_offsets: `[num_users + 1]`, or "shared".
+        candidates: the user of each candidate: a `CandidateIndex`, or `[num_candidates]` int32 or int64 in any order. Must be a
+            CandidateIndex if kv_offsets is "shared", because the number of users is then unknown.
+        schedule: the schedule of the grouped queries, from `Jagged.schedule(queries=candidates, rows_per_candidate=n_q, ...)`.
+        mask: as in `jagged_attention`. It takes the query rows of a user, in the order of q, as the last rows of the history.
+        Others: as in `jagged_attention`. max_seqlen_q is the largest number of query rows of a user.
 
     Returns:
-        `[num_candidates, n_q, H, Dv]`, in the order of q. A candidate whose user has no history gets 0.
+        `[num_candidates, n_q, H, Dv]`, in the order of q. The result of a candidate whose user has no history is 0.
 
     Raises:
-        TypeError, ValueError: as `jagged_attention`; also candidates that do not fit q or kv_offsets.
+        TypeError, ValueError, RuntimeError: as `jagged_attention`; also if candidates do not match q or kv_offsets.
     """
     for name, x, shape in (("q", q, "[num_candidates, n_q, H, D]"), ("k", k, "[L, Hkv, D]"), ("v", v, "[L, Hkv, Dv]")):
         check_tensor(name, x, shape.count(",") + 1, shape, "target_attention", implementation)
@@ -298,22 +302,25 @@ def target_attention(
 def self_target_attention(
     q_user: Tensor, q_candidates: Tensor, k: Tensor, v: Tensor, offsets: Tensor, candidate_offsets: Tensor, **options: Any
 ) -> tuple[Tensor, Tensor]:
-    """A user's own rows and the user's candidates attend to the user's history, as `jagged_attention` of two query groups does it: one
-    launch of each kernel for both, no copy of k and v, and dk and dv summed over both where they arise.
+    """Attention of users' own rows and of their candidates to the users' histories, as two query groups of one `jagged_attention`.
+
+    Each kernel is launched once for both groups. k and v are not copied, and the kernel sums dk and dv over both groups.
 
     Args:
-        q_user: `[L, H, D]`, rows segmented as those of k and v. q_candidates: `[C, H, D]`, the rows of a user's candidates one after the
-            other. Where they follow those of q_user in one buffer, as `q[:L]` and `q[L:]` do, they are read in place, else copied once.
-        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories. offsets: `[B + 1]`.
-        candidate_offsets: `[B + 1]`, of the rows of q_candidates.
-        options: those of `jagged_attention` but a mask. A tensor output_scale is `[2 · B]`, the factors of the users' own rows first; a
-            schedule is that of both groups' lengths, one after the other, against the histories'.
+        q_user: `[L, H, D]`, with the same segments as k and v.
+        q_candidates: `[C, H, D]`, grouped by user. If its rows follow those of q_user in one buffer (`q[:L]` and `q[L:]`), both are read in
+            place; otherwise they are copied once.
+        k: `[L, Hkv, D]`, v: `[L, Hkv, Dv]`: the users' histories.
+        offsets: `[B + 1]` int32 or int64: the segments of q_user, k and v.
+        candidate_offsets: `[B + 1]` int32 or int64: the segments of q_candidates.
+        options: keyword arguments of `jagged_attention` except mask. A tensor output_scale is `[2 · B]`, first the factors of q_user's
+            segments. A schedule is built for the lengths of q_user's segments followed by those of q_candidates.
 
     Returns:
         `[L, H, Dv]` and `[C, H, Dv]`, views of one tensor.
 
     Raises:
-        TypeError, ValueError: as `jagged_attention`; also rows or offsets of the two that do not fit together.
+        TypeError, ValueError, RuntimeError: as `jagged_attention`; also if q_user and q_candidates, or their offsets, do not match.
     """
     operands = dict(q_user=(q_user, "[L, H, D]"), q_candidates=(q_candidates, "[C, H, D]"), k=(k, "[L, Hkv, D]"), v=(v, "[L, Hkv, Dv]"))
     for name, (x, shape) in operands.items():
@@ -409,7 +416,7 @@ def _check_output_scale(output_scale: object, num_segments: int, device: torch.d
 
 
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
-    """ValueError unless the schedule has as many tiles as these segments need, where its values are checkable."""
+    """ValueError if the schedule's number of tiles is not that of these segments. Not checked if its values need a sync."""
     if not values_are_checkable(schedule.num_tiles):
         return
     expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads

@@ -1,4 +1,4 @@
-"""Attention within blocks of jagged sequences."""
+"""Attention within blocks of the segments of jagged tensors."""
 
 from __future__ import annotations
 
@@ -29,30 +29,30 @@ def block_diagonal_attention(
     schedule: None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Softmax attention within blocks of `block_size` rows, counted from the start of each segment; the last one may be shorter.
+    """Softmax attention within blocks of `block_size` rows. Blocks are counted from the start of each segment; the last may be shorter.
 
     Gradients flow to q, k and v.
 
     Args:
-        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64), k, v: `[L, Hkv, D]`, same dtype, D 1 to 256, even with rotary. Any row
-            and head stride: views of a packed projection are read in place. H is a multiple of Hkv.
+        q: `[L, H, D]` fp32, fp16 or bf16 (on the CPU also fp64). Any row and head stride: views of a packed projection are read in place.
+        k, v: `[L, Hkv, D]`, same dtype as q. H is a multiple of Hkv. D is 1 to 256, and even with rotary.
         offsets: `[B + 1]` int32 or int64, on q's device or the host.
-        block_size: 16, 32, 64 or 128.
-        scale: factor of q kᵀ; 1/sqrt(D) by default.
-        rotary: rotates q and k, and v where it says so; by positions within the segments, or by given ones.
-        schedule: None. The pattern follows from the offsets alone.
-        implementation: "auto" (kernels of its own on CUDA, jagged_attention with a segment for each block on the CPU), "reference",
-            "triton", or "hopper": those that need compute capability 9.0, 16 bits, D a multiple of 8 up to 128 and H = Hkv; "auto"
-            takes them there. What needs more shared memory than a multiprocessor has goes through jagged_attention on
-            CUDA too: blocks of 128 with D > 128 (fp32: > 32), fp32 blocks of 64 with D > 128. Before Hopper and on consumer GPUs: blocks
-            of 128, and D > 128 (fp32: > 64). On consumer GPUs also: fp32 with D > 32, grouped heads with D > 64.
+        block_size: rows of a block: 16, 32, 64 or 128.
+        scale: factor of q kᵀ; 1/sqrt(D) if None.
+        rotary: rotary position embeddings of q and k, and of v if rotary.rotate is "qkv". None: no rotation.
+        schedule: must be None. The tiles follow from the offsets alone.
+        implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability 9.0, a 16-bit dtype, H = Hkv, and D a
+            multiple of 8 up to 128; "auto" uses it for these inputs. On the CPU, "auto" calls `jagged_attention` with one segment for each
+            block. It does the same on CUDA if a block needs more shared memory than the GPU has: blocks of 128 with D > 128 (fp32: > 32),
+            and fp32 blocks of 64 with D > 128. Before Hopper and on consumer GPUs: also all blocks of 128, and D > 128 (fp32: > 64). On
+            consumer GPUs: also fp32 with D > 32, and grouped heads with D > 64.
 
     Returns:
         `[L, H, D]`.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, heads, offsets or positions that do not fit
-        together. RuntimeError: a second derivative; the reference has it.
+        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices, heads, offsets or positions do not match.
+        RuntimeError: a second derivative; "reference" supports it.
     """
     for name, x in (("q", q), ("k", k), ("v", v)):
         check_tensor(name, x, 3, "[L, H, D]", "block_diagonal_attention", implementation)
@@ -65,7 +65,7 @@ def block_diagonal_attention(
 def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, block_size: int, scale: float, rotary: Rotary | None, implementation: str
 ) -> Tensor:
-    """`block_diagonal_attention` of checked arguments."""
+    """`block_diagonal_attention` without checks."""
     if _block_attention_by_kernels(q, k, block_size, implementation):
         from jagged_kernels.block_attention.op import triton_block_attention
 
@@ -75,7 +75,7 @@ def _block_attention(
 
     dtype = q.dtype
     if rotary is not None:
-        if implementation == "reference" or not q.is_cuda:  # rotated in fp32, and rounded once, as the kernels do
+        if implementation == "reference" or not q.is_cuda:  # rotate in fp32 and round once, as the kernels do
             q, k, v = (x.to(torch.promote_types(dtype, torch.float32)) for x in (q, k, v))
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
         cos, sin = (x.to(q.device)[positions] for x in (rotary.cos, rotary.sin))
@@ -88,9 +88,17 @@ def _block_attention(
 def block_diagonal_attention_packed(
     qkv: Tensor, offsets: Tensor, *, block_size: int = 64, rotary: Rotary | None = None, implementation: str = "auto"
 ) -> Tensor:
-    """`block_diagonal_attention` of q, k and v packed as `[L, 3, H, D]`, whose gradient the kernels write in place of copies of three.
+    """`block_diagonal_attention` of q, k and v packed in one tensor. The kernels write one packed gradient.
 
-    The other arguments, the result `[L, H, D]` and what is raised are those of `block_diagonal_attention`; scale is 1/sqrt(D).
+    Args:
+        qkv: `[L, 3, H, D]`; dtypes, strides and D as for q.
+        Others: as in `block_diagonal_attention`, with scale 1/sqrt(D).
+
+    Returns:
+        `[L, H, D]`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `block_diagonal_attention`.
     """
     check_tensor("qkv", qkv, 4, "[L, 3, H, D]", "block_diagonal_attention_packed", implementation)
     if qkv.shape[1] != 3:
@@ -109,7 +117,7 @@ def block_diagonal_attention_packed(
 
 
 def _block_attention_by_kernels(q: Tensor, k: Tensor, block_size: int, implementation: str) -> bool:
-    """Whether block attention has kernels for such tensors, and they are asked for."""
+    """Whether block attention runs its own kernels for these tensors, instead of `jagged_attention` with a segment for each block."""
     if not uses_kernels(q.device, implementation):
         return False
 
@@ -123,7 +131,7 @@ def _check_block_attention(
     q: Tensor, k: Tensor, v: Tensor, name: str, offsets: Tensor, block_size: int, scale: float | None, rotary: Rotary | None,
     schedule: None, implementation: str,
 ) -> None:  # fmt: skip
-    """Check everything but kind and shape of the tensors; errors call q `name`."""
+    """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`."""
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, f"{name}'s")
     check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)

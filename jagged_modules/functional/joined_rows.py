@@ -1,4 +1,4 @@
-"""Two tensors of rows as one, without a copy where they are parts of one buffer."""
+"""Concatenation of two tensors along their rows, without a copy if they are adjacent in one buffer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..validation import transforms_are_active
 
 
 def joined_rows(x: Tensor, y: Tensor) -> Tensor:
-    """The rows of x `[N, ...]`, then those of y `[M, ...]`; a view where those of y follow those of x in memory."""
+    """The rows of x `[N, ...]` followed by those of y `[M, ...]`. A view if y follows x in memory, otherwise a copy."""
     if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
         return torch.cat([x, y])
     return _JoinedRows.apply(x, y)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - unannotated in torch
@@ -25,7 +25,7 @@ def _adjoin(x: Tensor, y: Tensor) -> bool:
 
 
 class _JoinedRows(torch.autograd.Function):
-    """Of a view beyond x, torch's as_strided would give x its part of the gradient alone, and y none."""
+    """A view over x and y. Needed because the gradient of torch's x.as_strided flows to x only, not to y."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:

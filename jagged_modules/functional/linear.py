@@ -1,4 +1,4 @@
-"""Linear layers of jagged rows: one weight for all rows, or one for each segment."""
+"""Linear layers on jagged rows, with one weight for all rows or one for each segment."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ def jagged_linear(
     max_seqlen: int | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """activation(x Wᵀ + b) with weights for all rows, or activation(x[b] @ W[b] + bias[b]) with weights for each segment.
+    """activation(x Wᵀ + bias) with one weight for all rows, or activation(x[b] @ W[b] + bias[b]) with one weight per segment.
 
-    One weight for all rows is torch's own matrix multiplication. Under `batch_invariant` it is computed as one segment, because the
-    algorithm that torch chooses depends on the number of rows. Weights for each segment are
-    `jagged_dense_bmm` with bias and activation in the same kernel, rounded once.
+    One weight for all rows uses torch's matrix multiplication. The algorithm that torch selects depends on the number of rows, so under
+    `batch_invariant` this package computes it, as one segment. A weight per segment uses `jagged_dense_bmm` with bias and activation in the
+    same kernel, rounded once.
 
     Args:
-        x: `[L, D]`, dtypes as in `jagged_dense_bmm`.
-        weight: `[T, D]`, as nn.Linear has it, or `[B, D, T]`. bias: `[T]`, or `[B, T]`, or None.
-        offsets: `[B + 1]`; weights for all rows do without.
-        activation: None, or a function of each result by itself, one of those of `jagged_attention` other than softmax.
-        max_seqlen: as in `jagged_dense_bmm`; with weights for each segment.
-        implementation: as in `jagged_dense_bmm`, for weights for each segment or under `batch_invariant`; otherwise ignored.
+        x: `[L, D]`, dtypes as in `jagged_dense_bmm` (one weight: fp64 on CUDA too).
+        weight: `[T, D]`, as in nn.Linear, or `[B, D, T]`, same dtype. bias: `[T]`, or `[B, T]`, or None.
+        offsets: `[B + 1]` int32 or int64. Optional with one weight for all rows.
+        activation: None, or a pointwise activation of `jagged_attention` (any but softmax).
+        max_seqlen: as in `jagged_dense_bmm`; used with a weight per segment only.
+        implementation: as in `jagged_dense_bmm`. With one weight it is ignored unless `batch_invariant` is on.
 
     Returns:
         `[L, T]`.
 
     Raises:
-        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also offsets that are missing.
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if offsets are missing with a weight per segment.
     """
     if activation is not None and activation not in tuple(POINTWISE):
         raise ValueError(f"activation must be None or one of {tuple(POINTWISE)}, got {activation!r}")
@@ -80,7 +80,7 @@ def jagged_linear(
 
         return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight, bias, activation, max_seqlen, batch_invariant)
     dtype = x.dtype
-    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # so that the sum with the bias is rounded once
+    x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))  # the sum with the bias is rounded once, at the end
     if implementation == "reference":
         out = jagged_dense_bmm_reference(x, weight, offsets)
     else:
@@ -93,7 +93,7 @@ def jagged_linear(
 
 
 def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, implementation: str) -> Tensor:
-    """activation(x Wᵀ + b), weight `[T, D]`; no row of the result depends on the other rows of x."""
+    """activation(x Wᵀ + bias), weight `[T, D]`. A row of the result has the same bits whatever the other rows of x."""
     if runs_kernels(implementation, x):
         from jagged_kernels.matmul.op import triton_jagged_dense_bmm
 

@@ -1,4 +1,4 @@
-"""Linear compression of embeddings at several levels."""
+"""Linear compression of embeddings on one or several levels (users, candidates)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton
 
 
 class LevelNames(NamedTuple):
-    """The names of `linear_compress`'s arguments in its errors, one per level."""
+    """The names of the arguments of `linear_compress` in error messages, one per level."""
 
     weights: list[str]
     embeddings: list[str]
@@ -33,34 +33,37 @@ def linear_compress(
     implementation: str = "auto",
     names: dict[str, list[str]] | None = None,
 ) -> Tensor:
-    """Linear compression of embeddings that belong to the candidates and to what many candidates share (users, vendors).
+    """Linear compression of the embeddings of candidates and of entities that many candidates share (users, vendors).
 
         out[b] = W @ E[b]                                                        one level
         out[b] = W_user @ E_user[user_of[b]] + W_cand @ E_cand[b]                users and candidates
         out[b] = Σ_l W_l @ E_l[index_l[b]]                                       any number of levels, the candidates last
 
-    Each level is multiplied at its own batch size and added where a candidate asks for it: no embedding is replicated, forward or
-    backward. Gradients flow to every weight and embedding; those of a shared level are summed over its candidates first.
+    One GEMM per level has that level's own batch size, and its result is added to those of the candidates. No embedding is replicated,
+    forward or backward. Gradients flow to all weights and embeddings; those of a shared level are summed over its candidates first.
 
     Args:
         weights: W `[M, K]`, or one `[M, K_l]` per level, coarsest first. fp32, fp16 or bf16, on the CPU also fp64. Rows that start at
-            16-byte boundaries load fastest; others are copied to such rows.
+            16-byte boundaries load fastest; other weights are copied to such rows.
         embeddings: E `[B, K, N]`, or one `[B_l, K_l, N]` per level, the candidates' last.
-        indices: for every level but the last, the row of it that each of the last level's B rows takes: `[B]` int32 or int64 in any
-            order, or a `CandidateIndex`. None with one level. Rows that none asks for are legal.
-        implementation: "reference" (every level replicated, one product), "decomposed" (a product per level, then gathered and
-            added), "padded" (so with each K padded to a multiple of 8), "triton" (the other levels are added, in fp32 and
-            with one rounding, while the candidates' product is in registers), "hopper" (the same on compute capability 9.0, all
-            in one launch for up to two levels: 16 bits, N a multiple of 8, embeddings whose rows start at 16-byte boundaries), or
-            "auto": hopper where it takes the operands and N > 64, else triton on CUDA, decomposed elsewhere.
-        names: other names of the arguments for error messages: {"weights", "embeddings" or "indices": one name per level}.
+        indices: for each level but the last, the row of that level for each of the B candidates: `[B]` int32 or int64 in any order, or
+            a `CandidateIndex`. None with one level. A row may have no candidates.
+        implementation: one of
+            "reference": replicates all levels and computes one GEMM;
+            "decomposed": one GEMM per level in torch, then gather and add;
+            "padded": "decomposed" with each K padded to a multiple of 8;
+            "triton": Triton. Adds the other levels to the accumulator of the candidates' GEMM, in fp32, and rounds once;
+            "hopper": the same for compute capability 9.0, in one launch for up to two levels. Needs a 16-bit dtype, N a multiple of 8, and
+            embeddings whose rows start at 16-byte boundaries;
+            "auto": on CUDA "hopper" if it supports the operands and N > 64, else "triton"; on other devices "decomposed".
+        names: names of the arguments in error messages, one per level: a dict with any of the keys "weights", "embeddings", "indices".
 
     Returns:
         `[B, M, N]`.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices or indices that do not fit together.
-        RuntimeError: a second derivative of the triton and hopper implementations; the others have it.
+        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices or indices do not match.
+        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it.
     """
     indices = [] if indices is None else indices
     given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))
@@ -89,10 +92,10 @@ def _levels(x: Any) -> list[Any]:
 
 
 def _level_names(name: str, x: Any) -> list[str]:
-    """What the caller writes for each level; TypeError unless x is one level or a sequence of them."""
+    """The caller's name of each level: `name` or `name[level]`. TypeError unless x is one level or a sequence of levels."""
     if isinstance(x, (Tensor, CandidateIndex)):
         return [name]
-    if isinstance(x, str) or not hasattr(x, "__len__") or hasattr(x, "dtype"):  # the last: an array, which is no sequence of tensors
+    if isinstance(x, str) or not hasattr(x, "__len__") or hasattr(x, "dtype"):  # an object with a dtype is an array, not a sequence
         raise TypeError(f"{name} must be a tensor or a sequence of them, got {type(x).__name__}")
     return [f"{name}[{level}]" for level in range(len(x))]
 
@@ -105,10 +108,13 @@ def _check_linear_compress(
     weight_names: list[str],
     names: LevelNames,
 ) -> None:
-    """weight_names: what errors of a weight itself call it, also where others call it by names.weights."""
+    """Raise unless all arguments match.
+
+    Errors about a weight call it weight_names[level]. Errors that compare another argument with it call it names.weights[level].
+    """
     if not len(weights) == len(embeddings) == len(indices) + 1:
         sizes = f"{len(weights)} weights, {len(embeddings)} embeddings and {len(indices)} indices"
-        raise ValueError(f"weights and embeddings must be one per level, and indices one less, got {sizes}")
+        raise ValueError(f"weights and embeddings must have one entry per level, and indices one less, got {sizes}")
     for name, weight in zip(weight_names, weights):
         check_tensor(name, weight, 2, "[M, K]", "linear_compress", implementation)
         _check_alike(name, weight, weight_names[0], weights[0])
@@ -138,7 +144,7 @@ def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
 
 
 def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:
-    """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of the shared ones."""
+    """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of a shared level's embeddings."""
     rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):
         index.check(rows, size, names=(f"{candidates_name} has", f"{shared_name} has"), name=name)

@@ -16,23 +16,23 @@ from .score_plan import ScorePlan, check_plan_rows, plan_offsets
 
 
 def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
-    """out[b] = x[b] @ y[b]: the rows of each segment times its own matrix.
+    """out[b] = x[b] @ y[b]: the rows of each segment times the segment's matrix.
 
-    Gradients of any order flow to x and y. Low precision is accumulated in fp32 and rounded once.
+    Gradients of any order flow to x and y. fp16 and bf16 are accumulated in fp32 and rounded once.
 
     Args:
         x: `[L, D]` fp32, fp16 or bf16 (on the CPU also fp64). y: `[B, D, T]`, same dtype, any strides.
         offsets: `[B + 1]` int32 or int64, on x's device or the host.
-        max_seqlen: rows of the longest segment, if the host knows. On CUDA, segments of up to 512 rows then need one launch less. A
-            longer segment is an error where the host has the offsets; elsewhere it is computed correctly, only slower.
-        implementation: "auto" (triton on CUDA, segments of equal lengths together on the CPU), "reference" or "triton".
+        max_seqlen: rows of the longest segment, if the host knows it. On CUDA, a value of at most 512 saves one launch. A longer segment is
+            an error if the offsets are on the host; otherwise its result is correct but slower.
+        implementation: "auto" (Triton on CUDA, batched GEMMs over segments of equal lengths on the CPU), "reference" or "triton".
 
     Returns:
         `[L, T]`.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes, dtypes, devices, offsets or names that do not fit together.
-        RuntimeError: a torch.func transform (vmap, grad, jvp); the reference has them.
+        TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices or offsets do not match; an unknown implementation.
+        RuntimeError: a torch.func transform (vmap, grad, jvp); "reference" supports them.
     """
     x, y = checked_operands("jagged_dense_bmm", implementation, x=(x, "[L, D]"), y=(y, "[B, D, T]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
@@ -48,12 +48,13 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
 
 
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
-    """out[b] = x[b]ᵀ @ y[b]: one matrix for each segment, 0 for an empty one.
+    """out[b] = x[b]ᵀ @ y[b]: one matrix per segment; it is 0 for an empty segment.
 
-    Gradients, precision, offsets, max_seqlen, implementation and errors as in `jagged_dense_bmm`.
+    Gradients, precision, max_seqlen, implementation and errors are as in `jagged_dense_bmm`.
 
     Args:
         x: `[L, D]`, y: `[L, T]`, same dtype.
+        offsets: `[B + 1]` int32 or int64, on x's device or the host.
 
     Returns:
         `[B, D, T]`.
@@ -75,16 +76,17 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
 
 
 def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, implementation: str = "auto") -> Tensor:
-    """p[b] = x[b] @ y[b]ᵀ: the scores of every row of x with every row of y in its segment, in one flat buffer.
+    """p[b] = x[b] @ y[b]ᵀ: the scores of each row of x with each row of y in the same segment, in one flat buffer.
 
-    Gradients, precision, implementation and errors as in `jagged_dense_bmm`.
+    Gradients, precision, implementation and errors are as in `jagged_dense_bmm`.
 
     Args:
-        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. plan: of their offsets. The very same tensor twice, with a plan of x alone, takes
-            about half the time with its gradient.
+        x: `[Lx, D]`, y: `[Ly, D]`, same dtype. If y is the same tensor object as x, and the plan is of x alone, forward and backward take
+            about half the time.
+        plan: the plan of x's and y's offsets.
 
     Returns:
-        `[Σ N_b · M_b]`, p[b] row by row.
+        `[Σ N_b · M_b]`: p[b] `[N_b, M_b]` of all segments, each in row-major order.
     """
     itself = y is x
     x, y = checked_operands("jagged_jagged_bmm_jagged_out", implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
@@ -106,13 +108,15 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
 
 
 def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto") -> Tensor:
-    """out[b] = p[b] @ y[b]: rows of y weighted by the scores of its segment; transposed, p[b]ᵀ @ y[b] for a y over x's rows.
+    """out[b] = p[b] @ y[b]: sums of y's rows, weighted by the scores of the segment. If transposed, out[b] = p[b]ᵀ @ y[b].
 
-    Gradients, precision, implementation and errors as in `jagged_dense_bmm`. A row that no scores belong to gives 0.
+    Gradients, precision, implementation and errors are as in `jagged_dense_bmm`. A row without scores has the result 0.
 
     Args:
-        p: `[Σ N_b · M_b]`, as `jagged_jagged_bmm_jagged_out` gives it. y: `[Ly, D]`, same dtype; `[Lx, D]` if transposed.
-        plan: of the offsets of x and y.
+        p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`.
+        y: `[Ly, D]`, same dtype; `[Lx, D]` if transposed.
+        plan: the plan of x's and y's offsets.
+        transposed: multiply by p[b]ᵀ.
 
     Returns:
         `[Lx, D]`; `[Ly, D]` if transposed.
@@ -134,5 +138,6 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
 
 
 def jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, batch_invariant: bool) -> Tensor:
+    """`jagged_dense_bmm` on the CPU, without checks."""
     matrices = matrix_offsets(offsets, x.shape[1])
     return product_cpu(x.flatten(), y.flatten(0, 1), offsets, *matrices, x.shape[0], False, batch_invariant)

@@ -1,4 +1,4 @@
-"""What the jagged operators check alike, and whether they run kernels."""
+"""Checks that the jagged operators share, and whether they run kernels."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..validation import IMPLEMENTATIONS, check_implementation, check_tensor, re
 
 
 def checked_operands(function: str, implementation: str, cast: bool = True, /, **named: tuple[Tensor, str]) -> list[Tensor]:
-    """The function's named tensors after checks of type, dtype and shape; in autocast's dtype if `cast`."""
+    """Check type, dtype, rank and device of tensors given as name=(tensor, shape). Return them, in autocast's dtype if `cast`."""
     for name, (x, shape) in named.items():
         check_tensor(name, x, shape.count(",") + 1, shape, function, implementation)
         check_implementation(implementation, IMPLEMENTATIONS, x.device)
@@ -24,11 +24,13 @@ def checked_operands(function: str, implementation: str, cast: bool = True, /, *
 
 
 def runs_kernels(implementation: str, x: Tensor) -> bool:
+    """Whether the operator runs kernels. RuntimeError inside a torch.func transform."""
     refuse_transforms("the jagged operators do")
     return uses_kernels(x.device, implementation)
 
 
 def check_segment_matrices(name: str, x: Tensor, offsets: Tensor, width: int) -> None:
+    """ValueError unless x has one matrix `[width, T]` for each segment."""
     expected = offsets.shape[0] - 1, width
     if x.shape[:2] != expected:
         raise ValueError(f"{name} must have shape [B, D, T] with B, D = {list(expected)}, got {list(x.shape)}")

@@ -1,7 +1,7 @@
-"""Rows of jagged tensors by index arithmetic: padded and back, with a dense tensor, joined and split. Public through `functional`.
+"""Operators that move rows by index arithmetic: padding, arithmetic with a dense tensor, concatenation, splitting.
 
-Nothing loops over segments or waits for a device; gradients of any order. Arithmetic of two jagged tensors of the same segments
-is torch's own on their values.
+They do not loop over segments and do not synchronise with a device. They have gradients of any order. For arithmetic of two jagged tensors
+with the same segments, use torch on their values.
 """
 
 from __future__ import annotations
@@ -35,21 +35,23 @@ def jagged_to_padded(
     max_seqlen: int,
     padding_value: float = 0,  # an int: torch.compile makes a symbol of a float default
 ) -> Tensor:
-    """Each segment as the first rows of a dense block, padding_value after them.
+    """Pad each segment with padding_value to max_seqlen rows.
 
-    FBGEMM's operator where fbgemm_gpu has been imported (TorchRec does), for `[L, D]` values that need no gradient: its second
-    derivatives are wrong without a warning, and it has no fp64. Torch otherwise; the results are equal.
+    Runs FBGEMM's operator if fbgemm_gpu has been imported (TorchRec does this) and values are `[L, D]` and need no gradient. FBGEMM's
+    second derivatives are wrong without a warning, and it has no fp64. Otherwise runs torch. The results are equal.
 
     Args:
-        values: `[L, ...]` of any dtype.
+        values: `[L, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on the values' device or the host.
-        max_seqlen: rows N of each block. Host offsets are checked against it; of longer segments on a device N rows are taken.
+        max_seqlen: rows N of each padded segment. Host offsets are checked against it. With device offsets, a longer segment is truncated
+            to N rows.
+        padding_value: the value of the rows after a segment's end.
 
     Returns:
         `[B, N, ...]`.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: values without rows, or offsets that are none of L rows, are on another
+        TypeError: an argument has the wrong type. ValueError: values have no row dimension; offsets do not end at L, are on another
         device, or have a segment longer than max_seqlen.
     """
     _check_rows("jagged_to_padded", "values", values)
@@ -61,27 +63,27 @@ def jagged_to_padded(
     segments = offsets.shape[0] - 1
     segment, position = _positions(offsets, values.shape[0])
     places = segment * max_seqlen + position
-    places = torch.where(position < max_seqlen, places, segments * max_seqlen)  # a last row, cut off, for what is too long
+    places = torch.where(position < max_seqlen, places, segments * max_seqlen)  # truncated rows go to an extra last row, removed below
     padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
     return torch.unflatten(padded.index_copy(0, places, values)[:-1], 0, (segments, max_seqlen))
 
 
 def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
-    """The first rows of each block, as many as its segment has, one after the other.
+    """Remove the padding: concatenate the first rows of each padded segment, as many as the segment has.
 
-    Torch's gather: the backward of FBGEMM's dense_to_jagged takes several times as long on the CPU.
+    Runs torch's gather: the backward of FBGEMM's dense_to_jagged takes several times as long on the CPU.
 
     Args:
-        dense: `[B, N, ...]` of any dtype.
+        dense: `[B, N, ...]`, any dtype of the dtype table.
         offsets: `[B + 1]` int32 or int64, on dense's device or the host.
-        total: the number of rows L, offsets[-1]. Needed where only a device knows it, and under torch.compile.
+        total: the number of rows L = offsets[-1]. Required if the offsets are on a device, and under torch.compile.
 
     Returns:
-        `[L, ...]`. Rows past N, which only offsets on a device can ask for unnoticed, are 0.
+        `[L, ...]`. Rows past N are 0. Only offsets on a device can have them; host offsets raise an error.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: shapes or offsets that do not fit, a segment longer than N, or no total
-        where it is needed.
+        TypeError: an argument has the wrong type. ValueError: shapes or offsets do not match, a segment is longer than N, or total is
+        required and None.
     """
     return _padded_to_jagged("dense", dense, offsets, "total", total)
 
@@ -91,7 +93,7 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str
     if total is None:
         check_offsets("offsets", offsets)
         if not values_are_checkable(offsets):
-            raise ValueError("total must be the number of rows where offsets are on a device or in a traced graph, got None")
+            raise ValueError("total must be the number of rows if offsets are on a device or in a traced graph, got None")
         total = int(offsets[-1])
     check_size("total", total, at_least=0)
     segments, width = dense.shape[:2]
@@ -108,36 +110,38 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str
 
 
 def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Row i of segment b plus y[b, i]. The rest of y is not read.
+    """Add y[b, i] to row i of each segment b of x. Rows of y past a segment's end are not read.
 
     Args:
-        x: `[L, D]`, y: `[B, N, D]`, of the same floating dtype. offsets: `[B + 1]` of x, on its device or the host.
+        x: `[L, D]`, y: `[B, N, D]`, same floating-point dtype.
+        offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
 
     Returns:
-        `[L, D]`. Beyond y's N rows y counts as 0; host offsets that go there are an error.
+        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Host offsets raise an error instead.
 
     Raises:
-        TypeError, ValueError: as `padded_to_jagged`; also dtypes, widths or devices that differ.
+        TypeError, ValueError: as `padded_to_jagged`; also if dtypes, widths or devices differ.
     """
     return x + _dense_rows("jagged_dense_add", x, y, offsets)
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Row i of segment b times y[b, i]; all else as in `jagged_dense_add`."""
+    """Multiply row i of each segment b of x by y[b, i]. Arguments, result and errors are as in `jagged_dense_add`."""
     return x * _dense_rows("jagged_dense_mul", x, y, offsets)
 
 
 def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Joins jagged tensors along their rows: segment b of the result is segment b of the first, of the second and so on.
+    """Concatenate jagged tensors along their rows: segment b of the result is segment b of values[0], then of values[1], and so on.
 
     Args:
-        values: one `[L_k, ...]` or more, of the same dtype and the same sizes after the first. offsets: `[B + 1]` of each.
+        values: one or more tensors `[L_k, ...]` with the same dtype and row shape.
+        offsets: the offsets `[B + 1]` int32 or int64 of each of the values, on their device or the host.
 
     Returns:
         `[Σ L_k, ...]` and offsets `[B + 1]`.
 
     Raises:
-        TypeError, ValueError: no tensors, as many offsets as values are wanted, or sizes, dtypes, devices or offsets that do not fit.
+        TypeError, ValueError: there are no values, or not one offsets tensor for each; sizes, dtypes, devices or offsets do not match.
 
     Example::
 
@@ -147,7 +151,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         check_kind(name, x, (list, tuple), "a sequence of tensors")
     values, offsets = list(values), list(offsets)
     if not values or len(values) != len(offsets):
-        raise ValueError(f"values and offsets must be as many and at least one, got {len(values)} and {len(offsets)}")
+        raise ValueError(f"values and offsets must have equal lengths, at least 1, got {len(values)} and {len(offsets)}")
     for k, (x, bounds) in enumerate(zip(values, offsets)):
         _check_rows("jagged_concat", f"values[{k}]", x)
         _check_alike(f"values[{k}]", x, "values[0]", values[0])
@@ -158,7 +162,7 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
     for k, x in enumerate(values):
         rows, segment = rows_and_segments(offsets[k], x.shape[0])
         for other, bounds in enumerate(offsets):
-            if other != k:  # rows of the other tensors that come before: those of this segment too where they are earlier in the list
+            if other != k:  # rows of other tensors before this one: their earlier segments, and this segment if earlier in the list
                 rows = rows + bounds[segment + int(other < k)]
         places.append(rows)
     joined = torch.cat(values)
@@ -168,19 +172,21 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
 def jagged_split(
     x: Tensor, offsets: Tensor, first_lengths: Tensor | int, total_first: int | None = None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Splits every segment into its first rows and the rest; `jagged_concat` joins them again.
+    """Split each segment into its first rows and the rest. `jagged_concat` is the inverse.
 
     Args:
-        x: `[L, ...]`, offsets: `[B + 1]` on its device or the host.
-        first_lengths: rows that go to the first part: `[B]` int32 or int64 on x's device or the host, or an int for all segments.
-        total_first: Σ first_lengths. Needed where only a device knows it, and under torch.compile, unless first_lengths is an int.
+        x: `[L, ...]`, any dtype of the dtype table.
+        offsets: `[B + 1]` int32 or int64, on x's device or the host.
+        first_lengths: number of rows in the first part of each segment: `[B]` int32 or int64 on x's device or the host, or an int for all
+            segments.
+        total_first: Σ first_lengths. Required if first_lengths is a tensor on a device, or a tensor under torch.compile.
 
     Returns:
-        (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) of the first rows, and the same of the rest.
+        A pair (values `[Σ first_lengths, ...]`, offsets `[B + 1]`) for the first rows, and such a pair for the rest.
 
     Raises:
-        TypeError: an argument of the wrong kind. ValueError: first_lengths that are negative or more than a segment has, or another
-        shape, offsets or device that does not fit, or no total_first where it is needed.
+        TypeError: an argument has the wrong type. ValueError: first_lengths are negative or above a segment's length; shapes, offsets or
+        devices do not match; total_first is required and None.
     """
     _check_rows("jagged_split", "x", x)
     given, offsets = offsets, checked_offsets("offsets", offsets, x.shape[0], x, "x's")
@@ -211,12 +217,12 @@ def _fbgemm_is_right(values: Tensor) -> bool:
 
 
 def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) -> int:
-    """The sum of first_lengths: as given, or read where that waits for no device."""
+    """The sum of first_lengths: `total` if given, otherwise computed from values on the host. Never synchronises with a device."""
     if total is not None:
         check_size("total_first", total, at_least=0)
     if not values_are_checkable(first_lengths):
         if total is None:
-            raise ValueError("total_first must be the sum of first_lengths where they are on a device or in a traced graph, got None")
+            raise ValueError("total_first must be the sum of first_lengths if they are on a device or in a traced graph, got None")
         return total
     if values_are_checkable(offsets):
         lengths = offsets.diff().to(first_lengths.device)
@@ -231,7 +237,7 @@ def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) ->
 
 
 def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """y's rows for those of x `[L, D]`."""
+    """For each row of x `[L, D]`, the row of y with the same segment and position, `[L, D]`."""
     check_tensor("x", x, 2, "[L, D]", function)
     check_tensor("y", y, 3, "[B, N, D]", function)
     _check_alike("y", y.flatten(0, 1), "x", x)
@@ -239,7 +245,7 @@ def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """`[total]`, each row's segment, and its distance from the segment's start."""
+    """The segment of each row and the row's distance from the segment's start, both `[total]`."""
     rows, segments = rows_and_segments(offsets, total)
     return segments, rows - offsets[segments]
 
@@ -253,7 +259,7 @@ def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", di
 
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
-    """ValueError unless rows of both may stand in one tensor."""
+    """ValueError unless both have the same dtype, device and row shape."""
     kinds = {"dtype": (x.dtype, other.dtype), "device": (x.device, other.device), "row shape": (list(x.shape[1:]), list(other.shape[1:]))}
     for what, (own, expected) in kinds.items():
         if own != expected:

@@ -1,4 +1,4 @@
-"""ScorePlan: where the scores of each segment lie in one flat buffer."""
+"""ScorePlan: the layout of all segments' scores in one flat buffer."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from ..validation import check_device, check_offsets, values_are_checkable
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ScorePlan:
-    """Where the scores of each segment lie in one flat buffer: N_b · M_b of them from p_offsets[b] on, row by row.
+    """The layout of the scores of all segments in one flat buffer: segment b has N_b · M_b scores, row-major, from p_offsets[b] on.
 
-    Made once per batch on the host, by `from_offsets`; shared by all operators on these segments, forward and backward.
+    `from_offsets` builds it once per batch on the host. All operators on these segments share it, forward and backward.
 
     Attributes:
-        x_offsets, y_offsets: `[B + 1]`, N_b rows of x and M_b rows of y in segment b. p_offsets: `[B + 1]` int64.
+        x_offsets, y_offsets: `[B + 1]` int32 or int64: segment b has N_b rows of x and M_b rows of y.
+        p_offsets: `[B + 1]` int64: cumulative N_b · M_b.
         x_rows, y_rows, total: Σ N_b, Σ M_b and Σ N_b · M_b.
 
     Example::
@@ -39,19 +40,23 @@ class ScorePlan:
 
     @classmethod
     def from_offsets(cls, x_offsets: Tensor, y_offsets: Tensor | None = None) -> ScorePlan:
-        """The plan for x's and y's segments `[B + 1]` int32 or int64 on the host; of x with itself if y_offsets is None.
+        """Build the plan. Call it outside of torch.compile and pass the plan into the compiled function.
+
+        Args:
+            x_offsets, y_offsets: `[B + 1]` int32 or int64, on the host: reading sizes from a device would synchronise. If y_offsets is
+                None, the scores are of x with itself.
 
         Raises:
-            TypeError: not integer tensors. ValueError: no offsets, of different numbers of segments, or not on the host, where alone
-            sizes can be read without waiting. Inside of torch.compile too: make the plan outside and pass it in.
+            TypeError: x_offsets or y_offsets is not an integer tensor. ValueError: they are not valid offsets, have different numbers of
+            segments, are not on the host, or are traced.
         """
         y_offsets = x_offsets if y_offsets is None else y_offsets
         for name, offsets in (("x_offsets", x_offsets), ("y_offsets", y_offsets)):
             check_offsets(name, offsets)
             if offsets.device.type != "cpu":
-                raise ValueError(f"{name} must be on the host, where the plan is made before plan.to(device), got {offsets.device}")
+                raise ValueError(f"{name} must be on the host, then move the plan with plan.to(device), got {offsets.device}")
             if not values_are_checkable(offsets):
-                raise ValueError(f"{name} must have values for a plan to be made, got offsets of a graph that is being traced")
+                raise ValueError(f"{name} must have values, got traced offsets: build the plan outside of the compiled function")
         if x_offsets.shape != y_offsets.shape:
             segments = x_offsets.shape[0] - 1, y_offsets.shape[0] - 1
             raise ValueError("x_offsets and y_offsets must describe the same number of segments, got {} and {}".format(*segments))
@@ -67,7 +72,7 @@ class ScorePlan:
         return self._moved(lambda x: x.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> ScorePlan:
-        """The plan in page-locked memory. DataLoader calls it."""
+        """The plan in page-locked memory. torch's DataLoader calls this."""
         return self._moved(lambda x: x.pin_memory())
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> ScorePlan:
@@ -77,7 +82,7 @@ class ScorePlan:
 
 
 def plan_offsets(plan: ScorePlan, name: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The plan's offsets on the device of the argument x, called `name`."""
+    """The plan's offsets on x's device. Errors call x `name`."""
     check_kind("plan", plan, ScorePlan, "a ScorePlan")
     check_device("plan", plan.p_offsets, x.device, f"{name}'s")
     x_offsets, y_offsets, p_offsets = (offsets.to(x.device, non_blocking=True) for offsets in plan.offsets)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 
 def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
-    """x `[B]` repeated for the rows of each segment, `[num_rows]`; offsets `[B + 1]` on x's device.
+    """x[b] repeated for each row of segment b: `[B]` to `[num_rows]`. offsets are `[B + 1]` on x's device.
 
-    The gradient is summed in a fixed order: torch.repeat_interleave's is not deterministic on a GPU.
+    The gradient is summed in a fixed order. That of torch.repeat_interleave is not deterministic on a GPU.
     """
     if x.is_cuda and x.requires_grad and x.dtype == torch.float32:
         return _ExpandToRows.apply(x, offsets, num_rows)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - unannotated in torch

@@ -15,15 +15,17 @@ from .score_plan import ScorePlan, check_plan_rows, plan_offsets
 
 
 def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
-    """Softmax over the rows of each segment, each column by itself.
+    """Softmax over the rows of each segment, separately for each column.
 
-    First derivatives. Computed in fp32 at least; offsets, max_seqlen, implementation and errors as in `jagged_dense_bmm`.
+    It has first derivatives only, and is computed in fp32 (fp64 for fp64). max_seqlen, implementation and errors are as in
+    `jagged_dense_bmm`.
 
     Args:
-        x: `[L, H]`, one column per head, for instance.
+        x: `[L, H]`, for example one column per head; dtypes as in `jagged_dense_bmm`.
+        offsets: `[B + 1]` int32 or int64, on x's device or the host.
 
     Returns:
-        `[L, H]`; the rows of a segment add up to 1.
+        `[L, H]`; each column of a segment sums to 1.
     """
     (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
@@ -38,13 +40,14 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
 
 
 def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation: str = "auto") -> Tensor:
-    """Softmax over each row of every p[b] `[N_b, M_b]`, or over each column.
+    """Softmax over each row, or each column, of the matrices p[b] `[N_b, M_b]`.
 
-    First derivatives. Computed in fp32 at least; implementation and errors as in `jagged_dense_bmm`.
+    It has first derivatives only, and is computed in fp32 (fp64 for fp64). implementation and errors are as in `jagged_dense_bmm`.
 
     Args:
-        p: `[Σ N_b · M_b]`, as `jagged_jagged_bmm_jagged_out` gives it.
-        dim: -1, the scores of a row of x add up to 1, or -2, those of a row of y do.
+        p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`; dtypes as in `jagged_dense_bmm`.
+        plan: the plan of p.
+        dim: -1: the scores of a row of x sum to 1. -2: those of a row of y.
 
     Returns:
         `[Σ N_b · M_b]`.

@@ -1,4 +1,4 @@
-"""BlockDiagonalSelfAttention: rows attend to the rows of their own block."""
+"""BlockDiagonalSelfAttention: each row attends to the rows of its own block."""
 
 from __future__ import annotations
 
@@ -20,30 +20,30 @@ from .parameters import reset_all
 
 
 class BlockDiagonalSelfAttention(nn.Module):
-    """Multi-head softmax attention within blocks of rows, counted from the start of each segment, with rotary positions.
+    """Multi-head softmax attention within blocks of rows, with rotary positions. Blocks are counted from the start of each segment.
 
         [q | k | v] = x W + b        out = block_diagonal_attention(q, k, v) W_o + b_o
 
-    Time and memory are linear in the rows. The kernels read q, k and v in place from the packed projection, which is all that is kept for
-    their backward, rotate them on the way, and write their gradients as one tensor.
+    Time and memory are linear in the number of rows. The kernels read q, k and v in place from the packed projection, rotate them in fp32,
+    and write the gradients into one packed tensor. They save only the packed projection for the backward.
 
     Args:
         embedding_dim: width E of the rows; a multiple of num_heads, and of 2 · num_heads with rotary.
         num_heads: attention heads.
         block_size: rows of a block: 16, 32, 64 or 128. The last block of a segment may be shorter.
-        rotary: what is turned by its position in the segment: "qk", "qkv" (values too), or None.
+        rotary: what is rotated by the position in the segment: "qk" (queries and keys), "qkv" (values too), or None.
         device: device of the parameters and tables.
-        max_seqlen: the longest segment with rotary, 8192 unless given: rows of the tables of cos and sin, which are fp32 whatever the
-            layer's dtype.
+        max_seqlen: the longest segment allowed with rotary. It is the number of rows of the cos and sin tables, which are fp32 for every
+            dtype of the layer.
 
     Raises:
-        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256 or, with rotary, of odd
-        width; another block_size or rotary.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256, or odd
+        with rotary; block_size or rotary is not one of the values above.
 
     Example::
 
         attention = jm.BlockDiagonalSelfAttention(32, num_heads=4, block_size=16)
-        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # blocks of 16 and 4, of 16 and 14 rows
+        values, offsets = attention((torch.randn(50, 32), torch.tensor([0, 20, 50])))  # blocks of 16, 4; 16, 14 rows
     """
 
     def __init__(
@@ -78,16 +78,16 @@ class BlockDiagonalSelfAttention(nn.Module):
 
     @fixed_rows
     def forward(self, x: Any) -> Any:
-        """Attend.
+        """Attend within the blocks of each segment.
 
         Args:
-            x: any container of `[L, E]` values, with rotary no segment longer than max_seqlen.
+            x: any container of `[L, E]` values. With rotary, no segment may be longer than max_seqlen.
 
         Returns:
             x's kind of container, with `[L, E]` values in the dtype of the projections.
 
         Raises:
-            TypeError, ValueError: an input of another kind or shape, or with a segment that is too long.
+            TypeError, ValueError: x has another type, shape, dtype or device, or a segment that is too long.
         """
         jagged = wrap_rows("x", x, self.embedding_dim, self.qkv_proj)
         qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
@@ -103,10 +103,10 @@ class BlockDiagonalSelfAttention(nn.Module):
 
 
 class _RotaryTables(nn.Module):
-    """cos and sin `[max_seqlen, head_dim / 2]`, fp32. Only their device ever changes.
+    """The buffers cos and sin `[max_seqlen, head_dim / 2]`. They stay fp32 when the layer's dtype changes; only their device changes.
 
-    A layer built on the meta device keeps them on the host: DistributedModelParallel zeroes buffers on meta, and resets only modules that
-    own parameters. It moves host buffers to the device with the rest of the model.
+    If the layer is built on the meta device, they are on the host: DistributedModelParallel zeroes buffers on meta and resets only modules
+    that own parameters. It moves host buffers to the device with the rest of the model.
     """
 
     cos: Tensor
@@ -123,11 +123,11 @@ class _RotaryTables(nn.Module):
             self.register_buffer(name, table, persistent=False)
 
     def reset_parameters(self) -> None:
-        """Compute the tables again, for callers that replace buffers by uninitialised memory."""
+        """Recompute the tables, for callers that replaced the buffers with uninitialised memory."""
         self._make(self.cos.device)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RotaryTables:
-        device = fn(self.cos[:0]).device  # fn is used for its device only: it may also round (half) or drop the values (to_empty)
+        device = fn(self.cos[:0]).device  # only fn's device is used: fn may also round the values (half) or drop them (to_empty)
         if device.type != "meta":
             self.cos, self.sin = self.cos.to(device), self.sin.to(device)
         return self

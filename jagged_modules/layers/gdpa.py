@@ -1,4 +1,4 @@
-"""JaggedGDPA: attention with any activation, as self-attention, cross-attention, pooling by seeds, or a feed-forward of learned rows."""
+"""JaggedGDPA: attention with any activation: self-attention, cross-attention, pooling by learned queries, or a feed-forward."""
 
 from __future__ import annotations
 
@@ -22,20 +22,22 @@ from .parameters import reset_all
 
 @dataclasses.dataclass(frozen=True)
 class GDPAConfig:
-    """The rarer options of `JaggedGDPA`.
+    """The less common options of `JaggedGDPA`.
 
     Args:
         head_dim: width D of each head; embedding_dim / num_heads if None.
         num_kv_heads: heads of keys and values, a divisor of num_heads; num_heads if None.
-        qk_norm: RMSNorm, in fp32 and with learned weights, over the head dim of queries and keys.
+        qk_norm: apply RMSNorm, in fp32 and with learned weights, over the head dim of queries and keys.
         scale: factor of q kᵀ before the activation; 1/sqrt(D) if None.
-        output_scale: factor after the activation; 1 with softmax.
-        dropout: probability, on the attention's result before the output projection (weights are never materialised).
-        num_seeds: so many learned rows are the queries of every segment (pooling by multi-head attention, PMA).
-        num_weights: so many learned rows are the keys and values of every segment (a feed-forward: activation(q Kᵀ) V).
+        output_scale: factor after the activation; must be 1 with softmax.
+        dropout: dropout probability, applied to the attention's result before the output projection. Attention weights have no dropout,
+            because they are never materialised.
+        num_seeds: number of learned queries, the same for every segment (pooling by multi-head attention, PMA). 0: x gives the queries.
+        num_weights: number of learned keys and values, the same for every segment (a feed-forward: activation(q Kᵀ) V). 0: x or context
+            gives keys and values.
 
     Raises:
-        TypeError, ValueError: fields of another kind or out of range; num_seeds together with num_weights.
+        TypeError, ValueError: a field has another type or is out of range; both num_seeds and num_weights are given.
     """
 
     head_dim: int | None = None
@@ -59,15 +61,15 @@ class GDPAConfig:
         check_size("num_seeds", self.num_seeds, at_least=0)
         check_size("num_weights", self.num_weights, at_least=0)
         if self.num_seeds and self.num_weights:
-            raise ValueError(f"num_seeds and num_weights exclude one another, got {self.num_seeds} and {self.num_weights}")
+            raise ValueError(f"num_seeds and num_weights must not both be given, got {self.num_seeds} and {self.num_weights}")
 
 
 class JaggedGDPA(nn.Module):
-    """Generalised dot-product attention within each segment: any activation in place of softmax. Norms and residual are the caller's.
+    """Generalised dot-product attention within each segment: any activation may replace softmax. It adds no norm and no residual.
 
         out = W_o · activation(scale · q kᵀ) · output_scale · v        q = W_q x,  [k | v] = W_kv x or W_kv context, per head
 
-    As in "Generalized Dot-Product Attention" (Meta's PyTorch blog) with `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)`.
+    With `activation="gelu_tanh"` and `GDPAConfig(qk_norm=True)` this is "Generalized Dot-Product Attention" (PyTorch blog, Meta).
 
     | config | queries | keys and values |
     |---|---|---|
@@ -81,13 +83,14 @@ class JaggedGDPA(nn.Module):
         embedding_dim: width E of the rows, in and out.
         num_heads: query heads.
         activation: "softmax" or any other of `functional.jagged_attention`.
-        mask: which keys each row sees; everything if None. Not with learned rows, which have no position.
+        mask: which keys each row sees; all if None. Must be None with learned rows, which have no position.
         config: the other options; `GDPAConfig()` if None.
         device: device of the parameters.
 
     Raises:
-        TypeError, ValueError: arguments of another kind; sizes that do not divide or give heads wider than 256; an unknown activation;
-        softmax with an output_scale; a mask with learned rows.
+        TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim and config.head_dim is None; the head
+        dim is above 256; num_kv_heads does not divide num_heads; the activation is unknown; softmax with an output_scale; a mask with
+        learned rows.
 
     Example::
 
@@ -143,7 +146,8 @@ class JaggedGDPA(nn.Module):
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device.
 
-        Projections as nn.Linear does, norms with 1, seeds and learned keys with variance 1, the values of W learned rows with 1/W.
+        Projections are initialised as by nn.Linear and norms with 1. Seeds and learned keys have variance 1, learned values variance
+        1 / num_weights.
         """
         reset_all(self.children())
         if self.config.num_seeds:
@@ -154,19 +158,20 @@ class JaggedGDPA(nn.Module):
 
     @fixed_rows
     def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
-        """Attend.
+        """Attend within each segment.
 
         Args:
-            x: any container of `[L, E]` values.
-            context: any container of `[M, E]` values with as many segments, whose rows are the keys and values in place of x's own.
-            num_targets: `[B]` int32 or int64, how many last rows of each segment are targets; in place of the mask's.
+            x: any container of `[L, E]` values in B segments.
+            context: any container of `[M, E]` values in B segments; its rows replace those of x as keys and values.
+            num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets. Replaces the mask's.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with seeds a dense `[B, num_seeds, E]`. The dtype is the projections'.
-            A row that sees no key gets out_proj's bias.
+            x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`. The dtype is that of the
+            projections. The result of a row that sees no key is out_proj's bias.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together; context or num_targets with learned rows.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context or num_targets is given with
+            learned rows.
         """
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
@@ -214,20 +219,20 @@ class JaggedGDPA(nn.Module):
 
 
 class GDPABlock(nn.Module):
-    """x + JaggedGDPA(RMSNorm(x), context): the residual block that models stack.
+    """A residual block: x + JaggedGDPA(RMSNorm(x), context).
 
     Args:
-        As `JaggedGDPA`, except that config must have no num_seeds: pooled rows have no residual.
+        As `JaggedGDPA`, but config.num_seeds must be 0: pooled rows have no residual.
 
     Raises:
-        TypeError, ValueError: as `JaggedGDPA`; num_seeds.
+        TypeError, ValueError: as `JaggedGDPA`; config.num_seeds is not 0.
 
     Example::
 
         encoder = nn.Sequential(
-            jm.GDPABlock(32, num_heads=4),                                              # events look at one another,
-            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),        # each goes through a feed-forward,
-            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),          # and 2 seeds pool them
+            jm.GDPABlock(32, num_heads=4),                                              # self-attention,
+            jm.GDPABlock(32, num_heads=4, config=jm.GDPAConfig(num_weights=64)),        # a feed-forward on each event,
+            jm.JaggedGDPA(32, num_heads=4, config=jm.GDPAConfig(num_seeds=2)),          # and pooling by 2 learned queries
         )
         encoder((torch.randn(5, 32), torch.tensor([0, 2, 5])))                          # [2, 2, 32]
     """
@@ -252,7 +257,7 @@ class GDPABlock(nn.Module):
         reset_all(self.children())
 
     def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
-        """Update every row. Arguments, result and errors are those of `JaggedGDPA.forward`; context is not normalised."""
+        """Update all rows. Arguments, result and errors are those of `JaggedGDPA.forward`. The norm is not applied to context."""
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)
         return jagged.unwrap(jagged.values + update.values)

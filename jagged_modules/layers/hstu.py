@@ -1,4 +1,4 @@
-"""HSTU: layers of pointwise attention over events and targets, and scoring of targets against cached histories."""
+"""HSTU: layers with pointwise attention over events and targets, and scoring of targets against cached histories."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True)
 class HSTUConfig:
-    """What the layers of an HSTU share.
+    """The options that all layers of an HSTU share.
 
     Args:
         head_dim: width of q and k per head; embedding_dim / num_heads if None.
         linear_dim: width of u and v per head; embedding_dim / num_heads if None.
-        dropout: probability, on the input of the output projection.
-        scaling_seqlen: attention weights are divided by this length. If None, by the container's max_seqlen, which must be known to
-            the host then; a number of its own keeps a row's result independent of the batch it came in.
-        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size: of the causal mask, see `AttentionMask`.
+        dropout: dropout probability, applied to the input of the output projection.
+        scaling_seqlen: attention weights are divided by this length. If None, they are divided by the container's max_seqlen, which the
+            host must know. A fixed number makes a row's result independent of the rest of the batch.
+        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size: parameters of the causal mask, see `AttentionMask`.
 
     Raises:
-        TypeError, ValueError: fields of another kind, or out of range.
+        TypeError, ValueError: a field has another type or is out of range.
     """
 
     head_dim: int | None = None
@@ -55,32 +55,37 @@ class HSTUConfig:
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         check_number("dropout", self.dropout, 0, 1)
-        self.mask()  # checks its fields
+        self.mask()  # checks the mask's fields
 
     def mask(self, num_targets: Tensor | None = None) -> AttentionMask:
-        """The layers' mask, for `Jagged.prepare`."""
+        """The layers' attention mask, for example for `Jagged.prepare`.
+
+        Args:
+            num_targets: as in `AttentionMask`.
+        """
         names = ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size")
         return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
 
 
 class HSTULayer(nn.Module):
-    """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152, as Meta's generative-recommenders compute it).
+    """One layer of an HSTU (Zhai et al. 2024, arXiv:2402.17152), as implemented in Meta's generative-recommenders.
 
         [u | v | q | k] = LayerNorm(x) W + b        u = silu(u)
         a = attention of q, k and v with silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen in place of softmax, under HSTU's mask
         y = u · LayerNorm(a), in fp32
         out = x + dropout([u | a | y]) W_o
 
-    q, k and v are read in place from the packed projection.
+    The kernels read q, k and v in place from the packed projection.
 
     Args:
         embedding_dim: width E of the rows.
-        num_heads: attention heads.
+        num_heads: number H of attention heads.
         config: the other sizes, dropout and mask; `HSTUConfig()` if None.
         device: device of the parameters.
 
     Raises:
-        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim and head_dim or linear_dim is None;
+        a head is wider than 256.
 
     Example::
 
@@ -116,23 +121,25 @@ class HSTULayer(nn.Module):
         cache_rows: Tensor | slice | None = None,
         update: bool = True,
     ) -> Any:
-        """Update every row.
+        """Update all rows.
 
         Args:
-            x: any container of `[L, E]` values: each segment is context, then history, then targets.
-            num_targets: `[B]` int32 or int64, how many last rows of each segment are targets; none if None. Targets see the history
-                and no other target but the earlier ones of their group.
-            cache: this layer's keys and values of B histories, as cache_rows returned them. Every row of x is then a target of its
-                history; num_targets, if given, must be the segments' lengths.
-            cache_rows: a slice or `[n]` indices of rows of x whose keys and values are returned too.
-            update: False: the rows are not updated, and the result has None in place of the container. Enough for the last layer when
+            x: any container of `[L, E]` values in B segments. The rows of a segment are context, then history, then targets.
+            num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets; 0 if None. A target sees the
+                history, itself and the earlier targets of its group, and no other target.
+            cache: keys and values `[M, H, head_dim + linear_dim]` of B histories, which this layer returned for cache_rows. All rows of x
+                are then targets of these histories; num_targets, if given, must equal the segments' lengths.
+            cache_rows: a slice, or `[n]` int32 or int64 indices, of rows of x whose keys and values are returned too.
+            update: if False, the rows are not updated and None is returned in place of the container. The last layer needs no update when
                 histories are cached.
 
         Returns:
-            x's kind of container, with `[L, E]` values. With cache_rows a pair: the container, and `[n, H, head_dim + linear_dim]`.
+            x's kind of container, with `[L, E]` values. With cache_rows, a pair: the container, and keys and values
+            `[n, H, head_dim + linear_dim]`.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together; no scaling_seqlen and a container without max_seqlen.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; scaling_seqlen is None and the
+            container has no max_seqlen.
         """
         jagged, mask = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj), self.config.mask(num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
@@ -154,7 +161,7 @@ class HSTULayer(nn.Module):
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
     def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
-        """TypeError or ValueError unless the cache holds this layer's keys and values for each segment of x, which errors call `name`."""
+        """Raise unless the cache has the shape of this layer's keys and values and one segment per segment of x. Errors call x `name`."""
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
         shape = [self.num_heads, self.head_dim + self.linear_dim]
@@ -164,12 +171,12 @@ class HSTULayer(nn.Module):
     def _scaling_seqlen(self, jagged: Jagged) -> int:
         length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
         if length is None:
-            raise ValueError("config.scaling_seqlen must be given where the container has no max_seqlen, got None")
+            raise ValueError("config.scaling_seqlen must be given if the container has no max_seqlen, got None")
         return max(1, length)
 
     @fixed_rows
     def _project(self, jagged: Jagged) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """u `[L, H · Dv]` before its silu, q and k `[L, H, D]`, v `[L, H, Dv]`."""
+        """u `[L, H · Dv]` before its SiLU, q and k `[L, H, D]`, v `[L, H, Dv]`."""
         x, heads = jagged.values, self.num_heads
         widths = [heads * size for size in (self.linear_dim, self.linear_dim, self.head_dim, self.head_dim)]
         u, v, q, k = self.uvqk_proj(self.input_norm(x)).split(widths, dim=1)
@@ -178,7 +185,7 @@ class HSTULayer(nn.Module):
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int
     ) -> Tensor:
-        """`[rows of queries, H · Dv]`."""
+        """Attention output `[rows of queries, H · Dv]`."""
         head_dim = max(self.head_dim, self.linear_dim)
         schedule = keys.schedule(num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask)
         return jagged_attention(
@@ -186,7 +193,7 @@ class HSTULayer(nn.Module):
         ).flatten(1)
 
     def _attend_with_cache(self, q: Tensor, k: Tensor, v: Tensor, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
-        """Targets' attention to cached histories plus attention to their own group: without softmax the two are independent sums."""
+        """Attention of targets to cached histories, plus to their own group. SiLU has no normalisation, so the two results add up."""
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
         scaling_seqlen = self._scaling_seqlen(cache)
@@ -207,24 +214,24 @@ class HSTULayer(nn.Module):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class HSTUCache:
-    """What `HSTUStack.cache` keeps of the histories; `HSTUStack.score` takes it.
+    """Keys and values of histories, returned by `HSTUStack.cache` for `HSTUStack.score`.
 
-    layers: for each layer a Jagged with values `[L, H, head_dim + linear_dim]`, the keys and the values of the rows that targets see.
-        Its max_seqlen is that of the histories.
+    layers: one Jagged per layer, with values `[L, H, head_dim + linear_dim]`: keys and values of the rows that targets see. Its max_seqlen
+        is that of the histories.
     """
 
     layers: tuple[Jagged, ...]
 
 
 class HSTUStack(nn.Module):
-    """HSTU layers, one after another.
+    """A sequence of `HSTULayer`s.
 
     Args:
-        embedding_dim, num_heads, config, device: of each `HSTULayer`.
-        num_layers: how many.
+        embedding_dim, num_heads, config, device: arguments of each `HSTULayer`.
+        num_layers: number of layers.
 
     Raises:
-        TypeError, ValueError: as `HSTULayer`; num_layers that is no positive integer.
+        TypeError, ValueError: as `HSTULayer`; num_layers is not a positive integer.
 
     Example::
 
@@ -250,18 +257,19 @@ class HSTUStack(nn.Module):
         reset_all(self.layers)
 
     def forward(self, x: Any, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False) -> Any:
-        """Update every row in every layer.
+        """Update all rows in each layer.
 
         Args:
-            x, num_targets: as `HSTULayer.forward` takes them.
-            cache: compute `score` for the targets x.
-            return_cache: compute `cache` for the histories x.
+            x, num_targets: as in `HSTULayer.forward`.
+            cache: if given, the call is `score(x, cache)`.
+            return_cache: if True, the call is `cache(x)`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with return_cache an HSTUCache.
+            x's kind of container, with `[L, E]` values; with return_cache, an HSTUCache.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`; num_targets together with cache or return_cache; a cache of another stack.
+            TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
+            layers.
         """
         if cache is None and not return_cache:
             jagged = _without_container(x)
@@ -273,14 +281,14 @@ class HSTUStack(nn.Module):
         return self._cache(x) if return_cache or cache is None else self._score(x, cache)
 
     def cache(self, history: Any) -> HSTUCache:
-        """Run histories once and keep what targets need of them: each layer's keys and values.
+        """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
 
         Args:
-            history: any container of `[L, E]` values: each segment is context, then history.
+            history: any container of `[L, E]` values. The rows of a segment are context, then history.
 
         Returns:
-            The cache, one copy of the rows that targets see. Where the config has a max_attn_len or contextual_seqlen and only the
-            device knows the lengths, to find these rows costs a wait for it.
+            The cache, with a copy of the keys and values of the rows that targets see. If the config has max_attn_len or
+            contextual_seqlen, and the lengths are on the device only, finding these rows synchronises with the device.
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`.
@@ -288,17 +296,19 @@ class HSTUStack(nn.Module):
         return self(history, return_cache=True)
 
     def score(self, targets: Any, cache: HSTUCache) -> Any:
-        """Run targets against cached histories: their rows of `forward` over [history, targets] of each user, at the targets' cost.
+        """Score targets against cached histories.
+
+        The result equals the targets' rows of `forward` over the history and the targets of each user. The cost is that of the targets.
 
         Args:
-            targets: any container of `[N, E]` values, n_b targets of the b-th history.
-            cache: of the histories, from `cache`; of use until the parameters change.
+            targets: any container of `[N, E]` values; segment b has the targets of history b.
+            cache: the result of `cache` for the histories. It is valid until the parameters change.
 
         Returns:
             The targets' kind of container, with `[N, E]` values.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`; a cache of another stack.
+            TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
         check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward takes None
         return self(targets, cache=cache)
@@ -333,7 +343,7 @@ class HSTUStack(nn.Module):
 
 @torch.fx.wrap
 def _without_container(x: Any) -> Jagged:
-    """x as a Jagged: torch's fully_shard finds the tensors in it that layers pass on, but not those in TorchRec's containers."""
+    """x as a Jagged: torch's fully_shard finds the tensors in a Jagged that layers pass on, but not those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
     return jagged.with_values(jagged.values)
 
@@ -344,10 +354,11 @@ def _in_container_of(x: Any, jagged: Jagged) -> Any:
 
 
 def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
-    """The rows of the histories that targets after them see, and the offsets of these rows; all, and None, where nothing is hidden.
+    """The rows of the histories that later targets see, and the offsets of these rows. All rows and None if the mask hides none.
 
-    A history that ends within max_attn_len of its context, which has id 0 however long it is, is seen whole, of a longer one the last
-    max_attn_len rows. Nothing is seen of one that is shorter than the context: its ids are those of the targets.
+    All context rows have position id 0, so the context counts as one row here. Targets see all rows of a history of at most max_attn_len
+    rows, and the last max_attn_len rows of a longer one. They see nothing of a history that is shorter than the context: its rows have
+    the same id as the targets.
     """
     context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
     if not context and not limit:
@@ -355,8 +366,8 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
     lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
     if lengths.is_meta:
         raise ValueError(
-            "history's offsets must be on the host where the config has a max_attn_len or contextual_seqlen, got meta offsets: how many "
-            "rows are kept depends on their values"
+            "history's offsets must be on the host if the config has max_attn_len or contextual_seqlen, got meta offsets: the number of "
+            "cached rows depends on their values"
         )
     seen = torch.where(lengths < context, 0, lengths)
     if limit:

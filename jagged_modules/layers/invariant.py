@@ -1,4 +1,4 @@
-"""Layers under `batch_invariant`: replaces torch functions whose results for a row depend on the number of rows."""
+"""Layers under `batch_invariant`: replacements of torch functions whose results for a row depend on the number of rows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ R = TypeVar("R")
 
 
 def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
-    """Decorator for a layer's method: under `batch_invariant`, its modules' results for a row do not depend on the other rows.
+    """Decorator for a layer's method: under `batch_invariant`, the results of its modules for a row do not depend on the other rows.
 
-    The modules are still called, so that their hooks run and they may be replaced by other modules.
+    The modules are still called. Their hooks run, and callers may replace them.
     """
 
     @functools.wraps(forward)
@@ -49,7 +49,10 @@ def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[..., Tensor]:
-    """The function by rows on the CPU, where elements that do not fill a vector are computed by other instructions. GPUs need no change."""
+    """The function applied row by row on the CPU: there, the elements left over after full SIMD vectors take other instructions.
+
+    On GPUs the function is unchanged.
+    """
 
     def fixed(x: Tensor, **options: Any) -> Tensor:
         if x.device.type != "cpu":

@@ -1,4 +1,4 @@
-"""LinearCompressEmbedding: fewer embeddings for each candidate, each a learned mixture of the candidate's and its user's."""
+"""LinearCompressEmbedding: a learned linear map from the embeddings of a candidate and its user to fewer embeddings."""
 
 from __future__ import annotations
 
@@ -18,24 +18,28 @@ torch.fx.wrap("linear_compress")
 
 
 class LinearCompressEmbedding(nn.Module):
-    """Compresses K embeddings per candidate to M: out[b] = W_cand @ E_cand[b] + W_user @ E_user[user_of[b]], without bias.
+    """Linear compression of K candidate and K_user user embeddings to M, without bias.
 
-    What candidates share is multiplied once per user (vendor, ...) and added where a candidate asks for it; it is never replicated.
+        out[b] = W_cand @ E_cand[b] + W_user @ E_user[user_of[b]]
+
+    The user's part is computed once per user (or vendor, ...) and added to the part of each candidate. User embeddings are not replicated.
 
     Args:
-        num_candidate_embeddings: embeddings K of each candidate.
-        num_compressed: embeddings M that come out.
-        num_user_embeddings: embeddings of each user; or of each row of several shared levels, coarsest first. 0: none are shared.
+        num_candidate_embeddings: number K of embeddings of each candidate.
+        num_compressed: number M of output embeddings.
+        num_user_embeddings: number of embeddings of each user. For several shared levels (for example users and vendors), a sequence of
+            one number per level, coarsest first. 0: no shared embeddings.
         device: device of the parameters.
-        candidate_features: the names of the K features, in the order of the weights' columns, where candidate_embeddings are KeyedTensors.
-            A KeyedTensor's own order does not matter then; that of a sharded collection depends on the sharding plan.
-        user_features: the same of user_embeddings; for several shared levels a sequence of them, with None for a level of tensors.
+        candidate_features: the names of the K features in the order of the weights' columns. Required if candidate_embeddings is a
+            KeyedTensor: the order of its keys may depend on the sharding plan and is ignored.
+        user_features: the same for user_embeddings. For several shared levels, a sequence of one entry per level, None for a level whose
+            embeddings are a tensor.
 
-    The weights `[M, K_l]` are `weights[l]`, coarsest level first, the candidates' last. They are contiguous whatever K_l is: fused
-    optimizers refuse parameters with gaps between their rows, or update them wrongly.
+    `weights[l]` is the weight `[M, K_l]` of level l, coarsest level first, the candidates last. Weights are contiguous for every K_l: fused
+    optimizers reject parameters with gaps between their rows, or update them wrongly.
 
     Raises:
-        TypeError, ValueError: sizes that are not positive integers; feature names that are not one per embedding, or not distinct.
+        TypeError, ValueError: a size is not a positive integer; feature names are not distinct, or not one per embedding.
 
     Example::
 
@@ -79,30 +83,30 @@ class LinearCompressEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise all weights as nn.Linear does with the embeddings of all levels as its inputs."""
+        """Initialise all weights as an nn.Linear whose inputs are the embeddings of all levels."""
         self.weights.reset_parameters()
 
     def forward(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor:
-        """Compress.
+        """Compress the embeddings of B candidates.
 
         Args:
-            candidate_embeddings: `[B, K, N]`, or a TorchRec KeyedTensor of the K candidate_features, each of width N. It is copied only
-                if its features come in another order. A LazyAwaitable of either is waited for.
-            user_embeddings: the same of the shared level, `[U, K_user, N]`; a sequence of them, coarsest first, where there are several.
-            candidates: the row of user_embeddings that each candidate takes: a `CandidateIndex` or `[B]` int32 or int64 in any order; a
-                sequence of them for several levels.
+            candidate_embeddings: `[B, K, N]`, or a TorchRec KeyedTensor of the K candidate_features, each of width N. A KeyedTensor is
+                copied only if its features are in another order. A LazyAwaitable of either is waited for.
+            user_embeddings: `[U, K_user, N]` or a KeyedTensor, as above; for several shared levels, a sequence of them, coarsest first.
+            candidates: the row of user_embeddings of each candidate: a `CandidateIndex`, or `[B]` int32 or int64 in any order. For several
+                shared levels, a sequence of them.
 
         Returns:
             `[B, M, N]`, in the dtype of the weights.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together; the message names them.
+            TypeError, ValueError: types, shapes, dtypes, devices, levels or feature names do not match; the message names the argument.
         """
         shared, indices = _levels(user_embeddings), _levels(candidates)
         levels = len(self.num_embeddings) - 1
         for name, given in (("user_embeddings", shared), ("candidates", indices)):
             if len(given) != levels:
-                raise ValueError(f"{name} must be one per shared level, {levels}, got {len(given)}")
+                raise ValueError(f"{name} must have one entry per shared level, {levels}, got {len(given)}")
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
         tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
         names = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
@@ -114,7 +118,7 @@ class LinearCompressEmbedding(nn.Module):
 
 
 class _Weights(nn.ParameterList):
-    """The weights of all levels. DistributedModelParallel resets the module that owns the parameters, which is this one."""
+    """The weights of all levels. It defines `reset_parameters` because DistributedModelParallel resets the module that owns parameters."""
 
     def reset_parameters(self) -> None:
         bound = 1 / math.sqrt(sum(weight.shape[1] for weight in self))
@@ -128,7 +132,7 @@ def _levels(x: Any) -> list[Any]:
 
 
 def _names(argument: str, levels: int) -> list[str]:
-    """The name of the argument for each shared level, as the caller writes it."""
+    """The name of the argument for each shared level, as the caller knows it."""
     return [argument] if levels == 1 else [f"{argument}[{level}]" for level in range(levels)]
 
 
@@ -144,14 +148,14 @@ def _checked_features(name: str, features: Sequence[object] | None, size: int) -
 
 @torch.fx.wrap
 def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
-    """x, or the values `[B, K · N]` of a KeyedTensor as `[B, K, N]`; a view if its features are in order."""
+    """x itself, or the values `[B, K · N]` of a KeyedTensor as `[B, K, N]`: a view if its features are in the order of `features`."""
     x = wait_for(x)
     if not is_keyed_tensor(x):
         return x
     if features is None:
         option = name.partition("_")[0] + "_features"
         raise ValueError(
-            f"{name} must be a torch.Tensor where the layer has no {option}, got a KeyedTensor of {x.keys()}: the order of its features "
+            f"{name} must be a torch.Tensor if the layer has no {option}, got a KeyedTensor of {x.keys()}: the order of its features "
             f"depends on how its collection is sharded; construct the layer with {option}=[...] in the order of the weights' columns"
         )
     keys, widths, values = tuple(x.keys()), x.length_per_key(), x.values()

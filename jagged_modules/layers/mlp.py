@@ -16,17 +16,17 @@ from .parameters import reset_all
 
 
 class JaggedMLP(nn.Module):
-    """Linear layers with an activation after each of them, the last included, as TorchRec's MLP has it.
+    """Linear layers, each followed by an activation, the last one too, as in TorchRec's MLP.
 
-    Every row goes through the same weights, so the segments only pass through; a plain nn.Linear may follow for results of any sign.
+    All rows use the same weights, and segments do not affect the result. Append an nn.Linear if the output must not end with an activation.
 
     Args:
-        dims: width of the rows, then that of each layer's output: two sizes or more.
-        activation: one of those of `functional.jagged_attention` other than softmax.
+        dims: width of the input rows, then of each layer's output: two sizes or more.
+        activation: an activation of `functional.jagged_attention` except softmax.
         device: device of the parameters.
 
     Raises:
-        TypeError, ValueError: dims that are no positive integers, fewer than two, or another activation.
+        TypeError, ValueError: dims are not positive integers, or fewer than two; the activation is unknown.
 
     Example::
 
@@ -54,7 +54,7 @@ class JaggedMLP(nn.Module):
 
     @fixed_rows
     def forward(self, x: Any) -> Any:
-        """Apply the layers.
+        """Apply the layers to each row.
 
         Args:
             x: any container of `[L, dims[0]]` values.
@@ -63,11 +63,11 @@ class JaggedMLP(nn.Module):
             x's kind of container, with `[L, dims[-1]]` values in the dtype of the parameters.
 
         Raises:
-            TypeError, ValueError: an input of another kind, shape or dtype.
+            TypeError, ValueError: x has another type, shape, dtype or device.
         """
         jagged = wrap_rows("x", x, self.dims[0], self.layers[0])
         values, activation = jagged.values, POINTWISE[self.activation].function
-        for layer in self.layers:  # called as modules: a Linear may have been replaced
+        for layer in self.layers:  # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
             values = activation(layer(values))
         return jagged.unwrap(values)
 

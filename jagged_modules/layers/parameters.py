@@ -1,4 +1,4 @@
-"""What layers share about their parameters."""
+"""Initialisation of parameters, shared by the layers."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,7 @@ from torch import nn
 
 
 def reset_all(modules: Iterable[nn.Module]) -> None:
-    """Call `reset_parameters` of each module, or of its children if it has none (for example a LoRA wrapper around a Linear)."""
+    """Call each module's `reset_parameters`. If a module has none (for example a LoRA wrapper around a Linear), call its children's."""
     for module in modules:
         reset = getattr(module, "reset_parameters", None)
         if reset is None:

@@ -20,10 +20,10 @@ from .parameters import reset_all
 
 
 class JaggedTargetAttention(nn.Module):
-    """Multi-head attention of targets (queries) over each row's history (keys and values).
+    """Multi-head softmax attention of targets (queries) to each user's history (keys and values).
 
-    The history is projected once per user and shared by all of the user's candidates inside the kernel: neither the forward nor the
-    backward holds a copy per candidate.
+    The history is projected once per user. All of the user's candidates read it in place: neither the forward nor the backward makes a copy
+    per candidate.
 
     Args:
         embedding_dim: width E of the history and of the output; a multiple of num_heads.
@@ -32,7 +32,7 @@ class JaggedTargetAttention(nn.Module):
         device: device of the parameters.
 
     Raises:
-        TypeError, ValueError: sizes that are no positive integers, do not divide, or give heads wider than 256.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256.
 
     Example::
 
@@ -58,21 +58,21 @@ class JaggedTargetAttention(nn.Module):
 
     @fixed_rows
     def forward(self, targets: Any, history: Any, candidates: CandidateIndex | Tensor | None = None) -> Any:
-        """Attend.
+        """Attend from the targets to the history of their user.
 
         Args:
-            targets: dense `[B, T, E_t]` (T targets for every row); any container of `[N, E_t]` values, n_b targets in row b; or, with
-                `candidates`, `[num_candidates, n_q, E_t]`.
-            history: any container of `[L, E]` values, B rows (users).
-            candidates: the user of each candidate: a `CandidateIndex`, which layers of one batch share, or `[num_candidates]` int32 or
+            targets: one of: a dense tensor `[B, T, E_t]`, T targets for each of B users; any container of `[N, E_t]` values in B segments;
+                with `candidates`, a dense tensor `[num_candidates, n_q, E_t]`, n_q query rows for each candidate.
+            history: any container of `[L, E]` values in B segments, one per user.
+            candidates: the user of each candidate: a `CandidateIndex`, which several layers may share, or `[num_candidates]` int32 or
                 int64 in any order.
 
         Returns:
-            `[B, T, E]`; the targets' kind of container with `[N, E]` values; or `[num_candidates, n_q, E]`. The dtype is the projections'.
-            A target whose history is empty gets out_proj's bias.
+            According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. The dtype is
+            that of the projections. The result of a target whose history is empty is out_proj's bias.
 
         Raises:
-            TypeError, ValueError: inputs that do not fit together; the message names them.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
         """
         targets = wait_for(targets)
         history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
@@ -105,7 +105,7 @@ class JaggedTargetAttention(nn.Module):
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
-        """Queries `[..., H, D]` of the targets."""
+        """The targets' queries `[..., H, D]`. Errors give `shape` as the expected shape."""
         if not isinstance(targets, Tensor):
             raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
         check_dense("targets", targets)

@@ -354,7 +354,7 @@ BAD_CONFIGS = [
     (dict(num_seeds=-1), ValueError, "num_seeds must be at least 0, got -1"),
     (dict(num_weights=1.5), TypeError, "num_weights must be an int, got float"),
     (dict(num_kv_heads=0), ValueError, "num_kv_heads must be at least 1, got 0"),
-    (dict(num_seeds=2, num_weights=3), ValueError, "num_seeds and num_weights exclude one another, got 2 and 3"),
+    (dict(num_seeds=2, num_weights=3), ValueError, "num_seeds and num_weights must not both be given, got 2 and 3"),
 ]
 
 

@@ -285,7 +285,7 @@ def test_caching_on_meta_needs_offsets_on_the_host(fields):
     """How many rows the cache has depends on their values."""
     stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=9, **fields), device="meta")
     values, offsets = torch.empty(9, WIDTH, device="meta"), torch.tensor([0, 2, 9])
-    with pytest.raises(ValueError, match="^history's offsets must be on the host where .*, got meta offsets"):
+    with pytest.raises(ValueError, match="^history's offsets must be on the host if .*, got meta offsets"):
         stack.cache((values, offsets.to("meta")))
     on_host = jm.HSTUStack(WIDTH, HEADS, 2, stack.config).cache((torch.zeros(9, WIDTH), offsets))
     cache = stack.cache((values, offsets))

@@ -139,7 +139,7 @@ def test_bad_forward(change, error, message):
 def test_an_unknown_scaling_length():
     stack = jm.HSTUStack(WIDTH, HEADS, 2)
     for call in (stack, stack.cache):
-        with pytest.raises(ValueError, match="scaling_seqlen must be given where the container has no max_seqlen, got None"):
+        with pytest.raises(ValueError, match="scaling_seqlen must be given if the container has no max_seqlen, got None"):
             call(X)
 
 

@@ -254,7 +254,7 @@ def test_features_of_several_levels():
     layer, (candidate, (coarse, shared), indices) = layer_and_inputs("three", **features)
     keyed, reversed_keyed = (keyed_tensor(torchrec, x.flip(1), names(x.shape[1])[::-1]) for x in (candidate, coarse))
     assert torch.equal(layer(keyed, [reversed_keyed, shared], indices), layer(candidate, [coarse, shared], indices))
-    with pytest.raises(ValueError, match=r"user_embeddings\[1\] must be a torch.Tensor where the layer has no user_features"):
+    with pytest.raises(ValueError, match=r"user_embeddings\[1\] must be a torch.Tensor if the layer has no user_features"):
         layer(keyed, [reversed_keyed, keyed], indices)
 
 
@@ -371,8 +371,8 @@ GOOD = dict(weights=[USER[0], CANDIDATE[0]], embeddings=[USER[1], CANDIDATE[1]],
 INDEX = jm.CandidateIndex.from_counts(torch.tensor([1, 2]))
 BAD_CALLS = [
     (dict(implementation="cutlass"), ValueError, r"implementation must be one of \('auto', .*'hopper'\), got 'cutlass'"),
-    (dict(indices=None), ValueError, "one per level, and indices one less, got 2 weights, 2 embeddings and 0 indices"),
-    (dict(weights=USER[0]), ValueError, "one per level, and indices one less, got 1 weights, 2 embeddings and 1 indices"),
+    (dict(indices=None), ValueError, "one entry per level, and indices one less, got 2 weights, 2 embeddings and 0 indices"),
+    (dict(weights=USER[0]), ValueError, "one entry per level, and indices one less, got 1 weights, 2 embeddings and 1 indices"),
     (dict(weights="W"), TypeError, "^weights must be a tensor or a sequence of them, got str"),
     (dict(embeddings=USER[1].numpy()), TypeError, "^embeddings must be a tensor or a sequence of them, got ndarray"),
     (dict(weights=USER[0][0], embeddings=USER[1], indices=None), ValueError, r"^weights must have shape \[M, K\], got \[4\]"),
@@ -441,12 +441,12 @@ BAD_FORWARDS = [
     ((CANDIDATE[1], CANDIDATE[1], INDEX), ValueError, r"user_embeddings must have shape .* K = 4, .*got \[3, 6, 9\]"),
     ((CANDIDATE[1].flatten(1), USER[1], INDEX), ValueError, r"candidate_embeddings must have shape \[B, K, N\], got \[3, 54\]"),
     (("candidates", USER[1], INDEX), TypeError, "candidate_embeddings must be a torch.Tensor, got str"),
-    ((CANDIDATE[1],), ValueError, "user_embeddings must be one per shared level, 1, got 0"),
-    ((CANDIDATE[1], USER[1]), ValueError, "candidates must be one per shared level, 1, got 0"),
-    ((CANDIDATE[1], [USER[1]] * 2, INDEX), ValueError, "user_embeddings must be one per shared level, 1, got 2"),
+    ((CANDIDATE[1],), ValueError, "user_embeddings must have one entry per shared level, 1, got 0"),
+    ((CANDIDATE[1], USER[1]), ValueError, "candidates must have one entry per shared level, 1, got 0"),
+    ((CANDIDATE[1], [USER[1]] * 2, INDEX), ValueError, "user_embeddings must have one entry per shared level, 1, got 2"),
     ((CANDIDATE[1], USER[1], torch.tensor([0, 1])), ValueError, "^candidates .* one entry per row of candidate_embeddings, 3, got 2"),
     ((CANDIDATE[1], USER[1], torch.tensor([0, 1, 2])), ValueError, "^candidates must be 0 to 1, the rows of user_embeddings, .* 0 to 2"),
-    ((CANDIDATE[1], USER[1], [INDEX] * 2), ValueError, "candidates must be one per shared level, 1, got 2"),
+    ((CANDIDATE[1], USER[1], [INDEX] * 2), ValueError, "candidates must have one entry per shared level, 1, got 2"),
     ((CANDIDATE[1], USER[1], torch.tensor([0.0, 1.0, 1.0])), TypeError, "^candidates must be int32 or int64, got torch.float32"),
     ((CANDIDATE[1], CANDIDATE[1][:, :4], INDEX), ValueError, "^candidates describe 2 users, user_embeddings has 3"),
     ((CANDIDATE[1].double(), USER[1], INDEX), ValueError, "^candidate_embeddings must have the layer's dtype, .*32, got .*64"),
