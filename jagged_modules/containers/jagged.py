@@ -241,6 +241,8 @@ class Jagged(Queries):
         segments = queries if isinstance(queries, int) else queries.segmentation_id
         key = (segments, rows_per_candidate, *sizes, *(mask.params if mask else ()))
         schedule = self._segmentation.schedules.get(key)
+        if schedule is not None and schedule.tiles.device == self.values.device:
+            return schedule
         if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
             with torch.inference_mode(False):  # a later call may save it for its backward
