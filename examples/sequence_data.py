@@ -38,7 +38,7 @@ def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
     first = rows[first_of_equal(log.user) == rows]
     end = np.append(first[1:], len(log))
     held_out = np.where(end - first >= 3, 2, 0)
-    number, windows = ranges(np.zeros_like(first), -((first + 1 + held_out - end) // max_history))  # rounded up
+    number, windows = ranges(np.zeros_like(first), -((first + 1 + held_out - end) // max_history))  # the division rounds up
     latest, earliest = (np.repeat(row, windows) for row in (end - 1 - held_out, first))
     train_end = latest - number * max_history
     split = {"train": Windows(np.maximum(earliest, train_end - max_history), train_end)}

@@ -23,7 +23,7 @@ from sequence_model import ENCODERS, SequenceModel
 from torchrec import KeyedJaggedTensor
 from training import next_item_metrics, rank_unseen
 
-SELECTIVITY = 1.0  # of the generated users
+SELECTIVITY = 1.0  # selectivity of the generated users
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:

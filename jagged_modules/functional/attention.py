@@ -50,7 +50,7 @@ def jagged_attention(
     max_seqlen_kv: int | None = None,
     activation: str = "softmax",
     scale: float | None = None,
-    output_scale: float | Tensor = 1,  # an int: torch.compile makes a symbol of a float default
+    output_scale: float | Tensor = 1,  # an int, because torch.compile makes a symbol of a float default
     mask: AttentionMask | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",

@@ -33,7 +33,7 @@ def jagged_to_padded(
     values: Tensor,
     offsets: Tensor,
     max_seqlen: int,
-    padding_value: float = 0,  # an int: torch.compile makes a symbol of a float default
+    padding_value: float = 0,  # an int, because torch.compile makes a symbol of a float default
 ) -> Tensor:
     """Pad each segment with padding_value to max_seqlen rows.
 

@@ -310,7 +310,7 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
-        check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward takes None
+        check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward would accept None
         return self(targets, cache=cache)
 
     def _wrap(self, name: str, x: Any) -> Jagged:
