@@ -27,10 +27,13 @@ def attention_cpu(
     activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
     num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Jagged attention `[rows, H, Dv]`; with softmax also the log-sum-exp of the scores `[rows, H, 1]` in fp32 or fp64, else no rows.
+    """Jagged attention.
 
-    From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments are computed one by one, and without a mask
-    query rows too. Low precision is computed in fp32 and rounded once.
+    From scale on, the arguments are the fields of `AttentionParams`. batch_invariant: segments, and without a mask query rows, are computed
+    one by one. fp16 and bf16 are computed in fp32 and rounded once.
+
+    Returns:
+        The output `[rows, H, Dv]`, and the log-sum-exp of the scores in fp32 or fp64: `[rows, H, 1]` with softmax, otherwise `[0, H, 1]`.
     """
     params = AttentionParams(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
@@ -58,7 +61,7 @@ def attention_cpu_backward(
     activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
     num_targets: Tensor | None, segment_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: of softmax, None else."""
+    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: results of the forward with softmax, otherwise None."""
     params = AttentionParams(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
     queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
     grad = _scaled(grad, q_offsets, params)
