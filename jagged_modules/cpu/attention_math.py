@@ -120,7 +120,7 @@ def unfused_backward(
         key, value = keys[some, columns], values[some, columns]
         scores = query @ key.mT
         p = _weights(scores, hidden, activation)
-        ds = _score_gradients(grad @ value.mT, scores, p, hidden, activation)
+        ds = _ds(grad @ value.mT, scores, p, hidden, activation)
         if finite or hidden is None:
             dv[some, columns].baddbmm_(p.mT, grad)
             dk[some, columns].baddbmm_(ds.mT, query)
@@ -141,7 +141,7 @@ def _weights(scores: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
     return _hide(POINTWISE[activation].function(scores), hidden)
 
 
-def _score_gradients(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
+def _ds(dp: Tensor, scores: Tensor, p: Tensor, hidden: Tensor | None, activation: str) -> Tensor:
     """dS, 0 where hidden. Softmax: P ∘ (dP - rowsum(P ∘ dP))."""
     if activation == "softmax":
         return _hide(softmax_gradient(_hide(dp, hidden), p, -1, dp.dtype), hidden)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from ..common.configs import GemmConfig, padded_dim
+from ..common.configs import GemmConfig, has_small_shared_memory, padded_dim
 
 
 def linear_compress_config(itemsize: int, capability: tuple[int, int], n: int) -> GemmConfig:
     """Launch configuration of the Triton GEMM W @ E[b] with N columns."""
     if itemsize == 4:
         return GemmConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=2, ctas_per_sm=2)
-    if capability < (9, 0) or n <= 128:
+    if capability < (9, 0) or has_small_shared_memory(capability) or n <= 128:
         return GemmConfig(block_m=128, block_n=min(128, padded_dim(n)), block_k=32, num_warps=4, num_stages=3, ctas_per_sm=2)
     return GemmConfig(block_m=128, block_n=256, block_k=64, num_warps=8, num_stages=4)
 

@@ -96,7 +96,7 @@ def test_activations_and_masks_compile(name, activation, mask):
 
 @slow_after(1, "query_groups", [2, 3])
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_compile_for_several_lists_of_queries(name, query_groups):
+def test_attention_kernels_compile_for_several_query_groups(name, query_groups):
     for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
         for activation in ("softmax", "gelu_tanh"):
             options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)

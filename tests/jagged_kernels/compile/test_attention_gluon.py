@@ -102,7 +102,7 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, mask, group
         (128, "bf16", "gelu_tanh", 1),
     ],  # fmt: skip
 )
-def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, dtype, activation, group):
+def test_hopper_attention_kernels_that_store_ds_compile(dim, dtype, activation, group):
     """Blocks leave and enter registers 16 bytes at a time, without shared memory between them and the MMAs."""
     without, storing = (compile_hopper_attention("dkdv", dim, dtype, activation, group=group, has_ds=has_ds) for has_ds in (False, True))
     vectors, others = (len(re.findall(r"st\.global\S*\.v4", x.asm["ptx"])) for x in (storing, without))
@@ -114,7 +114,7 @@ def test_hopper_attention_kernels_that_keep_score_gradients_compile(dim, dtype, 
     assert max(x.metadata.shared for x in (storing, others)) <= 227 * 1024
 
 
-def test_kernels_around_kept_score_gradients_compile():
+def test_kernels_beside_stored_ds_compile():
     ds_blocks = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", num_tiles_ptr="*i32", ds_blocks_ptr="*i32", num_other_tiles_ptr="*i32")
     ds_blocks |= dict(num_segments="i32", capacity="i32")
     delta = dict(do_ptr="*bf16", out_ptr="*bf16", delta_ptr="*fp32")
@@ -133,6 +133,6 @@ def test_hopper_attention_kernel_of_grouped_keys_compiles(dim):
 
 @slow_after(1, "query_groups", [2, 3])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
-def test_hopper_attention_kernels_compile_for_several_lists_of_queries(name, query_groups):
+def test_hopper_attention_kernels_compile_for_several_query_groups(name, query_groups):
     for dim, activation in ((64, "softmax"), (128, "softmax"), (128, "gelu_tanh")):
         assert compile_hopper_attention(name, dim, "bf16", activation, query_groups=query_groups).metadata.shared <= 227 * 1024

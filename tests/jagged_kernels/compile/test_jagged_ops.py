@@ -31,7 +31,7 @@ def compile_jagged(kernel, capability, dtype, options, **constants):
 JAGGED_MATMULS = {  # kernel, its name in the configurations, constants of a variant
     "dense": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, ACTIVATION=None, FACTOR=1.0, bias_ptr=None, grad_ptr=None)),
     "dense-transposed": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=True, ACTIVATION=None, FACTOR=1.0, grad_ptr=None)),
-    "dense-slope": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, FACTOR=0.5)),
+    "dense-dact": ("jagged_dense_bmm_kernel", "dense", dict(TRANSPOSED=False, FACTOR=0.5)),
     "jagged": ("jagged_jagged_bmm_kernel", "jagged", {}),
     "outer": ("jagged_outer_kernel", "outer", {}),
     "gram": ("jagged_outer_kernel", "outer", dict(y_ptr=None)),
@@ -48,7 +48,7 @@ def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
     config = jagged_matmul_config(kind, itemsize, divmod(capability, 10), rows, 0 if kind == "outer" else columns, precision)
     sizes = dict(D=depth, T=columns) if kind in ("dense", "jagged") else dict(D=columns)
     constants = constants | sizes | dict(BLOCK_M=config.block_m, BLOCK_N=config.block_n, BLOCK_K=config.block_k)
-    if name == "dense-slope":
+    if name == "dense-dact":
         constants |= dict(ACTIVATION=activation_function("gelu_tanh", dtype == "bf16"))
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages)
     kernel = getattr(jagged_matmul_kernels, kernel)
