@@ -24,7 +24,8 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu test-newest-triton notebooks lint bench profile record clean
+.PHONY: train test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu \
+	test-newest-triton notebooks lint bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -66,6 +67,7 @@ test-others test-slow-others: $(ENV)
 
 fuzz: $(ENV)
 	$(PY) tests/fuzz.py --seconds $(SECONDS) $(if $(SEED),--seed $(SEED)) $(ARGS)
+
 # One test at a time to each worker, in the order of tests/gpu_suite.py. Inductor compiles in the workers, not in processes of its own.
 test-gpu: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make test-gpu needs an NVIDIA GPU: none was found" >&2; exit 1; }

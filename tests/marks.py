@@ -1,15 +1,14 @@
-"""Parameters that `make test` leaves out."""
+"""The mark of tests and parameters that `make test` leaves out and `make test-slow` runs."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 import pytest
 
 SLOW = pytest.mark.slow
 
 
-def slow_after(number: int, names: str, values: Sequence, **options) -> pytest.MarkDecorator:
-    """`pytest.mark.parametrize` with all values after the first `number` marked slow: they test other numbers, not other code."""
-    several = "," in names
-    values = list(values)
-    others = [pytest.param(*(x if several else (x,)), marks=SLOW) for x in values[number:]]
-    return pytest.mark.parametrize(names, values[:number] + others, **options)
+def slow_after(number: int, names: str, values: Iterable, **options) -> pytest.MarkDecorator:
+    """`pytest.mark.parametrize` with the values after the first `number` marked slow."""
+    values, several = list(values), "," in names
+    slow = [pytest.param(*(x if several else [x]), marks=SLOW) for x in values[number:]]
+    return pytest.mark.parametrize(names, values[:number] + slow, **options)

@@ -100,6 +100,7 @@ def test_a_minute_on_the_cpu_and_in_the_interpreter():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("function, device", [(f, d) for f, x in OPERATORS.items() for d in x.dtypes])
 def test_every_value_of_every_option_is_drawn(function, device):
     operator, drawn = OPERATORS[function], collections.defaultdict(set)

@@ -5,6 +5,7 @@ Triton compiles another variant of a kernel for an integer argument of 1, for on
 
 import pytest
 import torch
+from marks import SLOW
 
 pytest.importorskip("triton")
 
@@ -17,7 +18,7 @@ LAYERS = list(training_steps("cpu", torch.float32))
 WITHOUT_KERNELS = "JaggedMLP([64, 128, 64])"  # uses cuBLAS only
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=SLOW), torch.bfloat16], ids=str)
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize("name", LAYERS)
 def test_later_batches_need_no_other_kernels(name, capability, dtype):

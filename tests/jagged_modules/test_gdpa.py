@@ -7,6 +7,7 @@ import pickle
 
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as nnf
@@ -284,7 +285,7 @@ def batches():
         yield torch.randn(rows, WIDTH), offsets, torch.minimum(offsets.diff(), torch.randint(3, (segments,)))
 
 
-@pytest.mark.parametrize("use", ["plain", "grouped-heads", "qk-norm", "seeds", "weights", "mask", "targets"])
+@slow_after(1, "use", ["plain", "grouped-heads", "qk-norm", "seeds", "weights", "mask", "targets"])
 def test_compiles_once(use):
     mask = jm.AttentionMask(causal=True) if use in ("mask", "targets") else None
     layer = jm.JaggedGDPA(WIDTH, HEADS, mask=mask, config=USES.get(use))

@@ -6,6 +6,7 @@ import pickle
 import accuracy
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 from torch.nn import functional as nnf
 
@@ -30,7 +31,7 @@ from .hstu_cases import (
 
 
 @every_config
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@slow_after(1, "dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_equals_the_padded_network(config, dtype, offsets_of):
     """Outputs and the gradients of the input and of every parameter, weights converted from the padded network."""
     padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
@@ -103,7 +104,7 @@ def test_q_k_and_v_are_views_of_one_projection(offsets_of, monkeypatch):
 
 
 @every_config
-@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+@slow_after(1, "offsets_dtype", [torch.int32, torch.int64])
 def test_cached_histories(config, offsets_dtype, offsets_of):
     """Empty histories, users without targets, histories shorter and longer than context and max_attn_len."""
     values = history_values()

@@ -35,6 +35,7 @@ def test_runs_in_its_folder(notebook):
     assert [output for cell in code_cells(notebook) for output in cell.outputs if output.get("name") == "stderr"] == []
 
 
+@pytest.mark.slow
 def test_finds_the_project_from_its_root(notebook):
     notebook.cells = code_cells(notebook)[:1]
     execute(notebook, ROOT)

@@ -72,7 +72,7 @@ def test_very_negative_scores_under_a_mask(check_very_negative_scores, dtype):
     check_very_negative_scores(dtype, "cpu")
 
 
-@pytest.mark.parametrize("shared", ["q", "kv"])
+@slow_after(1, "shared", ["q", "kv"])
 def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
     lengths = [3, 70, 0, 20], [65, 20, 4, 0]
     for output_scale in (torch.rand(4) + 0.1, torch.rand(8, dtype=torch.float64)[::2], torch.rand(()).expand(4)):
