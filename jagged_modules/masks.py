@@ -79,7 +79,7 @@ class AttentionMask:
         targets, _ = given.pop("num_targets")
         parts = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
         if targets is not None:
-            parts.append(f"num_targets=Tensor{list(targets.shape)}")
+            parts.append(f"num_targets={f'Tensor{list(targets.shape)}' if isinstance(targets, Tensor) else targets}")
         return f"AttentionMask({', '.join(parts)})"
 
     @property
@@ -112,7 +112,8 @@ class AttentionMask:
 
     def hides_nothing(self) -> bool:
         """Whether every row sees every column."""
-        return not (self.causal or self.max_attn_len) and self.num_targets is None and self.window in (None, (None, None))
+        left, right = self.window or (None, None)
+        return left is None and right is None and self.num_targets is None and not (self.causal or self.max_attn_len)
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets."""

@@ -3,6 +3,7 @@
 import pickle
 import re
 import warnings
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -66,6 +67,11 @@ def test_an_empty_jagged_tensor():
     assert jagged.unwrap(torch.zeros(0, 8)).values().shape == (0, 8)
 
 
+class Pair(NamedTuple):
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+
 @pytest.mark.parametrize("kind", [tuple, list])
 def test_pair(kind, values, offsets):
     pair = kind((values, offsets))
@@ -73,6 +79,11 @@ def test_pair(kind, values, offsets):
     assert jagged.values is values and jagged.offsets is offsets and jagged.max_seqlen == 3
     out = jagged.unwrap(values * 2)
     assert type(out) is kind and torch.equal(out[0], values * 2) and out[1] is offsets
+
+
+def test_a_named_pair_gives_a_pair(values, offsets):
+    out = jm.Jagged.wrap(Pair(values, offsets)).unwrap(values * 2)
+    assert type(out) is tuple and torch.equal(out[0], values * 2) and out[1] is offsets
 
 
 def test_nested(values, offsets):
