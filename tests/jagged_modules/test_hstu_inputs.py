@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -27,8 +28,8 @@ def compiled(function):
     return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 
 
-@pytest.mark.parametrize("kind", ["pair", "Jagged", "JaggedTensor"])
-@pytest.mark.parametrize("config", [CONFIGS["plain"], CONFIGS["all"]], ids=["plain", "all"])
+@slow_after(1, "kind", ["pair", "Jagged", "JaggedTensor"])
+@slow_after(1, "config", [CONFIGS["plain"], CONFIGS["all"]], ids=["plain", "all"])
 def test_compiles_once(kind, config):
     wrap = {
         "pair": lambda values, offsets: (values, offsets),
@@ -53,7 +54,7 @@ def test_compiles_once(kind, config):
     assert len(set(compilations)) == 1  # the first batch may take two: torch first tries nn.Dropout's p as an input
 
 
-@pytest.mark.parametrize("config", [CONFIGS["plain"], CONFIGS["context-short"]], ids=["plain", "context-short"])
+@slow_after(1, "config", [CONFIGS["plain"], CONFIGS["context-short"]], ids=["plain", "context-short"])
 def test_scoring_compiles_once(config):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config)
     graph, counter = compiled(stack.score)

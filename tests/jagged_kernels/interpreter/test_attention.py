@@ -55,7 +55,7 @@ def test_user_rows_and_candidates_together(check_self_target_attention):
 
 
 @slow_after(1, "dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("activation", ACTIVATIONS[1:])
+@slow_after(3, "activation", ACTIVATIONS[1:])
 def test_activations(check_attention, activation, dtype):
     check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), dtype, "cpu", activation=activation, scale=0.3, output_scale=0.02)
 

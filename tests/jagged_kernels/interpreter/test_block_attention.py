@@ -38,7 +38,7 @@ def test_given_positions(check_block_attention):
     check_block_attention(LENGTHS, torch.float32, "cpu", rotate="qkv", positions=positions)
 
 
-@pytest.mark.parametrize("heads", [(1, 1), (3, 3), (6, 2), (4, 1)], ids=str)
+@slow_after(1, "heads", [(6, 2), (1, 1), (3, 3), (4, 1)], ids=str)
 def test_heads(check_block_attention, heads):
     check_block_attention(LENGTHS, torch.float32, "cpu", heads=heads, rotate="qk")
 
@@ -58,7 +58,7 @@ def test_packed_views_and_gradients_of_any_stride(check_block_attention):
         check_block_attention(LENGTHS, torch.float32, "cpu", tensors=packed.unbind(1), grad=grad, rotate="qk")
 
 
-@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+@slow_after(1, "scale", [-0.3, 0.0, 2.0])
 def test_scale(check_block_attention, scale):
     check_block_attention(LENGTHS, torch.float32, "cpu", scale=scale)
 
@@ -104,7 +104,7 @@ class Attention(torch.nn.Module):
         return self.form(qkv, x_offsets, block_size=16, implementation="triton")
 
 
-@pytest.mark.parametrize("form", FORMS)
+@slow_after(1, "form", FORMS)
 def test_compiled_without_recompiling_per_batch(form, offsets):
     torch._dynamo.reset()
     model = Attention(form)
@@ -117,7 +117,7 @@ def test_compiled_without_recompiling_per_batch(form, offsets):
         assert torch.equal(out, model(*batch)) and torch.equal(*gradients)
 
 
-@pytest.mark.parametrize("rotary", [None, "qk"])
+@slow_after(1, "rotary", [None, "qk"])
 @pytest.mark.parametrize("form", FORMS)
 def test_operators_pass_opcheck(form, rotary, offsets):
     from jagged_kernels.block_attention import op as kernels
