@@ -10,6 +10,7 @@ from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from marks import slow_after
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -92,7 +93,7 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-@pytest.mark.parametrize("heading", ["Example", "HSTU and GDPA", "Linear compression", "Block-diagonal attention", "Operators"])
+@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Linear compression", "Block-diagonal attention", "Operators"])
 def test_readme_example_is_short_and_runs_with_torch_alone(heading):
     blocks = python_blocks(heading)
     assert blocks and all(len(block.splitlines()) <= 15 for block in blocks)

@@ -26,6 +26,7 @@ def changed_checkout(tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_a_checkout_beside_itself(tmp_path, capsys):
     assert compare.main(["jagged_ops", f"one={ROOT}", f"two={ROOT}", "--out", str(tmp_path / "out.json"), *OPTIONS]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]

@@ -92,6 +92,7 @@ def test_bad_options(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
     rows = [f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(12) for step in range(20)]
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")

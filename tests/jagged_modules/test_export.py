@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.fx.experimental._config
+from marks import slow_after
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 import jagged_modules as jm
@@ -88,7 +89,7 @@ LAYERS = {
 }
 
 
-@pytest.mark.parametrize("strict", [False, True], ids=["traced", "strict"])
+@slow_after(1, "strict", [False, True], ids=["traced", "strict"])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_of_one_jagged(layer, strict):
     assert_call_exports(

@@ -34,6 +34,7 @@ def soak(steps: int, device, extra=lambda: ()):
     return held
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="reads the memory of a process as Linux shows it")
 def test_nothing_grows_on_the_cpu():
     (caches, objects, resident, _), (caches_after, objects_after, resident_after, _) = soak(STEPS or 1000, "cpu")

@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from marks import slow_after
 
 import jagged_modules as jm
 from jagged_modules.containers.segmentation import MAX_SCHEDULES
@@ -38,7 +37,8 @@ def serial(request):
     return request.param, output("serial", request.param)
 
 
-@slow_after(1, "way", ["threads", "fork", "spawn"])
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["threads", "fork", "spawn"])
 def test_first_calls(serial, way):
     device, expected = serial
     if way == "fork" and device == "cuda":

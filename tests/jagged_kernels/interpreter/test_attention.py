@@ -11,7 +11,7 @@ from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.schedule import host_schedule
 
 SELF = [3, 0, 1, 70, 40]
-MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets"]
+MASKS = ["causal", "window", "hstu", "causal-window", "targets", "grouped-targets", "long-context", "band", "open-targets"]
 DTYPES = [torch.float32, torch.float16]
 
 
@@ -61,7 +61,7 @@ def test_activations(check_attention, activation, dtype):
 
 
 @slow_after(1, "activation", ["softmax", "silu"])
-@pytest.mark.parametrize("mask", MASKS)
+@slow_after(3, "mask", MASKS)
 def test_masks(check_attention, mask, activation):
     lengths = (SELF, SELF) if activation == "softmax" else ([80, 3, 0, 9], [70, 90, 5, 0])
     check_attention(lengths, torch.float32, "cpu", heads=(2, 1), activation=activation, mask=mask)

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from marks import slow_after
 
 pytest.importorskip("triton")
 
@@ -23,7 +24,7 @@ def test_operators(name):
     check(operators("cpu", torch.float32, implementation="triton")[name], [0, 1, 17, 65], [5, 33], 4, most=2)
 
 
-@pytest.mark.parametrize("name", ["jagged-bmm", "softmax", "linear-segments"])
+@slow_after(1, "name", ["jagged-bmm", "softmax", "linear-segments"])
 def test_long_segments(name, monkeypatch):
     """Segments that are cut into parts: by default into other parts where the batch has other rows."""
     monkeypatch.setattr("jagged_kernels.common.device.INVARIANT_SHIFT", 5)

@@ -20,7 +20,7 @@ FORMS = {
 
 
 @slow_after(1, "dtype", DTYPES, ids=str)
-@slow_after(2, "block_size", [16, 32, 64, 128])
+@slow_after(1, "block_size", [16, 32, 64, 128])
 @pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 5, 0], [200], [0], [], [1] * 5], ids=str)
 def test_forward_and_gradients(check_block_attention, lengths, block_size, dtype):
     check_block_attention(lengths, dtype, "cpu", block_size)

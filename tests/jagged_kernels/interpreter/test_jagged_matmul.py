@@ -29,7 +29,7 @@ def test_forward_and_gradients(jagged_products, name, lengths, dtype):
     jagged_products(name, lengths, dtype, "cpu").check()
 
 
-@pytest.mark.parametrize("lengths", ["skewed", "no-columns", "no-rows", "nothing", "no-segments"])
+@slow_after(4, "lengths", ["no-columns", "no-rows", "nothing", "no-segments", "skewed"])
 @pytest.mark.parametrize("name", PRODUCTS)
 def test_lengths(jagged_products, name, lengths):
     jagged_products(name, lengths, torch.float32, "cpu").check()

@@ -24,13 +24,13 @@ def test_numbers_of_columns(jagged_softmaxes, columns):
         jagged_softmaxes("softmax", ([3, 0, 130], [0] * 3), dtype, "cpu", columns).check()
 
 
-@pytest.mark.parametrize("sizes", [([1], [300]), ([300], [1]), ([33, 2], [129, 128]), ([127, 128], [33, 3])], ids=str)
+@slow_after(2, "sizes", [([1], [300]), ([300], [1]), ([33, 2], [129, 128]), ([127, 128], [33, 3])], ids=str)
 @pytest.mark.parametrize("name", ["rows", "columns"])
 def test_sizes_of_matrices(jagged_softmaxes, name, sizes):
     jagged_softmaxes(name, sizes, torch.float32, "cpu").check()
 
 
-@pytest.mark.parametrize("shift", [2, 7])
+@slow_after(1, "shift", [2, 7])
 def test_chunks_of_long_segments(jagged_softmaxes, monkeypatch, shift):
     from jagged_kernels.softmax import op as jagged_softmax
 
