@@ -61,6 +61,8 @@ class LinearCompressEmbedding(nn.Module):
         super().__init__()
         check_size("num_candidate_embeddings", num_candidate_embeddings)
         check_size("num_compressed", num_compressed)
+        if isinstance(num_user_embeddings, str):
+            raise TypeError("num_user_embeddings must be an int or a sequence of ints, got str")
         several_levels = isinstance(num_user_embeddings, Sequence)
         if several_levels:
             shared = list(num_user_embeddings)

@@ -409,7 +409,7 @@ BAD_LAYERS = [
     ((3.0, 4), TypeError, "num_candidate_embeddings must be an int, got float"),
     ((3, 0), ValueError, "num_compressed must be at least 1, got 0"),
     ((3, 4, -1), ValueError, "num_user_embeddings must be at least 0, got -1"),
-    ((3, 4, "6"), TypeError, "num_user_embeddings must be an int, got str"),
+    ((3, 4, "6"), TypeError, "num_user_embeddings must be an int or a sequence of ints, got str"),
     ((3, 4, (6, 0)), ValueError, r"num_user_embeddings\[1\] must be at least 1, got 0"),
 ]
 BAD_NAMES = [
