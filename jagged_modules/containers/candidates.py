@@ -11,10 +11,11 @@ from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..scalars import check_kind, check_size
+from ..tracing import one_call
 from ..validation import check_integers, check_offsets, values_are_checkable
 from .jagged import Jagged
 from .offsets import rows_and_segments
-from .segmentation import Queries, QuerySegments, Segmentation, remember, segmentation_of
+from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
 
 
 class CandidateIndex(Queries):
@@ -46,6 +47,7 @@ class CandidateIndex(Queries):
         self._users: Tensor | None = None
 
     @classmethod
+    @one_call
     def wrap(cls, candidates: CandidateIndex | Tensor, num_users: int) -> CandidateIndex:
         """A CandidateIndex as it is; a tensor `[num_candidates]` of user indices in any order through `from_map`.
 
@@ -59,6 +61,7 @@ class CandidateIndex(Queries):
         return cls.from_map(candidates, num_users, name="candidates")
 
     @classmethod
+    @one_call
     def from_map(cls, candidate_to_user: Tensor, num_users: int, *, name: str = "candidate_to_user") -> CandidateIndex:
         """From `[num_candidates]` user indices in any order; errors call them `name`.
 
@@ -86,6 +89,7 @@ class CandidateIndex(Queries):
         return cls(offsets, order, inverse)
 
     @classmethod
+    @one_call
     def from_counts(cls, candidates_per_user: Tensor) -> CandidateIndex:
         """From `[num_users]` counts, int32 or int64; the candidates are grouped by user, in user order.
 
@@ -99,6 +103,7 @@ class CandidateIndex(Queries):
         return cls(torch.cat([counts.new_zeros(1), counts.cumsum(0)]))
 
     @classmethod
+    @one_call
     def from_offsets(cls, candidate_offsets: Tensor) -> CandidateIndex:
         """From `[num_users + 1]` offsets, int32 or int64, of candidates grouped by user.
 
@@ -110,6 +115,7 @@ class CandidateIndex(Queries):
         return cls(candidate_offsets)
 
     @classmethod
+    @one_call
     def from_jagged(cls, x: Any) -> CandidateIndex:
         """From a container whose segments are the users' candidates (JaggedTensor, KeyedJaggedTensor of one key, nested, Jagged, pair).
 
@@ -189,6 +195,10 @@ class CandidateIndex(Queries):
     def pin_memory(self) -> CandidateIndex:
         """The index in page-locked memory. DataLoader calls it."""
         return self._map(Tensor.pin_memory)
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        """`Tensor.record_stream` of the tensors on a device. TorchRec's pipelines call it."""
+        record_stream(stream, self.offsets, self.order, self.inverse, self._users, *self._query_offsets.values())
 
     def _map(self, move: Callable[[Tensor], Tensor]) -> CandidateIndex:
         offsets = move(self.offsets)

@@ -14,8 +14,9 @@ from ..masks import AttentionMask
 from ..scalars import check_kind, check_size, is_sequence, to_ints
 from ..schedule import TileSchedule, device_schedule, host_schedule
 from ..settings import is_batch_invariant
+from ..tracing import one_call, recorded_call
 from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, values_are_checkable
-from .segmentation import Queries, QuerySegments, Segmentation, remember, segmentation_of
+from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
 
 
 @dataclasses.dataclass(init=False, eq=False, repr=False)
@@ -41,6 +42,10 @@ class Jagged(Queries):
     offsets: Tensor
     max_seqlen: int | None
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        recorded = recorded_call(cls, args, kwargs)
+        return super().__new__(cls) if recorded is None else recorded
+
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
         _check_parts("", values, offsets, max_seqlen)
         if host_lengths is not None:
@@ -54,6 +59,7 @@ class Jagged(Queries):
     # -- containers in and out ---------------------------------------------------------------------------------------------
 
     @classmethod
+    @one_call
     def wrap(cls, x: Any, max_seqlen: int | None = None, *, name: str = "x") -> Jagged:
         """The Jagged of any container.
 
@@ -120,6 +126,12 @@ class Jagged(Queries):
             self._segmentation.keep(key, schedule.pin_memory())
         return pinned
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """`Tensor.record_stream` of the tensors on a device, those of the schedules too. TorchRec's pipelines call it."""
+        record_stream(stream, self.values, self.offsets)
+        for schedule in list(self._segmentation.schedules.values()):
+            schedule.record_stream(stream)
+
     def _copy(self, values: Tensor, offsets: Tensor) -> Jagged:
         if offsets is not self.offsets:
             self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
@@ -131,7 +143,7 @@ class Jagged(Queries):
     @classmethod
     def unchecked(cls, values: Any, offsets: Any, max_seqlen: int | None, segmentation: Segmentation | None = None) -> Jagged:
         """A Jagged without checks. A pytree is rebuilt from tensors, fake tensors or other objects."""
-        jagged = cls.__new__(cls)
+        jagged = object.__new__(cls)
         jagged.values, jagged.offsets, jagged.max_seqlen, jagged._container, jagged.feature_keys = values, offsets, max_seqlen, None, None
         if segmentation is None:
             segmentation = segmentation_of(offsets) if isinstance(offsets, Tensor) else Segmentation()

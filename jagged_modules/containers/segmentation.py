@@ -130,3 +130,10 @@ def _is_tracked(offsets: Tensor) -> bool:
 
 def _on_host(offsets: Tensor) -> bool:
     return values_are_checkable(offsets) and offsets.device.type == "cpu"
+
+
+def record_stream(stream: torch.Stream, *tensors: Tensor | None) -> None:
+    """`Tensor.record_stream` of the tensors on a device. Host tensors have no stream."""
+    for x in tensors:
+        if x is not None and x.device.type != "cpu":
+            x.record_stream(stream)

@@ -14,6 +14,7 @@ from ..functional import block_diagonal_attention_packed
 from ..functional.attention import BLOCKS, MAX_HEAD_DIM
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_size
+from ..tracing import one_module
 from ..validation import resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
@@ -76,6 +77,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.children())
 
+    @one_module
     @fixed_rows
     def forward(self, x: Any) -> Any:
         """Attend within the blocks of each segment.

@@ -15,6 +15,7 @@ from ..functional import jagged_attention
 from ..functional.attention import MAX_HEAD_DIM
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
+from ..tracing import one_module
 from ..validation import resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
@@ -156,6 +157,7 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.key_weights)
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
+    @one_module
     @fixed_rows
     def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
         """Attend within each segment.
@@ -256,6 +258,7 @@ class GDPABlock(nn.Module):
         """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
         reset_all(self.children())
 
+    @one_module
     def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
         """Update all rows. Arguments, result and errors are those of `JaggedGDPA.forward`. The norm is not applied to context."""
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)

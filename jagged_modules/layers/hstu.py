@@ -18,6 +18,7 @@ from ..functional.attention import MAX_HEAD_DIM
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_number, check_size
+from ..tracing import one_module
 from ..validation import check_integers, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
@@ -112,6 +113,7 @@ class HSTULayer(nn.Module):
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.children())
 
+    @one_module
     def forward(
         self,
         x: Any,
@@ -256,6 +258,7 @@ class HSTUStack(nn.Module):
         """Initialise all parameters, for instance after `to_empty` of a stack built on the meta device."""
         reset_all(self.layers)
 
+    @one_module
     def forward(self, x: Any, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False) -> Any:
         """Update all rows in each layer.
 

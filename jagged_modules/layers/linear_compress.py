@@ -13,6 +13,7 @@ from torch.types import Device
 from ..containers.jagged import is_keyed_tensor, wait_for
 from ..functional import linear_compress
 from ..scalars import check_size, is_sequence
+from ..tracing import one_module
 
 torch.fx.wrap("linear_compress")
 
@@ -88,6 +89,7 @@ class LinearCompressEmbedding(nn.Module):
         """Initialise all weights as an nn.Linear whose inputs are the embeddings of all levels."""
         self.weights.reset_parameters()
 
+    @one_module
     def forward(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor:
         """Compress the embeddings of B candidates.
 

@@ -11,6 +11,7 @@ from torch.types import Device
 from ..activations import POINTWISE
 from ..containers.jagged import wrap_rows
 from ..scalars import check_kind, check_size
+from ..tracing import one_module
 from .invariant import fixed_rows
 from .parameters import reset_all
 
@@ -52,6 +53,7 @@ class JaggedMLP(nn.Module):
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.layers)
 
+    @one_module
     @fixed_rows
     def forward(self, x: Any) -> Any:
         """Apply the layers to each row.

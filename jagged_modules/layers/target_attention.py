@@ -14,6 +14,7 @@ from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
 from ..functional import jagged_attention, target_attention
 from ..functional.attention import MAX_HEAD_DIM
 from ..scalars import check_size
+from ..tracing import one_module
 from ..validation import check_dense, check_device, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
@@ -56,6 +57,7 @@ class JaggedTargetAttention(nn.Module):
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.children())
 
+    @one_module
     @fixed_rows
     def forward(self, targets: Any, history: Any, candidates: CandidateIndex | Tensor | None = None) -> Any:
         """Attend from the targets to the history of their user.

@@ -98,6 +98,14 @@ class TileSchedule:
         """The schedule in page-locked memory, from which `to(device, non_blocking=True)` does not stall. DataLoader calls it."""
         return self._map(Tensor.pin_memory)
 
+    def record_stream(self, stream: torch.Stream) -> None:
+        """`Tensor.record_stream` of the tensors on a device."""
+        for x in (self.tiles, self.num_tiles):
+            if x.device.type != "cpu":
+                x.record_stream(stream)
+        if self.backward is not None:
+            self.backward.record_stream(stream)
+
     def _map(self, move: Callable[[Tensor], Tensor]) -> TileSchedule:
         backward = None if self.backward is None else self.backward._map(move)
         return dataclasses.replace(self, tiles=move(self.tiles), num_tiles=move(self.num_tiles), backward=backward)

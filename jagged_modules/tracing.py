@@ -1,0 +1,67 @@
+"""torch.fx records a layer, and a container's constructor, as one call: their code reads sizes, which a tracer does not know.
+
+TorchRec's pipelines trace the model with torch.fx to find the inputs of its sharded modules.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import sys
+from collections.abc import Callable
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from torch import nn
+from torch.fx import Proxy
+
+from .scalars import is_sequence
+
+P = ParamSpec("P")
+R = TypeVar("R")
+C = TypeVar("C", bound=type[Any])
+M = TypeVar("M", bound=nn.Module)
+
+
+def recorded_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A new node of the graph that calls `function` if an argument is a `torch.fx.Proxy`, else None."""
+    proxy = _first_proxy(args, kwargs)
+    return None if proxy is None else proxy.tracer.create_proxy("call_function", function, args, kwargs)
+
+
+def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, P], R]:
+    """Decorator for the function of a public class's classmethod: a call with a `torch.fx.Proxy` becomes one node of the graph."""
+
+    @functools.wraps(method)
+    def call(cls: C, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        recorded = recorded_call(call_classmethod, (cls.__name__, method.__name__, *args), kwargs)
+        return method(cls, *args, **kwargs) if recorded is None else recorded
+
+    return call
+
+
+def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
+    """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer, unless the layer is the root."""
+
+    @functools.wraps(forward)
+    def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        proxy = _first_proxy(args, kwargs)
+        if proxy is None or proxy.tracer.root is self:
+            return forward(self, *args, **kwargs)
+        return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
+
+    return call
+
+
+def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """A classmethod of a class of jagged_modules. A graph holds no classes, and a saved graph imports its functions from modules."""
+    return operator.attrgetter(f"{cls}.{name}")(sys.modules["jagged_modules"])(*args, **kwargs)
+
+
+def _first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The first proxy among the arguments and their parts, None if there is none. A (values, offsets) pair has parts."""
+    for x in (*args, *kwargs.values()):
+        parts: Any = x if is_sequence(x) else (x,)
+        for part in parts:
+            if isinstance(part, Proxy):
+                return part
+    return None
