@@ -1,0 +1,117 @@
+"""A small model around each layer: tensors in, one tensor out. Tests of all layers run over CASES."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+import jagged_modules as jm
+
+WIDTH, HEADS = 32, 2
+FEATURES = ["history", "candidates"]  # of the batches of sharded models
+SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37)]  # users, history rows, candidates; no two sizes of a batch are equal
+
+
+def random_offsets(segments: int, total: int) -> Tensor:
+    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
+
+
+class OnRows(nn.Module):
+    """The layer maps rows to rows."""
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()
+        self.layer = layer
+
+    @staticmethod
+    def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
+        return torch.randn(rows, WIDTH), random_offsets(users, rows)
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.layer((values, offsets))[0]
+
+
+class Pooled(OnRows):
+    """The layer maps the rows of each segment to a dense tensor."""
+
+    def forward(self, values: Tensor, offsets: Tensor) -> Tensor:
+        return self.layer((values, offsets))
+
+
+class OnCandidates(OnRows):
+    """Candidates, in any order, attend to their user's rows."""
+
+    @staticmethod
+    def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
+        targets = torch.randn(candidates, 1, WIDTH)
+        return targets, torch.randn(rows, WIDTH), random_offsets(users, rows), torch.randint(users, (candidates,))
+
+    def forward(self, targets: Tensor, values: Tensor, offsets: Tensor, users_of: Tensor) -> Tensor:
+        index = jm.CandidateIndex.from_map(users_of, offsets.shape[0] - 1)
+        return self.layer(targets, (values, offsets), index)
+
+
+class Compressed(OnRows):
+    """Dense embeddings of candidates and of their users."""
+
+    @staticmethod
+    def inputs(users: int, rows: int, candidates: int) -> tuple[Tensor, ...]:
+        return torch.randn(candidates, 2, WIDTH), torch.randn(users, 2, WIDTH), torch.randint(users, (candidates,))
+
+    def forward(self, candidates: Tensor, users: Tensor, users_of: Tensor) -> Tensor:
+        return self.layer(candidates, users, users_of)
+
+
+class Case(NamedTuple):
+    column: str  # of the table of compatibility
+    model: type[OnRows]
+    build: Callable[..., nn.Module]  # builds the layer, given its device
+
+
+def gdpa(**fields):
+    return lambda device=None: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**fields), device=device)
+
+
+HSTU = jm.HSTUConfig(scaling_seqlen=30)
+CASES = {
+    "JaggedTargetAttention": Case(
+        "JaggedTargetAttention", OnCandidates, lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device)
+    ),
+    "JaggedGDPA": Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
+    "JaggedGDPA-seeds": Case("JaggedGDPA", Pooled, gdpa(num_seeds=8)),
+    "JaggedGDPA-weights": Case("JaggedGDPA", OnRows, gdpa(num_weights=8)),
+    "GDPABlock": Case("GDPABlock", OnRows, lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device)),
+    "HSTULayer": Case("HSTULayer, HSTUStack", OnRows, lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device)),
+    "HSTUStack": Case("HSTULayer, HSTUStack", OnRows, lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device)),
+    "LinearCompressEmbedding": Case(
+        "LinearCompressEmbedding",
+        Compressed,
+        lambda device=None: jm.LinearCompressEmbedding(
+            2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, device=device
+        ),
+    ),
+    "BlockDiagonalSelfAttention": Case(
+        "BlockDiagonalSelfAttention",
+        OnRows,
+        lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, device=device),
+    ),
+    "JaggedMLP": Case("JaggedMLP", OnRows, lambda device=None: jm.JaggedMLP([WIDTH, 24, 40], "silu", device=device)),
+}
+
+
+def make(case: Case, device: str | torch.device | None = None) -> nn.Module:
+    """The model around a new layer with weights that depend on nothing before."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return case.model(case.build(device))
+
+
+def training_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """The result, and the gradients of the parameters and of the floating-point inputs, of a loss that is the mean square."""
+    leaves = [x.detach().requires_grad_() if x.is_floating_point() else x for x in inputs]
+    wanted = [*model.parameters(), *(x for x in leaves if x.requires_grad)]
+    out = model(*leaves)
+    return [out, *torch.autograd.grad(out.float().square().mean(), wanted)]

@@ -1,0 +1,97 @@
+"""Layers in torch.compile, torch.export, AOTInductor, torch.fx, TorchRec's tracer and CUDA graphs."""
+
+import inspect
+import io
+
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from .cases import SIZES, make, training_step
+from .table import feature
+
+
+def compiled(model, **options):
+    """The model compiled as one graph, and the counter of compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(model, fullgraph=True, backend=counter, **options), counter
+
+
+def assert_same_steps(graph, model, case):
+    for size in SIZES:
+        inputs = case.model.inputs(*size)
+        torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs))
+
+
+@feature("torch.compile, dynamic")
+def test_dynamic_compilation(case):
+    model = make(case)
+    graph, counter = compiled(model, dynamic=True)
+    assert_same_steps(graph, model, case)
+    assert counter.frame_count == 1
+
+
+@feature("torch.compile, static", fast=1)
+def test_static_compilation(case):
+    model = make(case)
+    graph, counter = compiled(model, dynamic=False)
+    assert_same_steps(graph, model, case)
+    assert counter.frame_count == len(SIZES)
+
+
+def exported(model, case) -> torch.export.ExportedProgram:
+    names = list(inspect.signature(case.model.forward).parameters)[1:]
+    shapes = {name: {0: torch.export.Dim.DYNAMIC} for name in names}
+    return torch.export.export(model, case.model.inputs(*SIZES[0]), dynamic_shapes=shapes)
+
+
+@torch.no_grad()
+def assert_same_results(graph, model, case):
+    for size in [*SIZES, (2, 3, 40)]:
+        inputs = case.model.inputs(*size)
+        torch.testing.assert_close(graph(*inputs), model(*inputs))
+
+
+@feature("torch.export")
+def test_export(case):
+    model, file = make(case), io.BytesIO()
+    torch.export.save(exported(model, case), file)
+    file.seek(0)
+    assert_same_results(torch.export.load(file).module(), model, case)
+
+
+@feature("AOTInductor", fast=1)
+def test_aot_inductor(case, tmp_path):
+    model = make(case)
+    package = torch._inductor.aoti_compile_and_package(exported(model, case), package_path=str(tmp_path / "model.pt2"))
+    assert_same_results(torch._inductor.aoti_load_package(package), model, case)
+
+
+def assert_layer_is_one_call(graph):
+    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["layer"]
+
+
+@feature("torch.fx")
+def test_symbolic_trace(case):
+    model = make(case)
+    traced = torch.fx.symbolic_trace(model)
+    assert_layer_is_one_call(traced)
+    assert_same_steps(traced, model, case)
+
+
+@feature("CUDA graphs", gpu=True)
+def test_cuda_graphs(case):
+    model, (inputs, other) = make(case).cuda(), ([x.cuda() for x in case.model.inputs(*SIZES[0])] for _ in range(2))
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):  # kernels are compiled, and allocations made, before the capture
+            training_step(model, inputs)
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = training_step(model, inputs)
+    for x, y in zip(inputs, other):
+        x.copy_(y)
+    graph.replay()
+    torch.testing.assert_close(results, training_step(model, other))
