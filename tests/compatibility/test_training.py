@@ -53,11 +53,10 @@ def test_autocast(case, dtype):
     model, inputs = make(case), inputs_of(case)
     with torch.autocast("cpu", dtype):
         out, *grads = training_step(model, inputs)
-    expected, *expected_grads = training_step(model, inputs)
-    print([(x.dtype, float((x - y).norm() / y.norm())) for x, y in zip([out, *grads], [expected, *expected_grads])])
-    assert out.dtype == dtype and all(grad.dtype == torch.float32 for grad in grads)
-    for x, y in zip([out, *grads], [expected, *expected_grads], strict=True):
-        assert (x - y).norm() < 0.05 * y.norm()
+    residual = case.layer in ("GDPABlock", "HSTULayer", "HSTUStack")
+    assert out.dtype == (torch.float32 if residual else dtype) and all(grad.dtype == torch.float32 for grad in grads)
+    for x, y in zip([out, *grads], training_step(model, inputs), strict=True):
+        assert (x - y).norm() < 0.05 * y.norm() + 1e-6  # softmax's gradient of a key's bias is 0
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -71,7 +70,7 @@ def test_grad_scaler(case, device):
     scaler.scale(out.float().square().mean()).backward()
     scaler.unscale_(optimizer)
     for x, y in zip(model.parameters(), expected, strict=True):
-        assert (x.grad - y).norm() < 0.05 * y.norm()
+        assert (x.grad - y).norm() < 0.05 * y.norm() + 1e-6
     before = [x.detach().clone() for x in model.parameters()]
     scaler.step(optimizer)
     scaler.update()
@@ -98,16 +97,15 @@ def stepped(model, inputs, optimizer=None, steps=1):
     return list(model.parameters())
 
 
-@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 @feature("fused optimizers")
-def test_fused_optimizers(case, kind):
-    model, inputs = make(case), inputs_of(case)
-    results = []
-    for options in (dict(foreach=False), dict(foreach=True), dict(fused=True)):
-        twin = copy.deepcopy(model)
-        results.append(stepped(twin, inputs, kind(twin.parameters(), lr=0.01, **options), steps=3))
-    for others in results[1:]:
-        torch.testing.assert_close(others, results[0])
+def test_fused_optimizers(case):
+    inputs = [x.double() if x.is_floating_point() else x for x in inputs_of(case)]  # Adam divides by gradients near 0
+    for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
+        results = []
+        for options in (dict(foreach=False), dict(foreach=True), dict(fused=True)):
+            model = make(case).double()
+            results.append(stepped(model, inputs, kind(model.parameters(), lr=0.01, **options), steps=2))
+        torch.testing.assert_close(results[1:], results[:1] * 2)
 
 
 @feature("in-backward optimizers")

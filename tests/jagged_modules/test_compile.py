@@ -229,12 +229,6 @@ def test_unfused_attention_with_a_plan_made_outside_of_the_graph():
     assert counter.frame_count == 1
 
 
-def test_jagged_mlp():
-    mlp = jm.JaggedMLP([DIM, WIDTH, 4], "gelu")
-    batches = [(torch.randn(rows, DIM), random_offsets(users, rows)) for users, rows, _ in SIZES]
-    assert_compiles_once(lambda *x: mlp(x)[0], batches)
-
-
 @slow_after(1, "kind", ["pair", "Jagged", "JaggedTensor", "nested"])
 def test_layer_with_every_container(kind):
     """The container is made outside of the graph, as a data loader or an embedding does."""

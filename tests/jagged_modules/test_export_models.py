@@ -8,32 +8,6 @@ from jagged_modules import functional as F
 from .graph_cases import DIM, HEADS, SIZES, WIDTH, compress_inputs, random_offsets, random_targets
 
 
-class Ranker(torch.nn.Module):
-    """Tensors in, tensors out: what is exported for serving."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = jm.JaggedTargetAttention(WIDTH, HEADS)
-
-    def forward(self, targets, history, offsets, candidate_to_user):
-        index = jm.CandidateIndex.from_map(candidate_to_user, offsets.shape[0] - 1)
-        return self.attention(targets, (history, offsets), index)
-
-
-def ranker_inputs(users, rows, count):
-    return torch.randn(count, 1, WIDTH), torch.randn(rows, WIDTH), random_offsets(users, rows), torch.randint(users, (count,))
-
-
-def test_export_with_users_candidates_and_rows_dynamic():
-    model = Ranker()
-    candidates, rows, boundaries = (torch.export.Dim(name) for name in ("candidates", "rows", "boundaries"))
-    shapes = dict(targets={0: candidates}, history={0: rows}, offsets={0: boundaries}, candidate_to_user={0: candidates})
-    exported = torch.export.export(model, ranker_inputs(*SIZES[0]), dynamic_shapes=shapes).module()
-    for sizes in [*SIZES, (2, 3, 400)]:
-        inputs = ranker_inputs(*sizes)
-        torch.testing.assert_close(exported(*inputs), model(*inputs))
-
-
 class Compressor(torch.nn.Module):
     """Three levels, the users' by a CandidateIndex made in the graph."""
 

@@ -1,7 +1,6 @@
-"""What holds for every layer: built on meta, with Linears replaced, fed by TorchRec's lazy results, in sharded models."""
+"""Layers fed by TorchRec's lazy results, and in sharded models. tests/compatibility has what holds for every layer."""
 
 import copy
-import warnings
 
 import pytest
 import torch
@@ -10,120 +9,17 @@ from torch import nn
 
 import jagged_modules as jm
 
+from ..compatibility.cases import CASES, OnRows, Pooled, assert_same_distribution
+
 WIDTH, HEADS = 64, 4
 OFFSETS = torch.tensor([0, 20, 20, 50])
-USERS = torch.tensor([2, 0, 2, 0])
 
 
 def rows(count=50):
     return torch.randn(count, WIDTH), OFFSETS
 
 
-def on_rows(layer):
-    return layer(rows())[0]
-
-
-def pooled(layer):
-    return layer(rows())
-
-
-def scored(stack):
-    return torch.cat([stack.score((torch.randn(50, WIDTH), OFFSETS), stack.cache(rows()))[0], on_rows(stack)])
-
-
-def on_candidates(layer):
-    return layer(torch.randn(4, 2, WIDTH), rows(), USERS)
-
-
-def compressed(layer):
-    return layer(torch.randn(4, 30, WIDTH), torch.randn(3, 20, WIDTH), USERS)
-
-
-def gdpa(**fields):
-    return lambda device=None: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**fields), device=device)
-
-
 HSTU = jm.HSTUConfig(scaling_seqlen=30)
-LAYERS = {  # what builds the layer on a device, and what calls it
-    "JaggedTargetAttention": (lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device), on_candidates),
-    "JaggedGDPA": (gdpa(qk_norm=True), on_rows),
-    "JaggedGDPA-seeds": (gdpa(num_seeds=8), pooled),
-    "JaggedGDPA-weights": (gdpa(num_weights=8), on_rows),
-    "GDPABlock": (lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device), on_rows),
-    "HSTULayer": (lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device), on_rows),
-    "HSTUStack": (lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device), scored),
-    "LinearCompressEmbedding": (lambda device=None: jm.LinearCompressEmbedding(30, 40, 20, device=device), compressed),
-    "BlockDiagonalSelfAttention": (lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, max_seqlen=99, device=device), on_rows),
-    "BlockDiagonalSelfAttention-none": (lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, None, device=device), on_rows),
-    "JaggedMLP": (lambda device=None: jm.JaggedMLP([WIDTH, 80, 40], "silu", device=device), on_rows),
-}
-every_layer = pytest.mark.parametrize("build, call", LAYERS.values(), ids=LAYERS)
-WITH_LINEARS = {name: entry for name, entry in LAYERS.items() if name != "LinearCompressEmbedding"}
-every_layer_with_linears = pytest.mark.parametrize("build, call", WITH_LINEARS.values(), ids=WITH_LINEARS)
-
-
-def called(layer, call, seed=3):
-    torch.manual_seed(seed)
-    return call(layer)
-
-
-# -- the meta device -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def nan_memory():
-    """Memory that is allocated and not written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-def reset_by_torchrec(layer):
-    """As DistributedModelParallel does: parameters and buffers on meta module by module, reset where a module owns such parameters."""
-    parallel = pytest.importorskip("torchrec.distributed.model_parallel").DistributedModelParallel
-    wrapper = parallel.__new__(parallel)
-    nn.Module.__init__(wrapper)
-    wrapper.device = torch.device("cpu")
-    wrapper._init_parameters(layer)
-    return layer.to("cpu")
-
-
-def reset_by_fsdp(layer):
-    """As FullyShardedDataParallel does: every module that owns parameters or buffers is allocated and reset by itself."""
-    for module in layer.modules():
-        if [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
-            module.to_empty(device="cpu", recurse=False)
-            module.reset_parameters()
-    return layer
-
-
-def reset_at_once(layer):
-    layer.to_empty(device="cpu")
-    layer.reset_parameters()
-    return layer
-
-
-def assert_same_distribution(x, expected):
-    """Mean and standard deviation within six times their spread for so many elements."""
-    assert x.shape == expected.shape and x.dtype == expected.dtype
-    spread, slack = expected.std(), 6 / expected.numel() ** 0.5
-    assert (x.mean() - expected.mean()).abs() <= slack * spread
-    assert (x.std() - spread).abs() <= slack * spread
-
-
-@pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
-@every_layer
-def test_a_layer_built_on_meta_becomes_a_direct_build(build, call, materialise, nan_memory):
-    layer = build("meta")
-    assert all(x.is_meta for x in layer.parameters())
-    layer, expected = materialise(layer), build()
-    parameters, buffers = dict(expected.named_parameters()), dict(expected.named_buffers())
-    assert dict(layer.named_parameters()).keys() == parameters.keys() and dict(layer.named_buffers()).keys() == buffers.keys()
-    for name, x in layer.named_parameters():
-        assert_same_distribution(x, parameters[name])
-    assert all(torch.equal(x, buffers[name]) for name, x in layer.named_buffers())
-    layer.load_state_dict(expected.state_dict())
-    assert torch.equal(called(layer, call), called(expected, call))
 
 
 @pytest.mark.gpu
@@ -137,94 +33,14 @@ def test_rotary_tables_are_on_the_layers_gpu(device):
     torch.testing.assert_close(layer((values.cuda(), offsets.cuda()))[0].cpu(), expected((values, offsets))[0])
 
 
-# -- replaced Linears ------------------------------------------------------------------------------------------------------------
-
-
-class LoRA(nn.Module):
-    """A Linear with a low-rank addition. It has none of a Linear's attributes."""
-
-    def __init__(self, linear):
-        super().__init__()
-        self.base = linear
-        self.down, self.up = nn.Linear(linear.in_features, 2, bias=False), nn.Linear(2, linear.out_features, bias=False)
-
-    def forward(self, x):
-        return self.base(x) + self.up(self.down(x))
-
-
-def quantized(linear):
-    plain = nn.Linear(linear.in_features, linear.out_features, bias=linear.bias is not None)
-    plain.load_state_dict(linear.state_dict())
-    return quantize_dynamic(nn.Sequential(plain))[0]
-
-
-def quantize_dynamic(model):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch announces that quantisation moves to another package
-        return torch.ao.quantization.quantize_dynamic(model, {nn.Linear})
-
-
-def linears(layer):
-    return [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
-
-
-def replaced(layer, names, replace):
-    layer = copy.deepcopy(layer)
-    for name in names:
-        parent, _, attribute = name.rpartition(".")
-        setattr(layer.get_submodule(parent), attribute, replace(layer.get_submodule(name)))
-    return layer
-
-
-@every_layer_with_linears
-def test_lora_instead_of_linears(build, call):
-    """Of each Linear by itself, then of all: the addition is part of the result and learns, and resetting reaches what is wrapped."""
-    layer = build()
-    names = linears(layer)
-    expected = called(layer, call)
-    assert names
-    for chosen in (*([name] for name in names), names):
-        adapted = replaced(layer, chosen, LoRA)
-        out = called(adapted, call)
-        assert out.shape == expected.shape and not torch.allclose(out, expected)
-        out.square().sum().backward()
-        for name in chosen:
-            wrapper = adapted.get_submodule(name)
-            assert wrapper.up.weight.grad.any() and wrapper.base.weight.grad.any()
-            before = wrapper.base.weight.clone()
-            adapted.reset_parameters()
-            assert not torch.equal(wrapper.base.weight, before)
-
-
-@every_layer_with_linears
-def test_quantized_linears(build, call):
-    layer = build().eval()
-    with torch.no_grad():
-        expected = called(layer, call)
-        for chosen in (*([name] for name in linears(layer)), linears(layer)):
-            out = called(replaced(layer, chosen, quantized), call)
-            assert 0 < (out - expected).norm() < 0.1 * expected.norm()
-
-
-@pytest.mark.parametrize("name", WITH_LINEARS)
-def test_dynamic_quantisation_of_a_layer(name):
-    build, call = WITH_LINEARS[name]
-    layer = build().eval()
-    small = quantize_dynamic(layer)
-    assert linears(small) == []
-    with torch.no_grad():
-        expected = called(layer, call)
-        assert 0 < (called(small, call) - expected).norm() < 0.1 * expected.norm()
-
-
 # -- TorchRec's lazy results -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [name for name, (_, call) in LAYERS.items() if call in (on_rows, pooled, scored)])
+@pytest.mark.parametrize("name", [case.name for case in CASES.values() if case.model in (OnRows, Pooled)])
 @pytest.mark.parametrize("kind", ["JaggedTensor", "KeyedJaggedTensor"])
 def test_lazy_rows(kind, name):
     torchrec, types = pytest.importorskip("torchrec"), pytest.importorskip("torchrec.distributed.types")
-    layer, (values, offsets) = LAYERS[name][0](), rows()
+    layer, (values, offsets) = CASES[name].build(), OnRows.inputs(5, 41, 0)
     x = {
         "JaggedTensor": torchrec.JaggedTensor(values, offsets=offsets),
         "KeyedJaggedTensor": torchrec.KeyedJaggedTensor(["a"], values, offsets=offsets),
@@ -320,19 +136,6 @@ def test_mixed_precision_of_a_sharded_hstu(one_process, call):
     out, *grads = training_step(sharded(stack, ["layers.0", "layers.1"], mp_policy=policy), call)
     expected, *_ = training_step(copy.deepcopy(stack).bfloat16(), lambda model, values: call(model, values.bfloat16()))
     assert torch.equal(out, expected) and all(grad.dtype == torch.float32 for grad in grads)
-
-
-@pytest.mark.parametrize("call", [STEPS["pair"], STEPS["Jagged"]], ids=["pair", "Jagged"])
-def test_sharded_layers_one_after_another(one_process, call):
-    model = nn.Sequential(
-        jm.GDPABlock(WIDTH, HEADS),
-        jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16),
-        jm.HSTULayer(WIDTH, HEADS, HSTU),
-        jm.JaggedGDPA(WIDTH, HEADS),
-        jm.JaggedMLP([WIDTH, 80, 40]),
-    )
-    ours = training_step(sharded(model, "01234"), call)
-    assert all(torch.equal(x, y) for x, y in zip(ours, training_step(model, call), strict=True))
 
 
 @torch.no_grad()

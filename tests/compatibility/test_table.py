@@ -1,0 +1,33 @@
+"""docs/compatibility.md, which is printed from the list, and the tests of its rows."""
+
+import re
+from pathlib import Path
+
+import jagged_modules as jm
+
+from .cases import CASES
+from .table import FEATURES, NOTES, document
+
+PAGE = Path(__file__).parents[2] / "docs" / "compatibility.md"
+
+
+def test_the_page_is_up_to_date():
+    assert PAGE.read_text() == document(), f"run: python -m tests.compatibility.table {PAGE}"
+
+
+def test_every_row_has_one_test_in_its_file():
+    found = {file: re.findall(r'^@feature\("([^"]+)"', (Path(__file__).parent / file).read_text(), re.MULTILINE) for file in FEATURES}
+    assert {file: sorted(names) for file, names in found.items()} == {
+        file: sorted(row.name for row in rows) for file, rows in FEATURES.items()
+    }
+
+
+def test_every_layer_has_a_column():
+    public = {name for name in jm.__all__ if isinstance(getattr(jm, name), type) and hasattr(getattr(jm, name), "forward")}
+    layers = {case.layer for case in CASES.values()}
+    assert public == layers == {type(case.build("meta")).__name__ for case in CASES.values()}
+
+
+def test_notes_belong_to_cells():
+    names = {row.name for rows in FEATURES.values() for row in rows}
+    assert all(name in names and layer in {case.layer for case in CASES.values()} for name, layer in NOTES)

@@ -1,0 +1,284 @@
+"""Layers behind TorchRec's collections: its tracer, sharding plans, pipelines and quantisation."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+import jagged_modules as jm
+
+from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, Pooled
+from .table import feature
+
+torchrec = pytest.importorskip("torchrec")
+
+from torchrec.distributed import DistributedModelParallel  # noqa: E402
+from torchrec.distributed import sharding_plan as plans  # noqa: E402
+from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil  # noqa: E402
+from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
+    PrefetchTrainPipelineSparseDist,
+    StagedTrainPipeline,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
+from torchrec.distributed.types import ShardingEnv, ShardingPlan  # noqa: E402
+from torchrec.fx import symbolic_trace  # noqa: E402
+from torchrec.inference.modules import quantize_inference_model  # noqa: E402
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
+
+NUM_ITEMS, USERS, STEPS, RATE = 20, 4, 3, 0.5
+PLANS = {
+    "data_parallel": plans.data_parallel(),
+    "table_wise": plans.table_wise(rank=1),
+    "row_wise": plans.row_wise(),
+    "column_wise": plans.column_wise(ranks=[1, 0]),
+    "table_row_wise": plans.table_row_wise(host_index=0),
+    "grid_shard": plans.grid_shard(host_indexes=[0]),
+}
+
+
+class Model(nn.Module):
+    """A case's layer on what collections return for its features. Returns loss and result, as pipelines expect."""
+
+    def __init__(self, case, device="cpu"):
+        super().__init__()
+        self.layer, self.kind = case.build(device), case.model
+        options, device = dict(embedding_dim=WIDTH, num_embeddings=NUM_ITEMS), torch.device(device)
+        if self.kind is Compressed:
+            self.embeddings, self.of_users = (
+                torchrec.EmbeddingBagCollection(
+                    tables=[torchrec.EmbeddingBagConfig(name=f"{level}_{name}", feature_names=[name], **options) for name in FEATURES],
+                    device=device,
+                )
+                for level in ("candidates", "users")
+            )
+        else:
+            tables = [torchrec.EmbeddingConfig(name="item", feature_names=FEATURES, **options)]
+            self.embeddings = torchrec.EmbeddingCollection(tables=tables, device=device)
+
+    def forward(self, features):
+        embedded = self.embeddings(features)
+        if self.kind is Compressed:
+            users_of = torch.arange(USERS, device=features.device()).flip(0)
+            out = self.layer(embedded, self.of_users(features), users_of)
+        elif self.kind is OnCandidates:
+            candidates = embedded["candidates"]
+            index = jm.CandidateIndex.from_jagged(candidates)
+            out = self.layer(candidates.values().unsqueeze(1), embedded["history"], index)
+        else:
+            out = self.layer(embedded["history"])
+            out = out if self.kind is Pooled else out.values()
+        return out.square().mean(), out.detach()
+
+
+def make_model(name, device="cpu"):
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Model(CASES[name]).to(device)
+
+
+def make_batches(rank=0, device="cpu"):
+    """Another batch for each step and rank, of users without history too."""
+    generator = torch.Generator().manual_seed(rank)
+    batches = []
+    for _ in range(STEPS):
+        lengths = torch.randint(0, 6, (len(FEATURES) * USERS,), generator=generator).index_fill(0, torch.tensor(USERS - 1), 0)
+        lengths[0], lengths[USERS] = 3, 2
+        ids = torch.randint(NUM_ITEMS, (int(lengths.sum()),), generator=generator)
+        batches.append(torchrec.KeyedJaggedTensor.from_lengths_sync(FEATURES, ids, lengths).to(torch.device(device)))
+    return batches
+
+
+def collections(model):
+    return {name: module for name, module in model.named_children() if name != "layer"}
+
+
+def sharded(name, plan, device="cpu"):
+    """The model in DistributedModelParallel; its tables' optimizer, SGD, runs in the backward unless they are data-parallel."""
+    model, shardings = make_model(name, device), {}
+    for path, collection in collections(model).items():
+        if plan == "data_parallel" and device == "cpu" and isinstance(collection, torchrec.EmbeddingCollection):
+            continue  # what is in no plan is replicated by DistributedDataParallel
+        if plan != "data_parallel":
+            apply_optimizer_in_backward(torch.optim.SGD, collection.parameters(), {"lr": RATE})
+        tables = plans.apply_to_all(collection, PLANS[plan])
+        shardings[path] = plans.construct_module_sharding_plan(
+            collection, tables, local_size=dist.get_world_size(), world_size=dist.get_world_size(), device_type=device
+        )
+    env = ShardingEnv.from_process_group(dist.group.WORLD)
+    parallel = DistributedModelParallel(model, env, torch.device(device), ShardingPlan(shardings))
+    load_state(parallel, make_model(name, device).state_dict())  # sharded bags are initialised anew
+    return parallel
+
+
+def load_state(model, state):
+    """The state of an unsharded model."""
+    for name, x in model.state_dict().items():
+        if isinstance(x, ShardedTensor):
+            for shard in x.local_shards():
+                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                shard.tensor.copy_(state[name][row : row + rows, column : column + columns])
+        else:
+            x.copy_(state[name])
+
+
+def dense_optimizer(model, plan):
+    in_backward = () if plan == "data_parallel" else tuple(collections(model.module))
+    return torch.optim.SGD([x for name, x in model.named_parameters() if not name.startswith(in_backward)], lr=RATE)
+
+
+def expected_steps(name, batches, device="cpu"):
+    """The results of plain steps of one unsharded model on the batches of all ranks, and the layer's parameters at the end."""
+    model = make_model(name, device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    results = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, out = model(batch)
+        loss.backward()
+        for x in model.parameters():
+            dist.all_reduce(x.grad)
+            x.grad /= dist.get_world_size()
+        optimizer.step()
+        results.append(out)
+    return [*results, *model.layer.parameters()]
+
+
+def train(name, plan):
+    batches = make_batches(dist.get_rank())
+    model = sharded(name, plan)
+    optimizer = dense_optimizer(model, plan)
+    results = []
+    for batch in batches:
+        optimizer.zero_grad()
+        loss, out = model(batch)
+        loss.backward()
+        optimizer.step()
+        results.append(out)
+    torch.testing.assert_close([*results, *layer_parameters(model)], expected_steps(name, batches))
+
+
+def layer_parameters(model):
+    return [x for name, x in model.named_parameters() if name.startswith("layer.")]
+
+
+@feature("DMP, data_parallel")
+def test_data_parallel(case, ranks):
+    ranks.run(train, case.name, "data_parallel")
+
+
+@feature("DMP, table_wise")
+def test_table_wise(case, ranks):
+    ranks.run(train, case.name, "table_wise")
+
+
+@feature("DMP, row_wise")
+def test_row_wise(case, ranks):
+    ranks.run(train, case.name, "row_wise")
+
+
+@feature("DMP, column_wise")
+def test_column_wise(case, ranks):
+    ranks.run(train, case.name, "column_wise")
+
+
+@feature("DMP, table_row_wise")
+def test_table_row_wise(case, ranks):
+    ranks.run(train, case.name, "table_row_wise")
+
+
+@feature("DMP, grid_shard")
+def test_grid_shard(case, ranks):
+    ranks.run(train, case.name, "grid_shard")
+
+
+class Staged:
+    """StagedTrainPipeline with the stages of TrainPipelineSparseDist, and its interface."""
+
+    def __init__(self, model, optimizer, device):
+        copy_stream, dist_stream = (torch.cuda.Stream() for _ in range(2))
+        exchange = SparseDataDistUtil(model, dist_stream)
+        stages = [
+            PipelineStage("copy", lambda batch, context: batch.to(device, non_blocking=True), copy_stream),
+            PipelineStage("exchange", exchange.start_sparse_data_dist, dist_stream, fill_callback=exchange.wait_sdd_fill_callback),
+        ]
+        self.model, self.optimizer = model, optimizer
+        self.pipeline = StagedTrainPipeline(stages, compute_stream=torch.cuda.current_stream())
+
+    def progress(self, source):
+        batch = self.pipeline.progress(source)
+        self.optimizer.zero_grad()
+        loss, out = self.model(batch)
+        loss.backward()
+        self.optimizer.step()
+        return out
+
+
+def train_in_pipeline(name, pipeline, device="cpu"):
+    batches = make_batches(dist.get_rank(), device)
+    model = sharded(name, "row_wise", device)
+    pipe, source = pipeline(model, dense_optimizer(model, "row_wise"), torch.device(device)), iter(batches)
+    results = [pipe.progress(source) for _ in batches]
+    torch.testing.assert_close([*results, *layer_parameters(model)], expected_steps(name, batches, device))
+
+
+@feature("TrainPipelineBase")
+def test_base(case, ranks):
+    ranks.run(train_in_pipeline, case.name, TrainPipelineBase)
+
+
+@feature("TrainPipelineSparseDist")
+def test_sparse_dist(case, ranks):
+    ranks.run(train_in_pipeline, case.name, TrainPipelineSparseDist)
+
+
+@feature("TrainPipelineSparseDistLite")
+def test_sparse_dist_lite(case, ranks):
+    ranks.run(train_in_pipeline, case.name, TrainPipelineSparseDistLite)
+
+
+@pytest.fixture
+def on_gpu(tmp_path):
+    """A process group of this process on the GPU."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield "cuda"
+    dist.destroy_process_group()
+
+
+@feature("TrainPipelineFusedSparseDist")
+def test_fused_sparse_dist(case, on_gpu):
+    train_in_pipeline(case.name, TrainPipelineFusedSparseDist, on_gpu)
+
+
+@feature("PrefetchTrainPipelineSparseDist")
+def test_prefetch(case, on_gpu):
+    train_in_pipeline(case.name, PrefetchTrainPipelineSparseDist, on_gpu)
+
+
+@feature("StagedTrainPipeline")
+def test_staged(case, on_gpu):
+    train_in_pipeline(case.name, Staged, on_gpu)
+
+
+@feature("TorchRec's tracer")
+def test_tracer(case):
+    model, batch = make_model(case.name), make_batches()[0]
+    traced = symbolic_trace(model)
+    assert "layer" in [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert torch.equal(traced(batch)[1], model(batch)[1])
+
+
+@feature("TorchRec quantisation")
+@torch.no_grad()
+def test_quantisation(case):
+    model, batch = make_model(case.name), make_batches()[0]
+    _, expected = model(batch)
+    small = quantize_inference_model(copy.deepcopy(model))
+    _, out = small(batch)
+    assert type(small.embeddings) is not type(model.embeddings)
+    assert 0 < (out - expected).norm() < 0.1 * expected.norm()
