@@ -64,15 +64,27 @@ def test_wheel_holds_exactly_the_two_packages(wheel):
     assert names == expected
 
 
-def test_wheel_metadata(wheel):
+@pytest.fixture(scope="module")
+def metadata(wheel):
     archive = zipfile.ZipFile(wheel)
     (name,) = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
-    metadata = Parser().parsestr(archive.read(name).decode())
+    return Parser().parsestr(archive.read(name).decode())
+
+
+def test_wheel_metadata(wheel, metadata):
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
     assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "dev"}
-    assert any(file.endswith("licenses/LICENSE") for file in archive.namelist())
+    assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
+
+
+def test_torchrec_extra_allows_only_the_known_set(metadata):
+    """torchrec requires any fbgemm-gpu, and fbgemm-gpu any torch, though each release fits one release of torch."""
+    known = dict(re.findall(r"^([\w-]+)==(\d+\.\d+)", (ROOT / "constraints" / "cuda.txt").read_text(), re.MULTILINE))
+    extra = [item.partition(";") for item in metadata.get_all("Requires-Dist") if re.search(r"extra == .torchrec.", item)]
+    bounds = {re.split(r"[^\w-]", bound)[0]: bound.strip() for bound, _, _ in extra}
+    assert bounds == {name: f"{name}=={known[name]}.*" for name in ("torch", "torchrec", "fbgemm-gpu")}
 
 
 def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
