@@ -38,6 +38,8 @@ EXAMPLE ?= dlrm
 fbgemm_cpu := fbgemm-gpu-cpu
 fbgemm_cuda := fbgemm-gpu
 torchrec_needs := tensordict torchmetrics tqdm pyre-extensions iopath
+# The kernel tests run in its interpreter.
+triton := triton==3.6.0
 
 ifdef PY
 export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
@@ -109,7 +111,7 @@ clean:
 	$(PYTHON) -m venv .venv
 	$(pip) "setuptools>=77" wheel
 	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
-	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec triton
+	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec $(triton)
 	touch $@
 
 .newest-triton/.installed: constraints/newest-triton.txt $(ENV)
