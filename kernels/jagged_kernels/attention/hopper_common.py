@@ -275,7 +275,7 @@ def _constants(
 
 def grid(tiles: Tensor) -> tuple[int, ...]:
     """One thread block per multiprocessor, or per tile if there are fewer; `()`, no launch, without tiles."""
-    blocks = min(device_properties(tiles.device)[1], tiles.shape[0])
+    blocks = min(device_properties(tiles.device).num_sms, tiles.shape[0])
     return (blocks,) if blocks else ()
 
 

@@ -41,7 +41,7 @@ def device_properties(device: torch.device) -> DeviceProperties:
 def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of the machine's first GPU, None without one. Does not initialise CUDA: a data loader's worker must not."""
     if torch.cuda.is_initialized():
-        return device_properties(torch.device("cuda", 0))[0]
+        return device_properties(torch.device("cuda", 0)).capability
     return _driver_capability()
 
 
