@@ -170,6 +170,8 @@ class AttentionMask:
         check_size("num_queries", num_queries, at_least=0)
         if self.num_targets is not None and segment >= self.num_targets.shape[0]:
             raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
+        if self.num_targets is not None and self.num_targets.is_meta:
+            raise ValueError("num_targets must have values to draw the mask, got a meta tensor")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(num_queries, length, num_targets)
         return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)

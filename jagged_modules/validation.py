@@ -17,6 +17,7 @@ from .scalars import check_size
 from .settings import debug_checks
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+MAX_HEAD_DIM = 256  # of attention
 
 
 class WrongDtype(TypeError, ValueError):
@@ -128,7 +129,7 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
     if x.dtype == weight.dtype and x.is_floating_point():  # fast path
         return
-    if not x.is_floating_point() or autocast_dtype(x) != autocast_dtype(weight):
+    if x.dtype not in FLOATS or autocast_dtype(x) != autocast_dtype(weight):
         raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
 
 

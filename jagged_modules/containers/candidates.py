@@ -23,6 +23,7 @@ class CandidateIndex(Queries):
 
     Attributes:
         offsets: `[num_users + 1]`. Grouped by user, the candidates of user u are rows offsets[u] : offsets[u + 1].
+            Do not write to this tensor: the index keeps what it has computed from it.
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
@@ -155,9 +156,14 @@ class CandidateIndex(Queries):
         return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
-        """`candidate_to_user` for a known number of candidates: no sync. The result is cached."""
-        if self._users is not None:
+        """`candidate_to_user` for a known number of candidates: no sync. The result is cached.
+
+        Raises:
+            ValueError: the index describes another number of candidates, as far as the host can tell.
+        """
+        if self._users is not None and self._users.shape[0] == num_candidates:
             return self._users
+        self.check(num_candidates, None, names=("num_candidates is", ""))
         if torch.compiler.is_compiling():
             return self._find_users(num_candidates)
         with torch.inference_mode(False):  # a later call may save them for its backward

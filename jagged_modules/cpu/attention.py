@@ -191,7 +191,7 @@ def _backward(ctx, do, _dlse):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("jagged_attention is not differentiable twice")
+    raise RuntimeError("attention is not differentiable twice on the CPU: its backward has no derivative of its own")
 
 
 attention_cpu.register_autograd(_backward, setup_context=_setup_context)

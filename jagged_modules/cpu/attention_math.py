@@ -33,10 +33,9 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     q, k and v must have the same head dim and a last stride of 1.
     """
     if mask is None:
-        # All scores of a row that is not finite are NaN. torch's fused attention returns 0 for it, as if it saw no key.
-        not_finite = ~q.isfinite().all(-1, keepdim=True)
         out, lse = _fused_attention(q, k, v, scale=scale)
-        return out.masked_fill_(not_finite, math.nan), lse
+        undefined = _undefined_rows(q, k, lse, scale)
+        return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(undefined, math.nan)
     flags = mask, num_targets, scale
     if _products_are_finite(scale, q, k, v):
         return _fused_forward(q, k, v, *flags)
@@ -46,6 +45,19 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     out, lse = unfused_forward(q, k, v, *flags, "softmax")
     assert lse is not None  # "softmax" returns it
     return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # bits of other rows do not change
+
+
+def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score is above -infinity.
+
+    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity, as if it saw no key.
+    """
+    undefined = ~lse.isfinite()
+    unseen = (lse == 0).flatten(1).any(1)
+    if bool(unseen.any()):
+        scores = _fold(q[unseen] * scale, k[unseen]) @ k[unseen].flatten(0, 1).mT[:, None]
+        undefined[unseen] |= _unfold(~(scores > -math.inf).any(-1), k[unseen])
+    return undefined
 
 
 def softmax_backward(

@@ -12,7 +12,15 @@ from ..containers.candidates import CandidateIndex
 from ..cpu.linear_compress import linear_compress_decomposed
 from ..reference import linear_compress_reference
 from ..settings import is_batch_invariant
-from ..validation import WrongDtype, check_device, check_implementation, check_integers, check_tensor, values_are_checkable
+from ..validation import (
+    WrongDtype,
+    check_device,
+    check_implementation,
+    check_integers,
+    check_tensor,
+    refuse_transforms,
+    values_are_checkable,
+)
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton", "hopper")
 
@@ -63,7 +71,8 @@ def linear_compress(
 
     Raises:
         TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices or indices do not match.
-        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it.
+        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it. A torch.func transform (vmap, grad,
+        jvp); "reference" supports it.
     """
     indices = [] if indices is None else indices
     given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))
@@ -76,6 +85,7 @@ def linear_compress(
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
+    refuse_transforms("linear_compress does")
     if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
         return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
 

@@ -57,6 +57,8 @@ def jagged_to_padded(
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
     check_kind("padding_value", padding_value, (int, float, complex, torch.SymInt, torch.SymFloat), "a number")
+    if isinstance(padding_value, float) and not values.is_floating_point() and not values.is_complex() and padding_value % 1:
+        raise ValueError(f"padding_value must be an integer for values of {values.dtype}, got {padding_value}")
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)

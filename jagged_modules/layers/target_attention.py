@@ -12,10 +12,9 @@ from torch.types import Device
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
 from ..functional import jagged_attention, target_attention
-from ..functional.attention import MAX_HEAD_DIM
 from ..scalars import check_size
 from ..tracing import one_module
-from ..validation import check_dense, check_device, check_layer_input, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

@@ -202,7 +202,11 @@ BAD_FORWARDS = [
     ((torch.randn(5, 11), torch.tensor([0, 5])), ValueError, r"x's values must have shape \[L, 12\], got \[5, 11\]"),
     ((torch.randn(5, 1, 12), torch.tensor([0, 5])), ValueError, r"x's values must have shape \[L, 12\], got \[5, 1, 12\]"),
     ((torch.randn(5, 12), torch.tensor([0, 4])), ValueError, "offsets must end at the number of rows, 5, got 4"),
-    ((torch.randn(101, 12), torch.tensor([0, 101])), ValueError, "offsets has a segment of 101 rows, longer than max_seqlen = 100"),
+    (
+        (torch.randn(101, 12), torch.tensor([0, 101])),
+        ValueError,
+        "offsets has a segment of 101 rows, longer than rotary's max_seqlen = 100",
+    ),
 ]
 
 

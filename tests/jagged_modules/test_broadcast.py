@@ -130,6 +130,8 @@ BAD = [
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])), ValueError, "candidate_offsets must start at 0, got 1"),
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])), ValueError, "candidate_offsets must not decrease, got 2 then 1"),
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)), ValueError, r"candidate_offsets must be 1-D, got shape \[\]"),
+    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 5])).users(7), ValueError, "describe 5 candidates, num_candidates is 7"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2).users(3), ValueError, "describe 2 candidates, num_candidates is 3"),
     (lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])), TypeError, "x must be a JaggedTensor.*got Tensor"),
 ]
 

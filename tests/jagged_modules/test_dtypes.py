@@ -151,6 +151,13 @@ def test_other_floating_point_arguments(dtype):
         jm.Rotary(table, table)
 
 
+@pytest.mark.parametrize("make", [jm.JaggedGDPA, jm.GDPABlock, jm.BlockDiagonalSelfAttention, jm.HSTULayer], ids=lambda make: make.__name__)
+def test_layers_refuse_fp8_under_autocast_too(make):
+    layer, x = make(8, 2), torch.randn(5, 8).to(torch.float8_e4m3fn)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="x's values must have the layer's dtype, .*got .*float8"):
+        layer((x, OFFSETS))
+
+
 def test_the_documented_table_is_the_rule():
     """One row for each set of dtypes; it stands in the documentation of `functional`."""
     table = dtype_table()

@@ -279,6 +279,9 @@ def test_bad_keyed_tensors():
     keyed = keyed_tensor(torchrec, torch.randn(2, 3, 4), ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"candidate_embeddings must be a torch.Tensor .* no candidate_features, .* \['a', 'b', 'c'\]"):
         jm.LinearCompressEmbedding(3, 2)(keyed)
+    transposed = torchrec.KeyedTensor(["a", "b"], [4, 4], torch.randn(8, 8), key_dim=0)
+    with pytest.raises(ValueError, match="candidate_embeddings must be a KeyedTensor with key_dim 1, .*got key_dim 0"):
+        jm.LinearCompressEmbedding(2, 2, candidate_features=["a", "b"])(transposed)
     uneven = torchrec.KeyedTensor(["a", "b"], [9, 18], torch.randn(7, 27))
     with pytest.raises(ValueError, match=r"candidate_embeddings must have features of one width, got \[9, 18\]"):
         jm.LinearCompressEmbedding(2, 2, candidate_features=["a", "b"])(uneven)

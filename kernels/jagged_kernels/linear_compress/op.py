@@ -212,12 +212,12 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False) -> Tensor:
-    """Sums of groups of x's first dimension, with one rounding."""
+    """Sums of groups of x's first dimension, with one rounding. x is contiguous."""
     groups = offsets.shape[0] - 1
     out = x.new_empty((groups, *x.shape[1:]))
     if out.numel() == 0 or x.numel() == 0:
         return out.zero_()
-    size = x.stride(0)
+    size = out.stride(0)  # not x's: a dimension of size 1 may have any stride in a contiguous tensor
     small_blocks = batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
     block, rows = (256, 16) if small_blocks else (1024, 8)
     sum_groups_kernel[(cdiv(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)

@@ -21,6 +21,17 @@ def test_sizes(check_linear_compress, num_compressed, width):
     check_linear_compress([2, 3], [8, 70], num_compressed, width, torch.float16, "cpu")
 
 
+@pytest.mark.parametrize("num_compressed, width", [(4, 8), (1, 1)], ids=str)
+def test_gradient_of_one_candidate_with_any_stride(check_linear_compress, num_compressed, width):
+    """A dimension of size 1 may have any stride in a contiguous tensor. Those of a sum and of a concatenation have unusual ones."""
+
+    def grad(out):
+        wide = torch.randn(1, num_compressed + 6, width)
+        return wide[:, :num_compressed] if width > 1 else out.new_ones(()).expand_as(out)
+
+    check_linear_compress([3, 1], [3, 5], num_compressed, width, torch.float32, "cpu", grad=grad)
+
+
 @pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
 def test_nothing_to_multiply(check_linear_compress, batches, depths):
     check_linear_compress(batches, depths, 5, 8, torch.float32, "cpu")
