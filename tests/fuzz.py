@@ -66,7 +66,7 @@ def run_case(case: Case) -> dict | None:
 
 
 def serve() -> None:
-    """Answer each line of stdin, a case, with a line of stdout, `run_case`'s result as JSON."""
+    """Read a case from each line of stdin. Write the result of `run_case` to stdout, as one line of JSON."""
     import calls  # noqa: F401  imports all that a case needs
     import torch
 

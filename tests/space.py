@@ -204,7 +204,7 @@ def _even_dim(dtype: str, o: dict) -> None:
 
 def _shared_linear(dtype: str, o: dict) -> None:
     if o["weights"] == "shared":
-        o["implementation"] = "auto"  # torch's own product
+        o["implementation"] = "auto"  # torch's own matrix multiplication
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------

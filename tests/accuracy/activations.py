@@ -36,8 +36,8 @@ def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bo
     size = x.value.abs()
     values = Bound(value, _reached(slope.abs(), curvature, x.error), slope.abs() * x.rms, x.dtype)
     slopes = Bound(slope, curvature * x.error, curvature * x.rms, x.dtype)
-    for place, height in JUMPS.get(name, ()):
-        jump = height * ((x.value - place).abs() < torch.minimum(x.error, LARGEST_DEVIATION * x.rms)).double()
+    for argument, height in JUMPS.get(name, ()):
+        jump = height * ((x.value - argument).abs() < torch.minimum(x.error, LARGEST_DEVIATION * x.rms)).double()
         slopes, values = slopes.widened(jump, jump), values.widened(jump * x.error, jump * x.rms)
     if name != "identity":
         values = values.off_by(ROUNDINGS, value.abs() if name in NO_CANCELLATION else torch.maximum(size, value.abs()))

@@ -32,7 +32,7 @@ class Bound(NamedTuple):
     Attributes:
         value: the exact result, float64.
         error: the largest error of each element; a 0-dimensional zero if the value is exact.
-        rms: the standard deviation of each error; the same.
+        rms: the standard deviation of each error; also a 0-dimensional zero if the value is exact.
         dtype: dtype of the arithmetic, fp32 or fp64. `rounded` models rounding to other dtypes.
         lines: number of groups of elements whose errors are not independent; None: the rows of a matrix, the elements of a flat tensor.
     """
@@ -55,7 +55,7 @@ class Bound(NamedTuple):
         return cls(x.detach().double(), zero, zero, arithmetic)
 
     def map(self, view) -> Bound:
-        """The bound with `view`, which only changes the shape, applied to value and errors."""
+        """Apply `view`, which only changes the shape, to the value and its errors."""
         return Bound(view(self.value), *(view(x) if x.dim() else x for x in (self.error, self.rms)), self.dtype)
 
     @property
@@ -152,6 +152,9 @@ class Bound(NamedTuple):
     def where(self, keep: Tensor) -> Bound:
         """The bound where `keep`, an exact 0 elsewhere."""
         return Bound(*(x.where(keep, 0.0) for x in (self.value, self.error, self.rms)), self.dtype)
+
+
+Bounds = dict[str, Bound]  # by name of the result
 
 
 def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:

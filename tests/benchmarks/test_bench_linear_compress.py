@@ -62,7 +62,7 @@ def test_ours_gets_the_inputs_as_they_are_and_the_padded_stage_padded_ones():
     assert padded["e_cand"].untyped_storage().nbytes() == 20 * 24 * 8 * 4
 
 
-def test_the_candidate_product_reports_its_time_alone():
+def test_the_candidate_gemm_reports_its_time_alone():
     problem, work = setup(batch=20, ratio=7)
     work.implementations[bench.CUBLAS] = problem.candidate_product
     (row,) = runner.run_case(runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=1, pause_s=0), re.compile("cuBLAS"))
@@ -97,7 +97,7 @@ def test_a_wrong_weight_gradient_of_one_candidate_shows():
         (512, 70, ""),
     ],
 )
-def test_peers_measured_earlier_stand_in_the_remarks(batch, ratio, note):
+def test_peers_measured_earlier_are_in_the_remarks(batch, ratio, note):
     assert bench.peers_note(batch, ratio) == note
 
 
@@ -113,7 +113,7 @@ def test_full_sizes_are_those_of_the_tables():
     assert bench.PEERS.keys() <= shapes
 
 
-def test_the_portable_kernel_beside_hoppers_is_a_stage_that_there_is(monkeypatch):
+def test_the_portable_kernel_is_a_stage_on_hopper(monkeypatch):
     kernels = {bench.OURS: "auto", "portable": "triton"}
     assert set(kernels.values()) <= set(COMPRESS_IMPLEMENTATIONS)
     monkeypatch.setattr(bench, "our_kernels", lambda device: dict(kernels))

@@ -50,7 +50,7 @@ def test_every_tile_once_longest_first_and_stable(problem, num_workers):
 
 
 @given(problem=problems(), num_workers=st.integers(1, 40))
-def test_dealing_alternates_direction(problem, num_workers):
+def test_assignment_alternates_direction(problem, num_workers):
     q_lengths, kv_lengths, sizes = problem
     schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
     there_and_back = [*range(num_workers), *reversed(range(num_workers))]

@@ -16,5 +16,5 @@ def joined(parts, like):
 
 
 def check_definition(operator, definition, tensors):
-    """Hold an operator to what its definition in plain torch says."""
+    """Check an operator against its definition in plain torch."""
     accuracy.check(operator, lambda *x: accuracy.definition(definition, tensors, x[-1]), tensors)

@@ -232,7 +232,7 @@ def test_other_dtypes(dtype, offsets_of):
 
 
 class Encoder(nn.Module):
-    """What the models of the literature stack: self-attention, a feed-forward, cross-attention to context, pooling."""
+    """The layers that published models stack: self-attention, a feed-forward, cross-attention to context, pooling."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ def test_training(offsets_of):
         losses.append(nnf.binary_cross_entropy_with_logits(logits, labels))
         optimizer.zero_grad()
         losses[-1].backward()
-        if len(losses) == 2:  # biases of queries and keys may rest in the first step
+        if len(losses) == 2:  # biases of queries and keys may not change in the first step
             assert all(x.grad.abs().sum() > 0 for x in model.parameters())
         optimizer.step()
     assert losses[-1] < 0.1 * losses[0]

@@ -16,7 +16,7 @@ MASKS = {
     "targets": dict(causal=True, num_targets=torch.tensor(TARGETS), contextual_seqlen=2, max_attn_len=40),
     "window": dict(window=(3, 2)),
 }
-# torch's hardswish has a gradient of 0 or NaN at NaN, by its place in memory, and autograd's of relu(x)² is 0 below 0 whatever follows.
+# At NaN, torch's hardswish has a gradient of 0 or NaN, by memory address. Autograd's of relu(x)² is 0 below 0 whatever its factor is.
 TESTED = [name for name in ACTIVATIONS if name not in ("hardswish", "relu_squared")]
 
 

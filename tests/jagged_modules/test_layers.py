@@ -178,7 +178,7 @@ def replaced(layer, names, replace):
 
 @every_layer_with_linears
 def test_lora_instead_of_linears(build, call):
-    """Of each Linear by itself, then of all: the addition is part of the result and learns, and resetting reaches what is wrapped."""
+    """Each Linear alone is replaced, then all. The addition is part of the result and learns. Resetting reaches the wrapped Linear."""
     layer = build()
     names = linears(layer)
     expected = called(layer, call)
@@ -304,7 +304,7 @@ STEPS = {
 
 @pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
 def test_training_steps_of_a_sharded_hstu(one_process, call):
-    """Backward needs the parameters whole again, of which fully_shard learns from tensors in the layers' outputs."""
+    """The backward needs whole parameters again. fully_shard sees from tensors in the layers' outputs when it does."""
     stack = jm.HSTUStack(WIDTH, HEADS, 2, HSTU)
     ours = training_step(sharded(stack, ["layers.0", "layers.1"]), call)
     torch.testing.assert_close(ours, training_step(stack, call))  # "score" adds the gradients of both uses of the rows in either order

@@ -34,7 +34,7 @@ def test_opcheck_of_strided_low_precision_inputs(offsets_of):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck_of_jagged_products(dtype, offsets_of):
+def test_opcheck_of_jagged_matmuls(dtype, offsets_of):
     operators = torch.ops.jagged_modules
     plan = F.ScorePlan.from_offsets(offsets_of([2, 0, 3], torch.int32), offsets_of([4, 5, 1]))
     shapes = (plan.x_rows, 4), (plan.y_rows, 4), (plan.total,)

@@ -21,12 +21,12 @@ def setting(request):
 
 @pytest.fixture
 def values(setting):
-    """Two of them, and the default."""
+    """Two values, and the default."""
     return *VALUES[setting], setting.current()
 
 
 def in_a_new_context(function):
-    """Decorator: what a test switches ends with it."""
+    """Decorator: a test's switches end with the test."""
 
     def test(setting, values):
         contextvars.copy_context().run(function, setting, *values)

@@ -26,7 +26,7 @@ def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
 
 
 def check(candidate_to_user, kv_offsets, operator, q, k, v, **options):
-    """Hold target attention of q `[C, n_q, H, D]` and its gradients to what attention of each user's candidates, put together, gives."""
+    """Check target attention of q `[C, n_q, H, D]` and its gradients against the attention of each user's candidates together."""
     order, rows = torch.argsort(candidate_to_user, stable=True), q.shape[1]
     counts = torch.bincount(candidate_to_user, minlength=len(kv_offsets) - 1)
     q_offsets = rows * torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
