@@ -5,7 +5,7 @@
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
 TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike. The floor is the time
-of that work at the rate that long matrix products attain on an H200.
+of that work at the rate that long GEMMs attain on an H200.
 """
 
 import dataclasses

@@ -50,7 +50,7 @@ def rotate_all(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def rotate_in_bf16(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """As models without a rotary kernel compute it: every product and sum is rounded, in the backward too."""
+    """Rotary as models without a kernel compute it: every operation is rounded, in the backward too."""
     cos, sin = (table.bfloat16()[:, None] for table in (cos, sin))
     pairs = [x.unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
     return [torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2) for first, second in pairs]

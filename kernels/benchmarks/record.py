@@ -27,7 +27,7 @@ from unpublished import TABLES
 PREAMBLE = """\
 Measurements of this project and its peers on this device, beside the figures that the sources publish for other devices: compare ratios.
 "missing": no run measured it. "not installed": the peer is not installed. "unavailable": it does not run here. "% of floor": the shortest
-time in which the device could do the counted work or move the counted bytes, over the measured time. The rates of long matrix products and
+time in which the device could do the counted work or move the counted bytes, over the measured time. The rates of long GEMMs and
 large copies define the floor, so that a short call may exceed 100. A run that "did not finish" was stopped; its completed cases count."""
 RUN_FACTS = ("op", "environment", "protocol", "complete", "seconds")
 NO_RECORD = {"runs": [], "rows": [], "profile": []}

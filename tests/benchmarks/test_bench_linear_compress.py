@@ -57,14 +57,14 @@ def test_ours_gets_the_inputs_as_they_are_and_the_padded_stage_padded_ones():
     problem, _ = setup(batch=20, ratio=7)
     weight = problem.ours("auto").inputs["w_user"]
     assert weight.shape == (13, 22) and weight.is_contiguous() and weight.is_leaf
-    padded = problem.plain(bench.product).inputs
+    padded = problem.plain(bench.gemm).inputs
     assert {name: x.shape[1] for name, x in padded.items()} == {"w_user": 24, "w_cand": 24, "e_user": 24, "e_cand": 24}
     assert padded["e_cand"].untyped_storage().nbytes() == 20 * 24 * 8 * 4
 
 
 def test_the_candidate_gemm_reports_its_time_alone():
     problem, work = setup(batch=20, ratio=7)
-    work.implementations[bench.CUBLAS] = problem.candidate_product
+    work.implementations[bench.CUBLAS] = problem.candidate_gemm
     (row,) = runner.run_case(runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=1, pause_s=0), re.compile("cuBLAS"))
     assert row["status"] == "ok" and row["forward_ms"] > 0
     assert not [key for key in row if key.endswith(("tflops", "gbytes", "speedup")) or key.startswith("forward_backward")]
