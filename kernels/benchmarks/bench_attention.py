@@ -263,8 +263,8 @@ def self_and_target_attention(
 ) -> Setup:
     """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history.
 
-    In one launch of each kernel, and each kind of query alone. The times alone add up to those of two launches, without the sums of two dk
-    and two dv.
+    Measured in one launch of each kernel, and for each kind of query alone. The two times alone add up to those of two launches, without
+    adding two dk and two dv.
     """
     lengths = {"own rows": histories, "candidates": counts * num_queries}
     shapes = {kind: (int(rows.sum()), num_heads, head_dim) for kind, rows in lengths.items()}

@@ -113,7 +113,7 @@ class Problem:
         return () if self.rotary is None else (self.rotary.cos[positions], self.rotary.sin[positions])
 
     def rotated(self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, of which those that ``self.rotary`` names are rotated by ``tables``."""
+        """q, k and v. Those that ``self.rotary`` names are rotated by ``tables``."""
         if self.rotary is None:
             return qkv
         count = len(self.rotary.rotate)

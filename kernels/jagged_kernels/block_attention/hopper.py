@@ -488,5 +488,5 @@ def _constants(q: Tensor, params: BlockAttentionParams, config: HopperBlockAtten
 
 
 def _descriptors(config: HopperBlockAttentionConfig, *tensors: Tensor) -> list[TensorDescriptor]:
-    """Of `[L, H, D]`, as `[H, L, D]`, in boxes of one head's tile."""
+    """TMA descriptors of `[L, H, D]` as `[H, L, D]`. A box is one head's tile."""
     return [head_descriptor(x, config.block_m) for x in tensors]

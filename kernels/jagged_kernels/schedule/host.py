@@ -30,8 +30,8 @@ class TileList(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Of queries there may be several groups, `[n · B + 1]`:
-    their segments b, B + b, 2B + b, ... read the keys of segment b."""
+    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query groups have offsets `[n · B + 1]`: their
+    segments b, B + b, 2B + b, ... read the keys of segment b."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
@@ -187,9 +187,9 @@ def _tiles(
 
 
 def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None) -> int:
-    """How many groups of query segments read the segments of keys, from the number of segments of the arguments so called.
+    """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of the arguments in errors.
 
-    ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
+    ValueError if it is not an integer, or if there are several groups and a mask.
     """
     if num_queries == num_keys:
         return 1
