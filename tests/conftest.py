@@ -37,6 +37,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def poisoned_memory():
+    """torch.empty returns NaN, so that an element that nothing wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
 

@@ -4,6 +4,8 @@ Mutants and honest programs are written in plain torch. What they compute with i
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import accuracy
 import pytest
@@ -14,7 +16,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def cut_to_tf32(x):
-    """An fp32 operand with the 13 lowest bits of its mantissa cut off, as matrix units read it."""
+    """An fp32 operand with the 13 lowest bits of its mantissa cut off, as tensor cores read it."""
     return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
@@ -74,14 +76,28 @@ def attention_inputs(seed, dtype):
     return [torch.randn(n, HEADS, DIM).to(dtype) for n in (ROWS, KEYS, KEYS, ROWS)]
 
 
-def attend(
-    q, k, v, do, matmul=torch.matmul, operand=lambda x: x, score=lambda x: x, weight=None, delta=lambda x: x, gradient=None,
-    result=lambda x: x, keys=KEYS, rescale=True, activation="softmax",
-):  # fmt: skip
-    """One segment's attention and gradients as kernels compute them, key block by key block in fp32, of all heads at a time.
+class Changes(NamedTuple):
+    """Changes to the arithmetic of attention.
 
-    Functions: operand is applied to the operands of each MMA, score to S, weight to P, gradient to dS, result to out before its rounding.
+    matmul: computes the MMAs. operand is applied to the operands of each MMA, score to S, weight to P, delta to rowsum(dO ∘ out), gradient
+    to dS, and result to out before its rounding. weight and gradient None: rounding to the operands' dtype, as in the kernels.
+    keys: how many are read. rescale: whether softmax rescales its sums.
     """
+
+    matmul: Callable = torch.matmul
+    operand: Callable = lambda x: x
+    score: Callable = lambda x: x
+    weight: Callable | None = None
+    delta: Callable = lambda x: x
+    gradient: Callable | None = None
+    result: Callable = lambda x: x
+    keys: int = KEYS
+    rescale: bool = True
+
+
+def attend(q, k, v, do, activation, changes):
+    """One segment's attention and gradients as kernels compute them, key block by key block in fp32, of all heads at a time."""
+    matmul, operand, score, weight, delta, gradient, result, keys, rescale = changes
     dtype = q.dtype
     weight, gradient = (f if f is not None else lambda x: x.to(dtype).float() for f in (weight, gradient))
     q, k, v, do = (x.float().transpose(0, 1) for x in (q, k, v, do))
@@ -119,7 +135,7 @@ def worst_of_attention(seed, dtype, arithmetic, activation="softmax", **changes)
     inputs = attention_inputs(seed, dtype)
     offsets = torch.tensor([0, ROWS]), torch.tensor([0, KEYS])
     bounds = accuracy.attention(*inputs, *offsets, activation=activation, arithmetic=arithmetic)
-    actual = attend(*inputs, activation=activation, **changes)
+    actual = attend(*inputs, activation, Changes(**changes))
     return {name: max(accuracy.compare(actual[name], bounds[name], name)) for name in bounds}
 
 

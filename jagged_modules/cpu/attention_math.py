@@ -83,10 +83,10 @@ def _fused_backward(
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
-        grads = _fused_attention_backward(*operands, 0.0, False, attn_mask=_bias(hidden, q), scale=scale)
-        dq[:, :, rows] = grads[0]
-        dk[:, :, columns] += grads[1]
-        dv[:, :, columns] += grads[2]
+        bias = _bias(hidden, q)
+        dq[:, :, rows], block_dk, block_dv = _fused_attention_backward(*operands, 0.0, False, attn_mask=bias, scale=scale)
+        dk[:, :, columns] += block_dk
+        dv[:, :, columns] += block_dv
     return dq, dk, dv
 
 

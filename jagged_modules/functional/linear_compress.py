@@ -147,7 +147,7 @@ def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str
     """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of a shared level's embeddings."""
     rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):
-        index.check(rows, size, names=(f"{candidates_name} has", f"{shared_name} has"), name=name)
+        index.check(rows, size, name, queries=f"{candidates_name} has", history=f"{shared_name} has")
         check_device(name, index.offsets, candidates.device, "the embeddings'")
         return
     check_integers(name, index)

@@ -102,7 +102,8 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
         from jagged_kernels.matmul.op import triton_jagged_gram, triton_jagged_outer
 
         if itself and plan.y_offsets is plan.x_offsets:
-            return triton_jagged_gram(contiguous_last_dim(x), offsets[0], offsets[2], plan.total)
+            x_offsets, _, p_offsets = offsets
+            return triton_jagged_gram(contiguous_last_dim(x), x_offsets, p_offsets, plan.total)
         return triton_jagged_outer(contiguous_last_dim(x), contiguous_last_dim(y), *offsets, plan.total)
     return outer_cpu(x, y, *offsets, plan.total, batch_invariant)
 

@@ -203,7 +203,8 @@ def with_rotary(problem: Callable[[], Problem]) -> Setup:
 def accuracy(device: str, tiny: bool) -> list[dict]:
     """Absolute errors of all rows in bf16, against float64 on the same standard normal inputs."""
     sizes, table = sizes_of(device, tiny), []
-    lengths = uniform_lengths(sizes.accuracy[0], 1, sizes.accuracy[1])
+    batch, longest = sizes.accuracy
+    lengths = uniform_lengths(batch, 1, longest)
     for rotate in ("qk", "qkv"):
         problem = Problem(device, torch.bfloat16, lengths, sizes.num_heads, sizes.head_dim, sizes.block_size, rotate, whole=True)
         exact = problem.reference(torch.float64)
@@ -218,9 +219,10 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
                 errors = (implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]).abs()
                 row |= {f"max {result}": errors.max().item(), f"mean {result}": errors.mean().item()}
             rows.append(row)
+        largest = {row["implementation"]: row["max dq"] for row in rows}
         for row in rows:
-            row["max dq of ours over it"] = rows[0]["max dq"] / row["max dq"]
-            row["of ours, precise"] = rows[1]["max dq"] / row["max dq"]
+            row["max dq of ours over it"] = largest[OURS] / row["max dq"]
+            row["of ours, precise"] = largest[PRECISE] / row["max dq"]
         table += rows
     return table
 

@@ -70,14 +70,6 @@ def called(layer, call, seed=3):
 # -- the meta device -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nan_memory():
-    """Memory that is allocated and not written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def reset_by_torchrec(layer):
     """As DistributedModelParallel does: parameters and buffers on meta module by module, reset where a module owns such parameters."""
     parallel = pytest.importorskip("torchrec.distributed.model_parallel").DistributedModelParallel
@@ -113,7 +105,7 @@ def assert_same_distribution(x, expected):
 
 @pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
 @every_layer
-def test_a_layer_built_on_meta_becomes_a_direct_build(build, call, materialise, nan_memory):
+def test_a_layer_built_on_meta_becomes_a_direct_build(build, call, materialise, poisoned_memory):
     layer = build("meta")
     assert all(x.is_meta for x in layer.parameters())
     layer, expected = materialise(layer), build()
