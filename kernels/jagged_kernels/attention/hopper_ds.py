@@ -135,7 +135,7 @@ def plan_workspace(
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
     """The number of blocks to allocate, and the parts of the batch, (first segment, end), that use them one after the other.
 
-    It follows from shapes, without a sync: as many blocks as segments have whose lengths are uniform up to twice their mean. The limit is
+    It follows from shapes, without a sync: as many blocks as segments of uniform lengths up to twice the mean would need. The limit is
     `workspace` bytes; if it is None, `WORKSPACE` or the size of the gradients, whichever is larger. (0, []) where storing dS is not faster,
     or a few segments exceed the limit.
     """
