@@ -93,7 +93,7 @@ def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, d
     assert inputs.our_kernels(device) == dict(list(kernels.items())[:count])
 
 
-def test_a_backward_that_takes_memory_is_measured_without_it_too(monkeypatch):
+def test_backward_workspace_0_is_measured_for_wide_heads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     limits = []

@@ -77,7 +77,7 @@ def test_the_sample_covers_the_edges():
     assert problem.sampled["dw"][0].tolist() == [0, 6, 12]
 
 
-def test_a_wrong_weight_gradient_of_one_candidate_shows():
+def test_a_wrong_weight_gradient_of_one_candidate_is_found():
     problem, work = setup(batch=20, ratio=7)
 
     def forward(w_user, w_cand, e_user, e_cand):

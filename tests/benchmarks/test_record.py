@@ -104,7 +104,7 @@ def measured(made: dict) -> list[tuple]:
     return [(row["case"], row["implementation"], row["forward_ms"], row["date"][:13]) for row in made["rows"]]
 
 
-def test_a_case_has_the_rows_of_one_run_the_fullest_and_then_the_latest(tmp_path):
+def test_a_case_has_the_rows_of_the_fullest_then_the_latest_run(tmp_path):
     save_run(tmp_path, [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)])
     save_run(tmp_path, [result(forward_ms=2.0), result(case="b", forward_ms=5.0)], f"{DATE}T01:00:00+00:00")
     assert measured(record.make_record(tmp_path)) == [

@@ -14,7 +14,7 @@ def same_cluster_agreement(log, min_gap, max_gap):
     return np.corrcoef(np.concatenate(pairs, axis=1))[0, 1]
 
 
-def test_log_is_drawn_from_the_seed_alone():
+def test_log_depends_on_the_seed_only():
     first, again, other = (generate_log(num_users=20, num_items=60, mean_length=30, seed=seed) for seed in (3, 3, 4))
     for name in ("user", "item", "rating", "timestamp"):
         assert np.array_equal(getattr(first, name), getattr(again, name))

@@ -266,7 +266,7 @@ def test_operator_passes_opcheck(compress_inputs, kernels):
     library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None], kernels))
 
 
-def test_error_is_that_of_cublas(compress_inputs, kernels):
+def test_error_is_at_most_that_of_cublas(compress_inputs, kernels):
     """The fused sum rounds once: its error against fp32 is no more than that of 16-bit GEMM results, gathered and added."""
     weights, embeddings, indices = compress_inputs([15, 200], [1178, 866], 433, 256, torch.float16, "cuda")
     exact = F.linear_compress([x.double() for x in weights], [x.double() for x in embeddings], indices, implementation="decomposed")

@@ -162,7 +162,7 @@ def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
     assert blocks(**groups)[1] == long.dkdv.block, "a tile of keys meets the queries of both groups"
 
 
-def test_parts_with_little_shared_memory_keep_small_blocks():
+def test_gpus_with_little_shared_memory_keep_small_blocks():
     for capability in ((8, 6), L4, (12, 0)):
         assert select(problem(capability=capability, **sizes(800, 800))).dq.block == 32
 

@@ -87,7 +87,7 @@ def test_offset_dtypes_give_the_same(dtype, offsets_of):
     assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5], dtype), offsets_of([0, 6], dtype)), expected)
 
 
-def test_a_bound_on_the_lengths_changes_nothing(offsets_of):
+def test_max_seqlen_changes_no_result(offsets_of):
     q, k, v = make_qkv(9, 9)
     expected = F.jagged_attention(q, k, v, offsets_of([4, 5]))
     assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5]), max_seqlen_q=5, max_seqlen_kv=100), expected)

@@ -76,8 +76,8 @@ def test_rotary_in_every_dtype(rotary, dtype, check, offsets_of):
 
 
 @pytest.mark.parametrize("rotary", ["qk", "qkv"])
-def test_rotation_is_rounded_with_the_result_alone(rotary, implementation, offsets_of):
-    """The gradient of q is less than half as far off as where rotated q and k are rounded to bf16 first."""
+def test_rotated_operands_are_not_rounded(rotary, implementation, offsets_of):
+    """The error of q's gradient is less than half of that with rotated q and k rounded to bf16."""
     exact, offsets = [x.double().requires_grad_() for x in make_qkv(256, dim=64, dtype=torch.bfloat16)], offsets_of([256])
     tables, grad = make_rotary(rotary, 64, max_seqlen=256), torch.randn(256, 2, 64).bfloat16()
     q, k, v = (x.detach().bfloat16().requires_grad_() for x in exact)
@@ -176,7 +176,7 @@ def test_no_large_tensor_is_made(tensor_sizes, one_thread, offsets_of):
 
 
 @pytest.mark.parametrize("rotary", [None, "qk", "qkv"])
-def test_kept_for_the_backward_are_q_k_v_and_the_output(rotary, saved_tensors, offsets_of):
+def test_the_backward_keeps_q_k_v_and_the_output(rotary, saved_tensors, offsets_of):
     """With rotary, the rotated q, k and v. Nothing else has as many elements."""
     tensors = [x.requires_grad_() for x in make_qkv(2000)]
     with saved_tensors() as saved:

@@ -58,7 +58,7 @@ def test_from_torchrec_containers_with_lengths_only():
     assert_same_index(jm.CandidateIndex.from_jagged(keyed), expected)
 
 
-def test_several_keys_are_no_users():
+def test_several_keys_are_refused():
     torchrec = pytest.importorskip("torchrec")
     keyed = torchrec.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
     with pytest.raises(ValueError, match=r"x must have one key, the candidates, got \['a', 'b'\]; pass x\[key\]"):

@@ -70,7 +70,7 @@ def test_the_table_lists_every_public_function():
     assert {function.split(" ")[0] for function in DTYPES} == set(F.__all__) - {"ScorePlan"}
 
 
-def test_every_function_takes_what_is_not_looked_up():
+def test_every_function_supports_the_dtypes_of_everywhere():
     assert all(set(EVERYWHERE) <= set(dtypes) for rule in DTYPES.values() for dtypes in rule)
 
 

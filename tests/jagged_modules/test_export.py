@@ -264,7 +264,7 @@ def test_containers_as_outputs():
         assert_same(graph(*given), build(*given))
 
 
-def test_a_compiled_function_gives_back_what_it_takes():
+def test_a_compiled_function_takes_and_returns_containers():
     def double(x, candidates):
         return tree_map(lambda tensor: tensor * 2, x), candidates
 

@@ -134,7 +134,7 @@ def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
     assert seen == 3 * order
 
 
-def test_the_last_layer_of_a_cache_projects_alone(offsets_of, monkeypatch):
+def test_the_last_layer_of_a_cache_only_projects(offsets_of, monkeypatch):
     values = history_values()
     calls, attend = [], hstu.jagged_attention
     monkeypatch.setattr(hstu, "jagged_attention", lambda *args, **options: calls.append(args) or attend(*args, **options))

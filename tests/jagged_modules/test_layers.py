@@ -105,7 +105,7 @@ def assert_same_distribution(x, expected):
 
 @pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
 @every_layer
-def test_a_layer_built_on_meta_becomes_a_direct_build(build, call, materialise, poisoned_memory):
+def test_a_layer_built_on_meta_equals_a_direct_build(build, call, materialise, poisoned_memory):
     layer = build("meta")
     assert all(x.is_meta for x in layer.parameters())
     layer, expected = materialise(layer), build()

@@ -51,7 +51,7 @@ def intervals(row: list[bool]) -> int:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_every_small_mask_is_the_written_rule(causal, limits, window):
+def test_every_small_mask_equals_the_written_rule(causal, limits, window):
     for group, c in itertools.product([1, 2, 3], [0, 1, 2, 3]):
         mask = AttentionMask(causal, window, None, group, c, *limits)
         for n, t in SIZES:

@@ -80,7 +80,7 @@ def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of):
 
 @pytest.mark.parametrize("users", [[0, 2, 2], [2, 0, 1, 2, 0], []], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_an_index_tensor_is_as_good_as_a_candidate_index(users, dtype, attention, offsets_of):
+def test_an_index_tensor_gives_the_results_of_a_candidate_index(users, dtype, attention, offsets_of):
     users, offsets = torch.tensor(users, dtype=dtype), offsets_of([4, 0, 6])
     index = jm.CandidateIndex.from_map(users, 3)
     q, k, v = torch.randn(len(users), 2, 2, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)
