@@ -74,7 +74,7 @@ class AttentionMask:
             check_size(name, getattr(self, name), at_least=0)
 
     def __repr__(self) -> str:
-        """The fields that differ from their defaults. Of num_targets only the shape: reading the values could wait for a device."""
+        """The fields that differ from their defaults. num_targets shows its shape only: reading the values could wait for a device."""
         given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         targets, _ = given.pop("num_targets")
         parts = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]

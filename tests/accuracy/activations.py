@@ -16,8 +16,8 @@ JUMPS = {
     "hardswish": ((-3.0, 0.5), (3.0, 0.5)),
     "gelu_taylor": ((-3.06, 0.03), (3.06, 0.03)),
 }
-# Every activation is a few operations on numbers no larger than the argument, the result and 1: so many roundings of the largest of them.
-# The activations of NO_CANCELLATION add no terms of opposite signs: their roundings are of the result.
+# The most roundings of an activation. They are of numbers no larger than the argument, the result and 1. The activations of
+# NO_CANCELLATION add no terms of opposite signs: their roundings are of numbers no larger than the result.
 ROUNDINGS = 16
 NO_CANCELLATION = ("identity", "relu", "relu_squared", "leaky_relu", "sigmoid")
 # tanh.approx has a relative error of 2^-11 (PTX ISA), and the formulas multiply it by 0.5.

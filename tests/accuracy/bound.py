@@ -67,7 +67,7 @@ class Bound(NamedTuple):
         return Bound(self.value, self.error + error, torch.hypot(self.rms + torch.zeros_like(rms), rms), self.dtype)
 
     def off_by(self, roundings: float, size: Tensor | None = None) -> Bound:
-        """The bound with the errors of so many roundings of numbers of magnitude `size`, by default the value's."""
+        """The bound with the errors of this number of roundings of numbers of magnitude `size`, by default the value's."""
         size = self.value.abs() if size is None else size
         return self.widened(roundings * self.eps / 2 * size, math.sqrt(roundings) * RMS_OF_ROUNDING * self.eps * size)
 
@@ -122,7 +122,7 @@ class Bound(NamedTuple):
         return total.summed(terms, self.value.abs().sum(dim), (self.value**2).sum(dim))
 
     def summed(self, terms: int | Tensor, size: Tensor, squares: Tensor) -> Bound:
-        """The bound with the errors of a sum of so many terms, in any order.
+        """The bound with the errors of a sum of this number of terms, in any order.
 
         size, squares: sums of the terms' absolute values and of their squares.
 
@@ -158,7 +158,7 @@ Bounds = dict[str, Bound]  # by name of the result
 
 
 def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:
-    """The 2-norm of the partial sums of so many terms in random order. squares: the sum of the terms' squares.
+    """The 2-norm of the partial sums of this number of terms in random order. squares: the sum of the terms' squares.
 
     The k-th partial sum is k / n of the whole plus a random walk that returns to 0 at the n-th step.
     """

@@ -11,7 +11,7 @@ def split(x, offsets):
 
 
 def joined(parts, like):
-    """The parts along their rows; `like`, which has none, keeps the gradient where there are no parts."""
+    """The parts concatenated along their rows. `like` has no rows; without parts, it keeps the gradient."""
     return torch.cat([like, *parts])
 
 

@@ -119,8 +119,8 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none. Queries may have n groups, one after
-            the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
+            tiles, with work 0: its output rows have to be written too. One without queries has none. n query groups have `[n · B]` lengths:
+            segments b, B + b, ... of the queries then read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are assigned to.
@@ -232,7 +232,7 @@ def masked_tiles(
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
-    """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
+    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0 without segments."""
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 

@@ -25,7 +25,7 @@ def compile_attention(
     name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
     query_groups: int = 1,
 ):  # fmt: skip
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many query groups."""
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
