@@ -105,15 +105,15 @@ class Bound(NamedTuple):
     def __matmul__(self, other: Bound) -> Bound:
         value = self.value @ other.value
         a, b = self.value.abs(), other.value.abs()
-        error = _product(self.error, b + other.error) + _product(a, other.error)
-        variance = _product(self.rms**2, b**2) + _product(a**2, other.rms**2)
+        error = _matmul(self.error, b + other.error) + _matmul(a, other.error)
+        variance = _matmul(self.rms**2, b**2) + _matmul(a**2, other.rms**2)
         return Bound(value, error, variance.sqrt(), self.dtype).summed(self.value.shape[-1], a @ b, (a**2) @ (b**2))
 
     def split_matmul(self, other: Bound, dtype: torch.dtype) -> Bound:
         """self @ other by split-K, with partial sums rounded to `dtype`."""
-        product, eps = self @ other, torch.finfo(dtype).eps
+        result, eps = self @ other, torch.finfo(dtype).eps
         size, squares = self.value.abs() @ other.value.abs(), (self.value**2) @ (other.value**2)
-        return product.widened(eps * size, RMS_OF_ROUNDING * eps * (2 * squares.sqrt() + product.value.abs()))
+        return result.widened(eps * size, RMS_OF_ROUNDING * eps * (2 * squares.sqrt() + result.value.abs()))
 
     def sum(self, dim: int | tuple[int, ...]) -> Bound:
         terms = math.prod(self.value.shape[d] for d in ([dim] if isinstance(dim, int) else dim))
@@ -165,7 +165,7 @@ def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:
     return (terms * (value**2 / 3 + squares / 6)).sqrt()
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
     """x @ y, where a 0-dimensional x or y is 0."""
     return x @ y if x.dim() and y.dim() else x.new_zeros(())
 
