@@ -219,17 +219,18 @@ class CandidateIndex(Queries):
         self,
         num_candidates: int,
         num_users: int | None,
-        names: tuple[str, str] = ("the queries have", "the history has"),
         name: str = "candidates",
+        queries: str = "the queries have",
+        history: str = "the history has",
     ) -> None:
         """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
         if num_users is not None and self.num_users != num_users:
-            raise ValueError(f"{name} describe {self.num_users} users, {names[1]} {num_users}")
+            raise ValueError(f"{name} describe {self.num_users} users, {history} {num_users}")
         described = None if self.order is None else self.order.shape[0]
         if described is None and not torch.compiler.is_compiling() and self.host_counts is not None:
             described = int(self.host_counts.sum())
         if described is not None and described != num_candidates:
-            raise ValueError(f"{name} describe {described} candidates, {names[0]} {num_candidates}")
+            raise ValueError(f"{name} describe {described} candidates, {queries} {num_candidates}")
 
     def __repr__(self) -> str:
         return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"

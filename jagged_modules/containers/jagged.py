@@ -324,7 +324,7 @@ class Jagged(Queries):
         return QuerySegments(self.offsets, self.host_lengths, self.values.shape[0])
 
     def _equal_query_segments(self, rows: int) -> QuerySegments:
-        """As many query segments as there are segments here, each of so many rows."""
+        """A query segment of `rows` rows for each segment."""
         check_size("queries", rows, at_least=0)
         offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * rows
         return QuerySegments(offsets, torch.full((self.num_segments,), rows), self.num_segments * rows)
@@ -375,15 +375,15 @@ def _is_pair(x: Any) -> bool:
     return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
 
 
-def _check_parts(whose: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
-    """TypeError or ValueError unless the parts make a Jagged. whose: prefix of their names in errors, "x's " for a container x."""
+def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
+    """TypeError or ValueError unless the parts make a Jagged. prefix: of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
-        raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
-    check_dense(f"{whose}values", values)
+        raise TypeError(f"{prefix}values must be a torch.Tensor, got {type(values).__name__}")
+    check_dense(f"{prefix}values", values)
     if values.dim() < 1:
-        raise ValueError(f"{whose}values must have shape [L, ...], got {list(values.shape)}")
-    check_offsets(f"{whose}offsets", offsets, values.shape[0], max_seqlen)
-    check_device(f"{whose}offsets", offsets, values.device, f"{whose or 'the '}values'")
+        raise ValueError(f"{prefix}values must have shape [L, ...], got {list(values.shape)}")
+    check_offsets(f"{prefix}offsets", offsets, values.shape[0], max_seqlen)
+    check_device(f"{prefix}offsets", offsets, values.device, f"{prefix or 'the '}values'")
 
 
 def _refuse_weights(name: str, x: Any) -> None:

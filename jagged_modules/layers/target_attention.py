@@ -83,7 +83,7 @@ class JaggedTargetAttention(nn.Module):
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
             q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
-            candidates.check(q.shape[0], history.num_segments, names=("targets have", "the history has"))
+            candidates.check(q.shape[0], history.num_segments, queries="targets have")
             check_device("candidates", candidates.offsets, q.device, "targets'")
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))

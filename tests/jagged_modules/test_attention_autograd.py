@@ -102,7 +102,7 @@ def test_a_backward_inside_autocast_has_the_gradients_of_one_outside(activation,
 
 
 def test_results_may_be_changed_in_place(offsets_of):
-    """Softmax's not: as torch's own, it keeps them for its backward."""
+    """Except those of softmax: it keeps them for its backward, as torch does."""
     q, k, v = (x.requires_grad_() for x in make_qkv(7, 7))
     F.jagged_attention(q, k, v, offsets_of([4, 3]), activation="silu").relu_().sum().backward()
     assert q.grad.isfinite().all()

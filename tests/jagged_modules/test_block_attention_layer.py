@@ -138,8 +138,8 @@ def test_autocast(offsets_of):
 
 
 @pytest.mark.parametrize("rotary", ["qk", "qkv", None])
-def test_layer_keeps_x_q_k_v_and_what_they_attend_to(rotary, saved_tensors, tensor_sizes, one_thread, offsets_of):
-    """For a backward, and nothing larger than q, k and v together is ever made: a step is linear in the rows of a segment."""
+def test_layer_keeps_x_q_k_v_and_the_attended_rows(rotary, saved_tensors, tensor_sizes, one_thread, offsets_of):
+    """These are kept for the backward. Nothing larger than q, k and v together is allocated: a step is linear in the number of rows."""
     layer = jm.BlockDiagonalSelfAttention(12, 3, block_size=16, rotary=rotary, max_seqlen=4000)
     x = torch.randn(4000, 12, requires_grad=True)
     with tensor_sizes() as sizes:

@@ -70,7 +70,7 @@ def test_the_table_lists_every_public_function():
     assert {function.split(" ")[0] for function in DTYPES} == set(F.__all__) - {"ScorePlan"}
 
 
-def test_every_function_takes_what_is_not_looked_up():
+def test_every_function_supports_the_dtypes_of_everywhere():
     assert all(set(EVERYWHERE) <= set(dtypes) for rule in DTYPES.values() for dtypes in rule)
 
 
@@ -105,7 +105,7 @@ def test_the_reference(function, device):
 
 @pytest.mark.parametrize("function", CALLS)
 def test_tensors_are_dense(function):
-    """Every one of a function's tensors: the first alone is sparse, then the second alone, and so on."""
+    """One tensor at a time is sparse: the first, then the second, and so on."""
     tensors = []
     CALLS[function](_Sparse(tensors, None))
     for sparse in range(len(tensors)):
@@ -127,7 +127,7 @@ class _Sparse(Inputs):
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
 @pytest.mark.parametrize("function", WITH_KERNELS)
 def test_kernels_take_no_host_tensors(function, implementation):
-    """The error names the argument, not what runs behind it."""
+    """The error names the argument, not an internal function."""
     if implementation == "hopper" and function.startswith(("jagged_", "jagged2", "array")) and function != "jagged_attention":
         pytest.skip("has no such implementation")
     with pytest.raises(ValueError, match=f"^implementation='{implementation}' needs CUDA tensors, got cpu tensors; 'auto' takes both"):

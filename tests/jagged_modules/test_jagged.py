@@ -126,7 +126,7 @@ def keyed(keys, values, offsets, **options):
 
 @pytest.mark.parametrize("block", [False, True])
 def test_keys_in_another_order(block, values, offsets):
-    """Segments would meet those of another feature."""
+    """Otherwise segments of different features would be paired."""
     layer = jm.GDPABlock(8, 2) if block else jm.JaggedTargetAttention(8, 2)
     name, other = ("x", "context") if block else ("targets", "history")
     x, same = keyed(["a", "b"], values, offsets), keyed(["a", "b"], values, offsets)
@@ -173,7 +173,7 @@ def test_copies_share_the_segmentation(values, offsets):
 
 
 class ThreeLayers(torch.nn.Module):
-    """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
+    """On the meta device, everything runs except the kernels' arithmetic, including the schedules."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ def test_the_schedule_is_that_of_the_lengths(builds, values, offsets, offsets_of
 
 
 def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
-    """Those built last: all others are built again."""
+    """It keeps those built last. Others are built again."""
     history, queries = jm.Jagged(values, offsets), [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)]
     for index in queries:
         history.prepare(**SIZES, queries=index)

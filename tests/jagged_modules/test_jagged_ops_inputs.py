@@ -196,7 +196,7 @@ def test_torch_func_transforms(offsets_of):
 
 
 def test_containers_of_split_rows(offsets_of):
-    """Pairs, as every layer takes them."""
+    """They are pairs, which every layer accepts."""
     (head, _), tail = F.jagged_split(torch.randn(5, 4), offsets_of([2, 3]), 1)
     assert head.shape == (2, 4) and jm.Jagged.wrap(tail).num_segments == 2
 

@@ -37,7 +37,7 @@ TILE_SLOTS = gl.constexpr(4)  # tiles of one block follow one another quickly
 class Schedule(NamedTuple):
     """The tiles of a launch and the segments that they belong to.
 
-    num_segments: of keys, None unless there are several query groups. num_targets_ptr: None unless the mask has targets.
+    num_segments: number of key segments; None with one query group. num_targets_ptr: None unless the mask has targets.
     """
 
     tiles_ptr: gl.tensor

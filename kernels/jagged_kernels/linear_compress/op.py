@@ -175,7 +175,7 @@ def triton_linear_compress_backward(
 
 
 def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) -> Tensor:
-    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`: a view of K padded rows, without which cuBLAS takes five times as long."""
+    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, with K padded to a multiple of 8: otherwise cuBLAS takes five times as long."""
     columns = weight.shape[1]
     if columns % 8:
         weight = functional.pad(weight, (0, -columns % 8))
@@ -186,7 +186,7 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) 
 
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) -> Tensor:
-    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, as a sum of fp32 parts, enough of them to fill the GPU, in a fixed order."""
+    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`. Fp32 parts, enough to fill the GPU, are added in a fixed order."""
     embedding = contiguous_last_dim(embedding)
     (batch, m, n), k = gradient.shape, embedding.shape[1]
     tiles, steps = cdiv(m, config.block_m) * cdiv(k, config.block_n), batch * cdiv(n, config.block_k)

@@ -38,8 +38,8 @@ def test_nothing_to_multiply(check_linear_compress, batches, depths):
 
 
 @pytest.mark.parametrize("rows", [5, 64, 150])
-def test_a_shared_levels_own_product(rows):
-    """What the kernel makes of a shared level of many rows: fp32, with nothing added."""
+def test_gemm_of_a_shared_level(rows):
+    """The kernel computes a shared level with many rows in fp32, and adds nothing."""
     from jagged_kernels.common.configs import GemmConfig
     from jagged_kernels.linear_compress.op import _gemm
 
@@ -52,7 +52,7 @@ def test_a_shared_levels_own_product(rows):
 
 @pytest.mark.parametrize("groups", [2, 600])
 def test_sums_of_few_and_of_many_groups(groups):
-    """Blocks are small where groups are few."""
+    """Few groups use small blocks."""
     from jagged_kernels.linear_compress.op import _group, _sum_groups
 
     x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))
