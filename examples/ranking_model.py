@@ -14,10 +14,10 @@ INTERACTIONS = ("attention", "mean", "padded")
 class MeanPooling(nn.Module):
     """The baseline without attention: each candidate gets the mean of its user's history, after a value and an output projection."""
 
-    def __init__(self, embedding_dim: int, device: torch.device | None = None):
+    def __init__(self, embedding_dim: int):
         super().__init__()
-        self.v_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
-        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.v_proj = nn.Linear(embedding_dim, embedding_dim)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim)
 
     def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
         lengths, counts = history.lengths(), targets.lengths()
@@ -28,9 +28,9 @@ class MeanPooling(nn.Module):
 class PaddedTargetAttention(nn.Module):
     """The usual implementation: pad the histories, repeat each once per candidate, mask the padding, call `nn.MultiheadAttention`."""
 
-    def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
+    def __init__(self, embedding_dim: int, num_heads: int):
         super().__init__()
-        self.attention = nn.MultiheadAttention(embedding_dim, num_heads, batch_first=True, device=device)
+        self.attention = nn.MultiheadAttention(embedding_dim, num_heads, batch_first=True)
 
     def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
         # Each candidate sees at least one column, because softmax over none is undefined. Results without a history are replaced below.
@@ -43,14 +43,14 @@ class PaddedTargetAttention(nn.Module):
         return JaggedTensor(values=output, lengths=targets.lengths())
 
 
-def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> nn.Module:
+def make_interaction(name: str, embedding_dim: int, num_heads: int) -> nn.Module:
     """A module from (targets, history), JaggedTensors of B rows with values [C, E] and [L, E], to a JaggedTensor of values [C, E]."""
     if name == "attention":
-        return JaggedTargetAttention(embedding_dim, num_heads, device=device)
+        return JaggedTargetAttention(embedding_dim, num_heads)
     if name == "mean":
-        return MeanPooling(embedding_dim, device=device)
+        return MeanPooling(embedding_dim)
     if name == "padded":
-        return PaddedTargetAttention(embedding_dim, num_heads, device=device)
+        return PaddedTargetAttention(embedding_dim, num_heads)
     raise ValueError(f"interaction must be one of {INTERACTIONS}, not {name!r}")
 
 

@@ -14,7 +14,7 @@ FLOATS, HALVES = ("float64", "float32"), ("float16", "bfloat16")
 KERNEL_DTYPES = dict(cpu=(*FLOATS, *HALVES), interpreter=("float32", "float16"), cuda=("float32", *HALVES))
 TORCH_DTYPES = dict(cpu=(*FLOATS, *HALVES), cuda=(*FLOATS, *HALVES))  # functions of torch operators, which have no kernels
 
-MASKS = {  # fields of AttentionMask; num_targets: at most so many in a segment
+MASKS = {  # fields of AttentionMask; num_targets: the most in a segment
     "causal": dict(causal=True),
     "window": dict(window=(20, 9)),
     "causal-window": dict(causal=True, window=(33, None)),
@@ -204,7 +204,7 @@ def _even_dim(dtype: str, o: dict) -> None:
 
 def _shared_linear(dtype: str, o: dict) -> None:
     if o["weights"] == "shared":
-        o["implementation"] = "auto"  # torch's own product
+        o["implementation"] = "auto"  # torch's own matrix multiplication
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------

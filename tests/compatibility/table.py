@@ -86,9 +86,10 @@ FEATURES = {  # by the file of their tests
         *(Feature(f"DMP, {plan}", "The same.") for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")),
         Feature("TrainPipelineBase", f"Row-wise tables in two processes. {SAME_PARAMETERS}"),
         *(Feature(name, "The same.") for name in ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite")),
+        Feature("EvalPipelineSparseDist", "The same sharding. Results equal those of the plain model."),
         *(
             Feature(name, "The same in one process on a GPU: it needs CUDA streams.", gpu=True)
-            for name in ("TrainPipelineFusedSparseDist", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline")
+            for name in ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline")
         ),
         Feature(
             "TorchRec quantisation", "`quantize_inference_model` puts the collections' tables into int8. Results differ by less than 10 %."

@@ -86,14 +86,6 @@ def test_functional_call(case):
 # -- the meta device -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nan_memory():
-    """Memory that is allocated and not written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def reset_by_torchrec(layer):
     """As DistributedModelParallel does: parameters and buffers on meta module by module, reset where a module owns such parameters."""
     parallel = pytest.importorskip("torchrec.distributed.model_parallel").DistributedModelParallel
@@ -121,7 +113,7 @@ def reset_at_once(layer):
 
 @pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
 @feature("meta device")
-def test_meta(case, materialise, nan_memory):
+def test_meta(case, materialise, poisoned_memory):
     layer = case.build("meta")
     assert all(x.is_meta for x in layer.parameters())
     layer, expected = materialise(layer), case.build()
@@ -192,7 +184,7 @@ def replaced(model, names, replace):
 
 @feature("LoRA")
 def test_lora(case):
-    """Of each Linear by itself, then of all: the addition is part of the result and learns, and resetting reaches what is wrapped."""
+    """Each Linear alone is replaced, then all. The addition is part of the result and learns. Resetting reaches the wrapped Linear."""
     model, inputs = make(case), inputs_of(case)
     expected, names = model(*inputs), linears(model)
     for chosen in (*([name] for name in names), names) if names else ():

@@ -19,10 +19,12 @@ from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed import sharding_plan as plans  # noqa: E402
 from torchrec.distributed.train_pipeline.pipeline_stage import PipelineStage, SparseDataDistUtil  # noqa: E402
 from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
+    EvalPipelineSparseDist,
     PrefetchTrainPipelineSparseDist,
     StagedTrainPipeline,
     TrainPipelineBase,
     TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
     TrainPipelineSparseDist,
     TrainPipelineSparseDistLite,
 )
@@ -242,6 +244,19 @@ def test_sparse_dist_lite(case, ranks):
     ranks.run(train_in_pipeline, case.name, TrainPipelineSparseDistLite)
 
 
+def evaluate_in_pipeline(name):
+    batches = make_batches(dist.get_rank())
+    model, plain = sharded(name, "row_wise").eval(), make_model(name).eval()
+    pipe, source = EvalPipelineSparseDist(model, dense_optimizer(model, "row_wise"), torch.device("cpu")), iter(batches)
+    results = [pipe.progress(source) for _ in batches]
+    torch.testing.assert_close(results, [plain(batch)[1] for batch in batches])
+
+
+@feature("EvalPipelineSparseDist")
+def test_eval(case, ranks):
+    ranks.run(evaluate_in_pipeline, case.name)
+
+
 @pytest.fixture
 def on_gpu(tmp_path):
     """A process group of this process on the GPU."""
@@ -253,6 +268,11 @@ def on_gpu(tmp_path):
 @feature("TrainPipelineFusedSparseDist")
 def test_fused_sparse_dist(case, on_gpu):
     train_in_pipeline(case.name, TrainPipelineFusedSparseDist, on_gpu)
+
+
+@feature("TrainPipelineSemiSync")
+def test_semi_sync(case, on_gpu):
+    train_in_pipeline(case.name, TrainPipelineSemiSync, on_gpu)
 
 
 @feature("PrefetchTrainPipelineSparseDist")

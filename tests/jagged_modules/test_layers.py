@@ -120,7 +120,7 @@ STEPS = {
 
 @pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
 def test_training_steps_of_a_sharded_hstu(one_process, call):
-    """Backward needs the parameters whole again, of which fully_shard learns from tensors in the layers' outputs."""
+    """The backward needs whole parameters again. fully_shard sees from tensors in the layers' outputs when it does."""
     stack = jm.HSTUStack(WIDTH, HEADS, 2, HSTU)
     ours = training_step(sharded(stack, ["layers.0", "layers.1"]), call)
     torch.testing.assert_close(ours, training_step(stack, call))  # "score" adds the gradients of both uses of the rows in either order
