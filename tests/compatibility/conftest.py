@@ -27,15 +27,14 @@ class Ranks:
             self._start()
         for end in self.ends:
             end.send((function, args))
-        answers, seconds = [], LONGEST
+        errors = []
         for end in self.ends:
-            answers += [end.recv()] if end.poll(seconds) else []
-            seconds = AFTER_AN_ERROR if any(answers) else LONGEST
-        if len(answers) < len(self.ends):  # one process waits for another that failed
+            error = _answer(end, AFTER_AN_ERROR if errors else LONGEST)
+            errors += [error] if error else []
+        if any(isinstance(error, (EOFError, TimeoutError)) for error in errors):  # one process waits for another that failed
             self.stop(abort)
-        error = next(filter(None, answers), None)
-        if error or not answers:
-            raise error or TimeoutError(f"no answer in {LONGEST} seconds")
+        if errors:
+            raise errors[0]
 
     def _start(self):
         self.ends, others = zip(*(get_context("spawn").Pipe() for _ in range(2)))
@@ -44,14 +43,25 @@ class Ranks:
 
     def stop(self, function=sys.exit):
         for end in self.ends:
-            end.send((function, ()))
+            with contextlib.suppress(OSError):  # the process has ended
+                end.send((function, ()))
         if self.ends:
             self.thread.join()
         self.ends = []
 
 
+def _answer(end, seconds):
+    """The error of a process, or None."""
+    if not end.poll(seconds):
+        return TimeoutError(f"no answer within {seconds} seconds")
+    try:
+        return end.recv()
+    except EOFError as error:
+        return error
+
+
 def _run(ends):
-    with contextlib.suppress(ProcessExitedException):  # of abort
+    with contextlib.suppress(ProcessExitedException):  # of abort, or a crash, which `run` reports
         run_ranks(serve, ends)
 
 
@@ -63,7 +73,7 @@ def serve(ends):
         try:
             function(*args)
         except Exception as error:
-            error.add_note(traceback.format_exc())
+            traceback.print_exc()
             end.send(_as_sent(error))
         else:
             end.send(None)

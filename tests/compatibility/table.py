@@ -1,6 +1,6 @@
 """docs/compatibility.md: what works with which layer. One test for each feature runs over all layers; another holds the page to this list.
 
-python -m tests.compatibility.table docs/compatibility.md       # in the repository's root
+`python -m tests.compatibility.table docs/compatibility.md`, run in the repository's root, writes the page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Note(NamedTuple):
 
 
 SAME = "Results and gradients equal those of the plain layer."
-SAME_PARAMETERS = "Results and parameters after three steps equal those of one process with all batches."
+SAME_PARAMETERS = "Results and parameters after three steps equal those of the unsharded model on the batches of both."
 FEATURES = {  # by the file of their tests
     "test_modules.py": (
         Feature("train, eval", "Dropout applies in training only. Nothing else differs."),
@@ -86,9 +86,9 @@ FEATURES = {  # by the file of their tests
         *(Feature(f"DMP, {plan}", "The same.") for plan in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")),
         Feature("TrainPipelineBase", f"Row-wise tables in two processes. {SAME_PARAMETERS}"),
         *(Feature(name, "The same.") for name in ("TrainPipelineSparseDist", "TrainPipelineSparseDistLite")),
-        Feature("EvalPipelineSparseDist", "The same sharding. Results equal those of the plain model."),
+        Feature("EvalPipelineSparseDist", "Row-wise tables in two processes. Results equal those of the unsharded model."),
         *(
-            Feature(name, "The same in one process on a GPU: it needs CUDA streams.", gpu=True)
+            Feature(name, "Row-wise tables in one process on a GPU, because it needs CUDA streams. Checked in the same way.", gpu=True)
             for name in ("TrainPipelineFusedSparseDist", "TrainPipelineSemiSync", "PrefetchTrainPipelineSparseDist", "StagedTrainPipeline")
         ),
         Feature(
@@ -164,8 +164,8 @@ def document() -> str:
 
 Printed by `python -m tests.compatibility.table`; a test holds it to the list there. Do not edit it by hand.
 
-Each cell is a test: that of the row, in the linked file, with the layer of the column. "yes" works, tested on the CPU. "GPU" works, tested
-on a GPU. "no" does not work, and the test checks the error. Numbers refer to the notes.
+Each cell is a test: that of the row, in the linked file, with the layer of the column. "yes": it works, on the CPU too. "GPU": it needs
+a GPU, and `make test-gpu` checks that it works. "no": it does not work, and the test checks the error. Numbers refer to the notes.
 
 {table(["", *(f"`{layer}`" for layer in layers)], rows)}
 

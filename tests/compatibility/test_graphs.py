@@ -1,4 +1,4 @@
-"""Layers in torch.compile, torch.export, AOTInductor, torch.fx, TorchRec's tracer and CUDA graphs."""
+"""Layers in torch.compile, torch.export, AOTInductor, torch.fx and CUDA graphs."""
 
 import inspect
 import io
@@ -68,15 +68,11 @@ def test_aot_inductor(case, tmp_path):
     assert_same_results(torch._inductor.aoti_load_package(package), model, case)
 
 
-def assert_layer_is_one_call(graph):
-    assert [node.target for node in graph.graph.nodes if node.op == "call_module"] == ["layer"]
-
-
 @feature("torch.fx")
 def test_symbolic_trace(case):
     model = make(case)
     traced = torch.fx.symbolic_trace(model)
-    assert_layer_is_one_call(traced)
+    assert [node.target for node in traced.graph.nodes if node.op == "call_module"] == ["layer"]
     assert_same_steps(traced, model, case)
 
 

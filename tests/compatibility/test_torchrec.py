@@ -33,6 +33,8 @@ from torchrec.fx import symbolic_trace  # noqa: E402
 from torchrec.inference.modules import quantize_inference_model  # noqa: E402
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
 
+pytestmark = pytest.mark.filterwarnings("ignore")  # TorchRec's and torch's own
+
 NUM_ITEMS, USERS, STEPS, RATE = 20, 4, 3, 0.5
 PLANS = {
     "data_parallel": plans.data_parallel(),
@@ -151,27 +153,54 @@ def expected_steps(name, batches, device="cpu"):
     return [*results, *model.layer.parameters()]
 
 
-def train(name, plan):
-    batches = make_batches(dist.get_rank())
-    model = sharded(name, plan)
-    optimizer = dense_optimizer(model, plan)
-    results = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss, out = model(batch)
+class Steps:
+    """Plain steps, with the interface of a pipeline."""
+
+    def __init__(self, model, optimizer, device):
+        self.model, self.optimizer = model, optimizer
+
+    def progress(self, source):
+        self.optimizer.zero_grad()
+        loss, out = self.model(self.next_batch(source))
         loss.backward()
-        optimizer.step()
-        results.append(out)
-    torch.testing.assert_close([*results, *layer_parameters(model)], expected_steps(name, batches))
+        self.optimizer.step()
+        return out
+
+    def next_batch(self, source):
+        return next(source)
+
+
+def train(name, plan="row_wise", pipeline=Steps, device="cpu"):
+    batches = make_batches(dist.get_rank(), device)
+    model = sharded(name, plan, device)
+    pipe, source = pipeline(model, dense_optimizer(model, plan), torch.device(device)), iter(batches)
+    results = [pipe.progress(source) for _ in batches]
+    assert len(getattr(pipe, "_pipelined_modules", collections(model.module))) == len(collections(model.module))
+    torch.testing.assert_close([*results, *layer_parameters(model)], expected_steps(name, batches, device))
 
 
 def layer_parameters(model):
     return [x for name, x in model.named_parameters() if name.startswith("layer.")]
 
 
+@pytest.fixture
+def on_gpu(tmp_path):
+    """A process group of this process on the GPU."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield "cuda"
+    dist.destroy_process_group()
+
+
 @feature("DMP, data_parallel")
 def test_data_parallel(case, ranks):
     ranks.run(train, case.name, "data_parallel")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_data_parallel_sequences(case, on_gpu):
+    """On the CPU, test_data_parallel leaves EmbeddingCollections out of the plan."""
+    train(case.name, "data_parallel", device=on_gpu)
 
 
 @feature("DMP, table_wise")
@@ -199,49 +228,33 @@ def test_grid_shard(case, ranks):
     ranks.run(train, case.name, "grid_shard")
 
 
-class Staged:
-    """StagedTrainPipeline with the stages of TrainPipelineSparseDist, and its interface."""
+class Staged(Steps):
+    """StagedTrainPipeline with the stages of TrainPipelineSparseDist."""
 
     def __init__(self, model, optimizer, device):
+        super().__init__(model, optimizer, device)
         copy_stream, dist_stream = (torch.cuda.Stream() for _ in range(2))
         exchange = SparseDataDistUtil(model, dist_stream)
         stages = [
             PipelineStage("copy", lambda batch, context: batch.to(device, non_blocking=True), copy_stream),
             PipelineStage("exchange", exchange.start_sparse_data_dist, dist_stream, fill_callback=exchange.wait_sdd_fill_callback),
         ]
-        self.model, self.optimizer = model, optimizer
-        self.pipeline = StagedTrainPipeline(stages, compute_stream=torch.cuda.current_stream())
-
-    def progress(self, source):
-        batch = self.pipeline.progress(source)
-        self.optimizer.zero_grad()
-        loss, out = self.model(batch)
-        loss.backward()
-        self.optimizer.step()
-        return out
-
-
-def train_in_pipeline(name, pipeline, device="cpu"):
-    batches = make_batches(dist.get_rank(), device)
-    model = sharded(name, "row_wise", device)
-    pipe, source = pipeline(model, dense_optimizer(model, "row_wise"), torch.device(device)), iter(batches)
-    results = [pipe.progress(source) for _ in batches]
-    torch.testing.assert_close([*results, *layer_parameters(model)], expected_steps(name, batches, device))
+        self.next_batch = StagedTrainPipeline(stages, compute_stream=torch.cuda.current_stream()).progress
 
 
 @feature("TrainPipelineBase")
 def test_base(case, ranks):
-    ranks.run(train_in_pipeline, case.name, TrainPipelineBase)
+    ranks.run(train, case.name, "row_wise", TrainPipelineBase)
 
 
 @feature("TrainPipelineSparseDist")
 def test_sparse_dist(case, ranks):
-    ranks.run(train_in_pipeline, case.name, TrainPipelineSparseDist)
+    ranks.run(train, case.name, "row_wise", TrainPipelineSparseDist)
 
 
 @feature("TrainPipelineSparseDistLite")
 def test_sparse_dist_lite(case, ranks):
-    ranks.run(train_in_pipeline, case.name, TrainPipelineSparseDistLite)
+    ranks.run(train, case.name, "row_wise", TrainPipelineSparseDistLite)
 
 
 def evaluate_in_pipeline(name):
@@ -257,32 +270,24 @@ def test_eval(case, ranks):
     ranks.run(evaluate_in_pipeline, case.name)
 
 
-@pytest.fixture
-def on_gpu(tmp_path):
-    """A process group of this process on the GPU."""
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield "cuda"
-    dist.destroy_process_group()
-
-
 @feature("TrainPipelineFusedSparseDist")
 def test_fused_sparse_dist(case, on_gpu):
-    train_in_pipeline(case.name, TrainPipelineFusedSparseDist, on_gpu)
+    train(case.name, "row_wise", TrainPipelineFusedSparseDist, on_gpu)
 
 
 @feature("TrainPipelineSemiSync")
 def test_semi_sync(case, on_gpu):
-    train_in_pipeline(case.name, TrainPipelineSemiSync, on_gpu)
+    train(case.name, "row_wise", TrainPipelineSemiSync, on_gpu)
 
 
 @feature("PrefetchTrainPipelineSparseDist")
 def test_prefetch(case, on_gpu):
-    train_in_pipeline(case.name, PrefetchTrainPipelineSparseDist, on_gpu)
+    train(case.name, "row_wise", PrefetchTrainPipelineSparseDist, on_gpu)
 
 
 @feature("StagedTrainPipeline")
 def test_staged(case, on_gpu):
-    train_in_pipeline(case.name, Staged, on_gpu)
+    train(case.name, "row_wise", Staged, on_gpu)
 
 
 @feature("TorchRec's tracer")
