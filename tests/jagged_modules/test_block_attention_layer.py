@@ -126,17 +126,6 @@ def test_tables_stay_fp32(convert, offsets_of):
     assert layer((torch.randn(30, 12, dtype=dtype), offsets_of([30])))[0].dtype == dtype
 
 
-def test_autocast(offsets_of):
-    layer, x = make_layer(), (torch.randn(30, 12), offsets_of([10, 20]))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = layer(x)
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert all(p.grad.dtype == torch.float32 for p in layer.parameters())
-    expected, _ = layer(x)
-    assert (out.float() - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
-
-
 @pytest.mark.parametrize("rotary", ["qk", "qkv", None])
 def test_layer_keeps_x_q_k_v_and_the_attended_rows(rotary, saved_tensors, tensor_sizes, one_thread, offsets_of):
     """These are kept for the backward. Nothing larger than q, k and v together is allocated: a step is linear in the number of rows."""

@@ -213,18 +213,6 @@ def test_shapes_on_the_meta_device(config):
     assert out.shape == ((3, 3, WIDTH) if config.num_seeds else (11, WIDTH))
 
 
-@pytest.mark.parametrize("config", USES.values(), ids=USES)
-def test_autocast(config, offsets_of):
-    layer, x = jm.JaggedGDPA(WIDTH, HEADS, config=config), (torch.randn(5, WIDTH), offsets_of([2, 3]))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = rows_of(layer(x))
-    expected = rows_of(layer(x))
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert all(x.grad.dtype == torch.float32 for x in layer.parameters())
-    assert (out.float() - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, offsets_of):
     for config in USES.values():

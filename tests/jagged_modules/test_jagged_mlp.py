@@ -66,14 +66,6 @@ def test_training_step_changes_every_parameter(offsets_of):
     assert [name for name, x in mlp.state_dict().items() if torch.equal(x, before[name])] == []
 
 
-def test_autocast(offsets_of):
-    mlp = jm.JaggedMLP(DIMS)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out, _ = mlp((torch.randn(5, 6), offsets_of([2, 3])))
-    out.sum().backward()
-    assert out.dtype == torch.bfloat16 and all(x.grad.dtype == torch.float32 for x in mlp.parameters())
-
-
 def test_extra_repr():
     assert "activation='silu'" in repr(jm.JaggedMLP(DIMS, "silu"))
 

@@ -358,15 +358,6 @@ def test_meta_parameters_are_materialised_by_reset_parameters():
     assert all(torch.equal(x, expected[name]) for name, x in layer.state_dict().items())
 
 
-def test_layer_under_autocast():
-    layer, arguments = layer_and_inputs("two")
-    with torch.autocast("cpu", torch.bfloat16):
-        out = layer(*arguments)
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert all(x.grad.dtype == torch.float32 for x in layer.parameters())
-
-
 # -- bad input -----------------------------------------------------------------------------------------------------------------
 
 USER, CANDIDATE = random_level(2, 4), random_level(3, 6)

@@ -254,18 +254,6 @@ def test_shapes_on_the_meta_device():
     assert layer(torch.empty(3, 2, 8, device="meta"), history).shape == (3, 2, 8)
 
 
-def test_autocast(offsets_of):
-    layer = jm.JaggedTargetAttention(8, 2)
-    targets, history = torch.randn(2, 3, 8), (torch.randn(5, 8), offsets_of([2, 3]))
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = layer(targets, history)
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert all(x.grad.dtype == torch.float32 for x in layer.parameters())
-    expected = layer(targets, history)
-    assert (out.float() - expected).abs().max() <= 8 * torch.finfo(torch.bfloat16).eps * expected.abs().max()
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_other_dtypes(dtype, offsets_of):
     layer = jm.JaggedTargetAttention(8, 2).to(dtype)
