@@ -50,8 +50,8 @@ def mostly(first, *others) -> tuple:
     return (first,) * max(1, len(others)) + others
 
 
-LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns")
-GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows")
+LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns", "any stride of size 1")
+GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows", "any stride of size 1")
 OFFSETS = mostly("int64", "int32", "host int64", "host int32")
 COMMON = dict(layout=LAYOUTS, grad=GRADS)
 DATA = dict(values=mostly("normal", "large", "zeros", "equal rows"), requires=mostly("all", "first", "last", "all but first"))

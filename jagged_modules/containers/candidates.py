@@ -163,7 +163,7 @@ class CandidateIndex(Queries):
         """
         if self._users is not None and self._users.shape[0] == num_candidates:
             return self._users
-        self.check(num_candidates, None, names=("num_candidates is", ""))
+        self.check(num_candidates, None, queries="num_candidates is")
         if torch.compiler.is_compiling():
             return self._find_users(num_candidates)
         with torch.inference_mode(False):  # a later call may save them for its backward

@@ -103,7 +103,12 @@ def attention(
     bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
         bounds["doutput_scale"] = _scale_gradient(output_scale, do, inner, inner_dtype, factor, segments)
-    return {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
+    bounds = {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
+    if rest is not None and segments.shares_factor and not all_alike:
+        # All keys of a segment share the roundings of dO: at most as many of their errors are independent as v, or q and k, have columns.
+        lines = heads * sum(min(len(x.kv_rows), q.shape[2], v.shape[2]) for x in segments.of_keys)
+        bounds |= {name: bounds[name]._replace(lines=lines) for name in ("dk", "dv")}
+    return bounds
 
 
 def block_attention(
