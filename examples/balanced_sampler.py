@@ -126,7 +126,7 @@ def idle(costs: Tensor) -> float:
 SAMPLERS = {"shuffled": ShuffledBatchSampler, "balanced": BalancedBatchSampler}
 
 
-def print_predicted(lengths: Tensor, costs: dict[str, Tensor], batch_size: int) -> None:
+def print_predicted(costs: dict[str, Tensor], batch_size: int) -> None:
     """The table of idle time by the cost model."""
     print("ranks | cost      | idle, shuffled | idle, balanced | speed-up of a step")
     for world_size in (2, 8, 16, 64):
@@ -180,7 +180,7 @@ def main() -> None:
     options = parser.parse_args()
     lengths, costs = make_costs(options)
     print(f"lengths: mean {lengths.double().mean():.0f}, longest {lengths.max()}, {options.batch_size} samples per rank and step")
-    print_predicted(lengths, costs, options.batch_size)
+    print_predicted(costs, options.batch_size)
     if options.measure:
         with socket.socket() as free:
             free.bind(("localhost", 0))
