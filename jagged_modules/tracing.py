@@ -1,6 +1,7 @@
-"""torch.fx records a layer, and a container's constructor, as one call: their code reads sizes, which a tracer does not know.
+"""What records calls, to repeat them with other values: torch.fx, torch.compile, CUDA graphs.
 
-TorchRec's pipelines trace the model with torch.fx to find the inputs of its sharded modules.
+torch.fx records a layer, and a container's constructor, as one call: their code reads sizes, which a tracer does not know. TorchRec's
+pipelines trace the model with torch.fx to find the inputs of its sharded modules.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.fx import Proxy
 
 from .scalars import is_sequence
@@ -20,6 +22,15 @@ P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type[Any])
 M = TypeVar("M", bound=nn.Module)
+
+
+def is_recording(x: Tensor) -> bool:
+    """Whether torch.compile or a CUDA graph records the calls on x's device.
+
+    What was computed from tensors before is not up to date when the record is repeated, and what is computed now has no values yet. So
+    caches must neither be read nor written.
+    """
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def recorded_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

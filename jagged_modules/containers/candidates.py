@@ -11,7 +11,7 @@ from jagged_kernels.common.one_thread import one_thread
 from torch import Tensor
 
 from ..scalars import check_kind, check_size
-from ..tracing import one_call
+from ..tracing import is_recording, one_call
 from ..validation import check_integers, check_offsets, values_are_checkable
 from .jagged import Jagged
 from .offsets import rows_and_segments
@@ -156,15 +156,16 @@ class CandidateIndex(Queries):
         return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
-        """`candidate_to_user` for a known number of candidates: no sync. The result is cached.
+        """`candidate_to_user` for a known number of candidates: no sync. The result is cached, except in a recorded graph.
 
         Raises:
             ValueError: the index describes another number of candidates, as far as the host can tell.
         """
-        if self._users is not None and self._users.shape[0] == num_candidates:
+        recording = is_recording(self.offsets)
+        if not recording and self._users is not None and self._users.shape[0] == num_candidates:
             return self._users
         self.check(num_candidates, None, queries="num_candidates is")
-        if torch.compiler.is_compiling():
+        if recording:
             return self._find_users(num_candidates)
         with torch.inference_mode(False):  # a later call may save them for its backward
             self._users = users = self._find_users(num_candidates)
@@ -178,7 +179,7 @@ class CandidateIndex(Queries):
         """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
         if rows_per_candidate == 1:
             return self.offsets
-        if torch.compiler.is_compiling():
+        if is_recording(self.offsets):
             return self.offsets * rows_per_candidate
         offsets = self._query_offsets.get(rows_per_candidate)
         if offsets is None:

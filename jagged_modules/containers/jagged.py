@@ -15,7 +15,7 @@ from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size, is_sequence, to_ints
 from ..schedule import TileSchedule, device_schedule, host_schedule
 from ..settings import is_batch_invariant
-from ..tracing import one_call, recorded_call
+from ..tracing import is_recording, one_call, recorded_call
 from ..validation import (
     MAX_HEAD_DIM,
     WrongDtype,
@@ -230,10 +230,10 @@ class Jagged(Queries):
         """The schedule of an attention with these segments as keys, on the values' device. Arguments and errors as in `prepare`.
 
         Built once and kept: on the host if the host knows the lengths of queries and keys, else on the device without a sync. None if the
-        caller needs none: on the CPU, which uses no schedule, and under torch.compile, where the operators build it inside the graph. None
-        also if only the device knows the number of query rows; the operator then builds the schedule.
+        caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the operators build it
+        inside the graph. None also if only the device knows the number of query rows; the operator then builds the schedule.
         """
-        if self.values.device.type == "cpu" or torch.compiler.is_compiling():
+        if self.values.device.type == "cpu" or is_recording(self.values):
             return None
         return self._schedule(queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads)
 
