@@ -85,14 +85,12 @@ def compress(device=None):
 
 
 HSTU = jm.HSTUConfig(scaling_seqlen=30)
-CASES = {  # one of each layer, then others
+CASES = {  # the last ones consist of the others, or vary them
     case.name: case
     for case in (
         Case("JaggedTargetAttention", OnCandidates, lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device)),
         Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
-        Case("GDPABlock", OnRows, lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device)),
         Case("HSTULayer", OnRows, lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device)),
-        Case("HSTUStack", OnRows, lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device)),
         Case("LinearCompressEmbedding", Compressed, compress),
         Case(
             "BlockDiagonalSelfAttention",
@@ -100,6 +98,8 @@ CASES = {  # one of each layer, then others
             lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, device=device),
         ),
         Case("JaggedMLP", OnRows, lambda device=None: jm.JaggedMLP([WIDTH, 24, 40], "silu", device=device)),
+        Case("GDPABlock", OnRows, lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device)),
+        Case("HSTUStack", OnRows, lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device)),
         Case("JaggedGDPA-seeds", Pooled, gdpa(num_seeds=8)),
         Case("JaggedGDPA-weights", OnRows, gdpa(num_weights=8)),
     )

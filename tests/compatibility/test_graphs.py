@@ -23,7 +23,7 @@ def assert_same_steps(graph, model, case, sizes=SIZES):
         torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs))
 
 
-@feature("torch.compile, dynamic", fast=8)
+@feature("torch.compile, dynamic", fast=6)
 def test_dynamic_compilation(case):
     model = make(case)
     graph, counter = compiled(model, dynamic=True)
@@ -53,7 +53,7 @@ def assert_same_results(graph, model, case):
         torch.testing.assert_close(graph(*inputs), model(*inputs))
 
 
-@feature("torch.export")
+@feature("torch.export", fast=6)
 def test_export(case):
     model, file = make(case), io.BytesIO()
     torch.export.save(exported(model, case), file)

@@ -97,7 +97,7 @@ def stepped(model, inputs, optimizer=None, steps=1):
     return list(model.parameters())
 
 
-@feature("fused optimizers")
+@feature("fused optimizers", fast=6)
 def test_fused_optimizers(case):
     inputs = [x.double() if x.is_floating_point() else x for x in inputs_of(case)]  # Adam divides by gradients near 0
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
@@ -108,7 +108,7 @@ def test_fused_optimizers(case):
         torch.testing.assert_close(results[1:], results[:1] * 2)
 
 
-@feature("in-backward optimizers")
+@feature("in-backward optimizers", fast=6)
 def test_in_backward_optimizers(case):
     apply_in_backward = pytest.importorskip("torchrec.optim.apply_optimizer_in_backward").apply_optimizer_in_backward
     model, inputs = make(case), inputs_of(case)
