@@ -75,18 +75,19 @@ class SequenceBatch(Pipelineable):
         return self.ids["rival"].values()
 
     def last_inputs(self) -> torch.Tensor:
-        """The index of the last input of each window, int64 [B]."""
-        return self.ids["item"].offsets()[1:].long() - 1
+        """The index of the last input of each window, int64 [B]. The row without ids of an empty batch is no window."""
+        inputs = self.ids["item"]
+        return inputs.offsets()[1:][inputs.lengths() > 0].long() - 1
 
     def next_items(self) -> torch.Tensor:
         """The item that follows each window, int64 [B]."""
         return self.targets[self.last_inputs()]
 
     def add_rivals(self, items: torch.Tensor) -> "SequenceBatch":
-        """The batch with the key `rival`: `items` [N] in the first row. All rows use them. A batch without rows needs none."""
+        """The batch with the key `rival`: `items` [N], in the first row."""
         lengths = torch.zeros(self.ids.stride(), dtype=torch.int32)
-        lengths[:1] = len(items)
-        rivals = KeyedJaggedTensor(keys=["rival"], values=items[: lengths.sum()], lengths=lengths)
+        lengths[0] = len(items)
+        rivals = KeyedJaggedTensor(keys=["rival"], values=items, lengths=lengths)
         return SequenceBatch(KeyedJaggedTensor.concat([self.ids, rivals]).sync(), self.seen)
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "SequenceBatch":

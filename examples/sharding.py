@@ -233,7 +233,39 @@ def run_pipeline(pipeline: TrainPipelineBase, batches: Iterable) -> Iterator[Any
 # -- weights -----------------------------------------------------------------------------------------------------------------------------
 
 
-def local_tensors(weights: dict[str, torch.Tensor | ShardedTensor]) -> list[torch.Tensor]:
-    """What this rank holds of the weights: whole dense tensors, shards of tables."""
+def local_tensors(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank holds of the weights: whole dense tensors, and shards of ShardedTensors."""
     shards = (x.local_shards() if isinstance(x, ShardedTensor) else [x] for x in weights.values())
-    return [getattr(x, "tensor", x).detach() for parts in shards for x in parts]
+    return [getattr(x, "tensor", x) for parts in shards for x in parts]
+
+
+def clone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in weights.items()}
+
+
+@torch.no_grad()
+def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    """Copy weights into others of the same names and plan."""
+    for x, own in zip(local_tensors(source), local_tensors(target), strict=True):
+        own.copy_(x)
+
+
+def init_optimizer_state(optimizer: KeyedOptimizer) -> None:
+    """Make the tensors of the state, which torch.optim makes in its first step. This changes the weights: load them afterwards."""
+    wrappers = [optimizer, *(part for _, part in getattr(optimizer, "optimizers", []))]
+    for wrapper in wrappers:
+        if isinstance(wrapper, KeyedOptimizerWrapper) and not wrapper.state:
+            wrapper.init_state()
+            wrapper.zero_grad()
+
+
+def optimizer_state(optimizer: KeyedOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of the state by parameter, under names that do not depend on the plan."""
+    state = optimizer.state_dict()["state"]
+    return {parameter: _by_common_names(tensors) for parameter, tensors in state.items()}
+
+
+def _by_common_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adagrad's accumulator is "TABLE.momentum1" in FBGEMM and "sum" in torch, whose count of steps has no effect."""
+    fused = {"sum": x for name, x in tensors.items() if name.endswith(".momentum1")}
+    return fused or {name: x for name, x in tensors.items() if name != "step" or "sum" not in tensors}

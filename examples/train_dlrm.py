@@ -32,22 +32,18 @@ class Trainer(trainer.Trainer):
     metrics = {"auc": "AUC", "normalized_entropy": "normalised entropy"}
     own_settings = ("chunk_size",)
 
-    def make_model(self) -> RankingModel:
+    def make_model(self, device: torch.device) -> RankingModel:
         options = self.options
-        return RankingModel(self.datasets["train"], self.name, options.embedding_dim, options.num_heads, options.dropout)
+        return RankingModel(self.datasets["train"], self.name, options.embedding_dim, options.num_heads, options.dropout, device)
 
-    def loss(self, batch: RankingBatch) -> torch.Tensor:
-        return functional.binary_cross_entropy_with_logits(self._logits(self.model, batch), batch.labels)
+    def losses(self, logits: torch.Tensor, batch: RankingBatch) -> torch.Tensor:
+        return functional.binary_cross_entropy_with_logits(logits.float(), batch.labels, reduction="none")
 
-    @torch.no_grad()
-    def evaluate(self, split: str, model: RankingModel) -> dict[str, float]:
-        batches = (batch.to(self.device) for batch in self.loader(split))
-        logits, labels = zip(*((self._logits(model, batch), batch.labels) for batch in batches), strict=True)
-        return ranking_metrics(torch.cat(logits), torch.cat(labels))
+    def predictions(self, logits: torch.Tensor, batch: RankingBatch) -> torch.Tensor:
+        return torch.stack([logits.float(), batch.labels], dim=1)
 
-    def _logits(self, model: RankingModel, batch: RankingBatch) -> torch.Tensor:
-        with self.autocast():
-            return model(batch).float()
+    def score(self, predictions: torch.Tensor) -> dict[str, float]:
+        return ranking_metrics(*predictions.unbind(1))
 
 
 def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:

@@ -33,10 +33,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def seed_epoch(seed: int, epoch: int) -> int:
-    """Seed torch from (seed, epoch), so that a resumed run has the same random numbers. Returns the epoch's seed."""
+def seed_epoch(seed: int, epoch: int, rank: int = 0) -> int:
+    """Seed torch from (seed, epoch, rank), so that a resumed run has the same random numbers. Returns the epoch's seed, that of all ranks."""
     epoch_seed = seed * 100_003 + epoch
-    torch.manual_seed(epoch_seed)
+    torch.manual_seed(epoch_seed + rank * 1_000_000_007)
     return epoch_seed
 
 
@@ -89,21 +89,6 @@ def write_atomically(path: Path, write: Callable[[Path], Any]) -> None:
 
 def save_json(path: Path, content: Any) -> None:
     write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
-
-
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    write_atomically(path, lambda file: torch.save(state, file))
-
-
-def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Load a checkpoint. Raises ValueError if the run that wrote it had other `settings`."""
-    state = torch.load(path, map_location=device, weights_only=True)
-    changed = [
-        f"{name} {state['settings'].get(name)!r} -> {value!r}" for name, value in settings.items() if state["settings"].get(name) != value
-    ]
-    if changed:
-        raise ValueError(f"{path} is of a run with other settings: {', '.join(changed)}")
-    return state
 
 
 def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> None:
