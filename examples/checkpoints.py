@@ -14,6 +14,7 @@ from typing import Any
 
 import sharding
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,17 @@ class Checkpoint:
     epochs: list[dict[str, float]]
 
     def load_into(self, state: dict[str, Any]) -> None:
-        """Fill the tensors of a (nested) dictionary, whole ones and this rank's shards. All ranks call it."""
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # notes that one process is one process, and on classes that torch uses itself
-            dcp.load(state, checkpoint_id=self.folder)
+        """Fill the tensors of a (nested) dictionary, whole ones and this rank's shards. All ranks call it.
+
+        Raises ValueError if the checkpoint lacks some of them or cannot be read.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # notes that one process is one process, and on classes that torch uses itself
+                dcp.load(_without_empty(state), checkpoint_id=self.folder)
+        except CheckpointException as error:  # not an Exception
+            causes = {str(cause) for cause, _ in error.failures.values()}
+            raise ValueError(f"{self.folder} cannot be loaded: {'; '.join(causes)}") from error
 
 
 def find_checkpoint(folder: Path) -> Checkpoint | None:
@@ -55,7 +63,7 @@ def save_checkpoint(folder: Path, settings: dict[str, Any], epochs: list[dict[st
     sharding.barrier()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(state, checkpoint_id=target)
+        dcp.save(_without_empty(state), checkpoint_id=target)
     if sharding.rank() == 0:
         for old in folder.glob("epoch-*"):
             if old != target:
@@ -68,6 +76,11 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
     changed = [f"{name} {old.get(name)!r} -> {value!r}" for name, value in settings.items() if old.get(name) != value]
     if changed:
         raise ValueError(f"{checkpoint.folder} is of a run with other settings: {', '.join(changed)}")
+
+
+def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
+    """torch takes an empty dictionary for a value."""
+    return {name: part for name, part in state.items() if part}
 
 
 def _remove(checkpoint: Path) -> None:

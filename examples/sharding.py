@@ -132,10 +132,10 @@ class OptimizerSpec:
         return self.optimizer(parameters, **self.kwargs)
 
 
-def shard(
+def build(
     make_model: Callable[[torch.device], nn.Module], device: torch.device, plan: str, tables: OptimizerSpec, dense: OptimizerSpec
-) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """The model with sharded tables, and its optimizers.
+) -> tuple[nn.Module, CombinedOptimizer]:
+    """The model and its optimizers. With a process group the tables are sharded.
 
     Seed each rank differently before the call: ranks initialise their own shards. The dense layers of rank 0 are broadcast.
 
@@ -144,20 +144,23 @@ def shard(
         plan: one of `PLANS`.
         tables, dense: optimizers of the embedding tables and of all other parameters.
     """
-    replicate = plan == "data_parallel"
-    model = make_model(device if replicate else torch.device("meta"))  # a table that is sharded may fit no single device
+    shards_tables = is_distributed() and plan != "data_parallel"
+    model = make_model(torch.device("meta") if shards_tables else device)  # a table that is sharded may fit no single device
     is_table = set(model.tables())
-    table_names = {name for name, parameter in model.named_parameters() if parameter in is_table}
-    if not replicate:
+    table_names = [name for name, parameter in model.named_parameters() if parameter in is_table]
+    optimizers: list[KeyedOptimizer] = []
+    if shards_tables:
         apply_optimizer_in_backward(tables.optimizer, is_table, dict(tables.kwargs))  # a copy, because TorchRec adds to it
-    env = ShardingEnv.from_process_group(dist.group.WORLD)
-    sharding_plan = ShardingPlan({}) if replicate else make_plan(model, device, plan)
-    sharded = DistributedModelParallel(model, env, device, sharding_plan, list(SHARDERS))
+    if is_distributed():
+        sharding_plan = make_plan(model, device, plan) if shards_tables else ShardingPlan({})
+        env = ShardingEnv.from_process_group(dist.group.WORLD)
+        model = DistributedModelParallel(model, env, device, sharding_plan, list(SHARDERS))
+        optimizers.append(model.fused_optimizer)
 
-    others = dict(in_backward_optimizer_filter(sharded.named_parameters()))  # the fused optimizer does not update replicated tables
-    replicated = {name: others.pop(name) for name in sorted(table_names & others.keys())}
-    optimizers = [KeyedOptimizerWrapper(group, spec) for group, spec in ((others, dense), (replicated, tables)) if group]
-    return sharded, CombinedOptimizer([sharded.fused_optimizer, *optimizers])
+    others = dict(in_backward_optimizer_filter(model.named_parameters()))  # which the fused optimizer does not update
+    replicated = {name: others.pop(name) for name in table_names if name in others}
+    optimizers += [KeyedOptimizerWrapper(group, spec) for group, spec in ((others, dense), (replicated, tables)) if group]
+    return model, CombinedOptimizer(optimizers)
 
 
 def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan:
@@ -250,19 +253,18 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> No
         own.copy_(x)
 
 
-def init_optimizer_state(optimizer: KeyedOptimizer) -> None:
+def init_optimizer_state(optimizer: CombinedOptimizer) -> None:
     """Make the tensors of the state, which torch.optim makes in its first step. This changes the weights: load them afterwards."""
-    wrappers = [optimizer, *(part for _, part in getattr(optimizer, "optimizers", []))]
-    for wrapper in wrappers:
-        if isinstance(wrapper, KeyedOptimizerWrapper) and not wrapper.state:
-            wrapper.init_state()
-            wrapper.zero_grad()
+    for _, part in optimizer.optimizers:
+        if isinstance(part, KeyedOptimizerWrapper) and not part.state:
+            part.init_state()
+            part.zero_grad()
 
 
-def optimizer_state(optimizer: KeyedOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+def optimizer_state(optimizer: CombinedOptimizer) -> dict[str, dict[str, torch.Tensor]]:
     """The tensors of the state by parameter, under names that do not depend on the plan."""
     state = optimizer.state_dict()["state"]
-    return {parameter: _by_common_names(tensors) for parameter, tensors in state.items()}
+    return {parameter: _by_common_names(tensors) for parameter, tensors in state.items() if tensors}
 
 
 def _by_common_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

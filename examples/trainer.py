@@ -18,7 +18,6 @@ from sharding import OptimizerSpec
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import Dataset
-from torchrec.optim.keyed import KeyedOptimizer, KeyedOptimizerWrapper
 from tqdm import tqdm
 from training import peak_memory, pick_device, save_curves, save_json, seed_epoch, time_steps
 
@@ -135,7 +134,7 @@ class Trainer(ABC):
         self.settings = {"model": name, **own, "torchrun": sharding.is_distributed()}  # which decides about the optimizers
         self.checkpoints = options.out / name
         torch.manual_seed(options.seed + sharding.rank())  # a seed per rank, or all shards of a table would start with equal rows
-        self.model, self.optimizer = self._build()
+        self.model, self.optimizer = sharding.build(self.make_model, device, options.sharding, *self.optimizers())
         self.pipeline = sharding.make_pipeline(self.model, self.optimizer, device, self._forward)
         self.average = WeightAverage(self.model, options.average_decay)
         self.epochs: list[dict[str, float]] = []
@@ -156,17 +155,14 @@ class Trainer(ABC):
     def score(self, predictions: torch.Tensor) -> dict[str, float]:
         """The `metrics` of the predictions of a split."""
 
-    def _build(self) -> tuple[nn.Module, KeyedOptimizer]:
+    def optimizers(self) -> tuple[OptimizerSpec, OptimizerSpec]:
+        """The optimizers of the embedding tables and of the other parameters."""
         options = self.options
         if sharding.is_distributed():
             tables = OptimizerSpec(torch.optim.Adagrad, dict(lr=options.table_lr, eps=1e-8))
-            dense = OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=0.0))
-            return sharding.shard(self.make_model, self.device, options.sharding, tables, dense)
-        model = self.make_model(self.device)
-        tables = model.tables()
-        others = [parameter for parameter in model.parameters() if parameter not in set(tables)]
-        groups = [{"params": tables, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return model, KeyedOptimizerWrapper(dict(model.named_parameters()), lambda _: torch.optim.AdamW(groups, lr=options.lr))
+        else:
+            tables = OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=options.weight_decay))
+        return tables, OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=0.0))
 
     def fit(self) -> None:
         """Train the remaining epochs, with a checkpoint after each."""
@@ -242,8 +238,8 @@ class Trainer(ABC):
         return -(-len(self.datasets[split]) // self.options.batch_size)
 
     def _state(self) -> dict[str, Any]:
-        optimizer = sharding.optimizer_state(self.optimizer)
-        return {"model": self.model.state_dict(), "optimizer": optimizer, "average": self.average.average, "best_average": self.average.best}
+        weights = {"model": self.model.state_dict(), "average": self.average.average, "best_average": self.average.best}
+        return {**weights, "optimizer": sharding.optimizer_state(self.optimizer)}
 
     def resume(self) -> None:
         """Continue from the newest checkpoint, if there is one."""
