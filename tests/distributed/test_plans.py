@@ -4,12 +4,12 @@ Ten steps of batches of five examples: rank 0 has three and rank 1 two of them, 
 """
 
 import copy
+import itertools
 
 import pytest
 import torch
 
 from ..marks import slow_after
-from .ranks import one_rank
 
 pytest.importorskip("torchrec")
 
@@ -19,25 +19,26 @@ import train_hstu  # noqa: E402
 from checkpoints import find_checkpoint, save_checkpoint  # noqa: E402
 from sharding import PLANS, OptimizerSpec  # noqa: E402
 
-PROGRAMS = {"dlrm": (train_dlrm, "attention"), "hstu": (train_hstu, "hstu")}
+PROGRAMS = {"dlrm": (train_dlrm, "attention", []), "hstu": (train_hstu, "hstu", ["--temperature", "1"])}
 STEPS, BATCH_SIZE = 10, 5
-# Both step continuously with the gradient. Adagrad with its usual eps would turn a gradient that is nothing but rounding into a whole step.
+# Ten steps of these magnify an error little. Adagrad with its usual eps would turn a gradient that is nothing but rounding into a whole step, and
+# so would Adam; HSTU at its usual temperature doubles an error per step.
 OPTIMIZERS = {
-    "sgd": OptimizerSpec(torch.optim.SGD, dict(lr=0.5)),
-    "adagrad": OptimizerSpec(torch.optim.Adagrad, dict(lr=0.5, eps=0.1)),
+    "sgd": OptimizerSpec(torch.optim.SGD, dict(lr=0.1)),
+    "adagrad": OptimizerSpec(torch.optim.Adagrad, dict(lr=0.01, eps=0.1)),
 }
 
 
 def make_trainer(program: str, folder, plan: str = "auto", optimizer: str = "sgd"):
     """A trainer without dropout, whose training data are ten batches."""
-    module, name = PROGRAMS[program]
+    module, name, own = PROGRAMS[program]
 
     class Trainer(module.Trainer):
         def optimizers(self):
             return OPTIMIZERS[optimizer], OPTIMIZERS["sgd"]
 
     arguments = ["--device", "cpu", "--users", "12", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0", "--max-history", "20"]
-    options = module.parse_arguments([*arguments, "--batch-size", str(BATCH_SIZE), "--sharding", plan, "--out", str(folder)])
+    options = module.parse_arguments([*arguments, *own, "--batch-size", str(BATCH_SIZE), "--sharding", plan, "--out", str(folder)])
     datasets = module.load_datasets(options)
     train = copy.copy(datasets["train"])
     part = "chunks" if program == "dlrm" else "windows"
@@ -67,8 +68,8 @@ def train(trainer) -> list[float]:
     return [total / count for total, count in sums]
 
 
-def train_from_checkpoint(*args) -> tuple[list[float], list[int], dict[str, float]]:
-    """Load, train and save. Returns the losses, the number of rows of this rank's batches, and the held-out metrics."""
+def train_from_checkpoint(*args) -> tuple[list[float], dict[str, float]]:
+    """Load, train and save. Returns the losses and the held-out metrics."""
     trainer = make_trainer(*args)
     load(trainer)
     losses = train(trainer)
@@ -86,19 +87,24 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
         assert changed > 20 * bound, f"{name} hardly learned"
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("plan", PLANS)
+CASES = [
+    *[(plan, "dlrm", "sgd") for plan in PLANS],
+    *[("row_wise", "hstu", "sgd"), ("column_wise", "hstu", "adagrad"), ("data_parallel", "hstu", "adagrad")],
+]
+OTHERS = [case for case in itertools.product(PLANS, PROGRAMS, OPTIMIZERS) if case not in CASES]
+
+
+@slow_after(len(CASES), "plan, program, optimizer", [*CASES, *OTHERS])
 def test_two_processes_train_as_one(two_ranks, tmp_path, plan, program, optimizer):
     one = make_trainer(program, tmp_path, plan, optimizer)
     initial = weights(one)
     save(one)
     results = two_ranks.run(train_from_checkpoint, program, tmp_path, plan, optimizer)
     losses = train(one)
-    expected = weights(one)
     metrics = one.evaluate("valid", one.average.average)
-    load(one)
+    expected = weights(one)
+    load(one)  # what two ranks saved
     assert_equal(weights(one), expected, initial)
-    for theirs, their_metrics in results:
-        assert theirs == pytest.approx(losses, rel=STEPS * 100 * 2**-24)
-        print(metrics, their_metrics)
+    for their_losses, their_metrics in results:
+        assert their_losses == pytest.approx(losses, rel=STEPS * 8 * 2**-24)
+        assert their_metrics == pytest.approx(metrics, rel=1e-5)
