@@ -80,7 +80,7 @@ def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
 
 def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
     """torch takes an empty dictionary for a value."""
-    return {name: part for name, part in state.items() if part}
+    return {name: part for name, part in state.items() if not (isinstance(part, dict) and not part)}
 
 
 def _remove(checkpoint: Path) -> None:

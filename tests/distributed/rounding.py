@@ -15,4 +15,4 @@ def assert_trained_alike(actual: dict, expected: dict, initial: dict, steps: int
         bound = 8 * steps * 2**-24 * torch.maximum(x.abs().max(), changed)
         error = (actual[name] - x).abs().max()
         assert error <= bound, f"{name}: {error} > {bound}"
-        assert changed > 3 * bound, f"{name}: changed by {changed}, hardly more than {bound}"
+        assert changed > bound, f"{name}: changed by {changed} <= {bound}"

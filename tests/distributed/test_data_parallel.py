@@ -31,7 +31,7 @@ class Encoder(nn.Module):
         offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         x = self.gdpa(self.blocks(self.hstu(jm.Jagged(events, offsets))))
         index = jm.CandidateIndex.from_counts(counts)
-        interest = self.attention(candidates[:, None], x, index)[:, 0]
+        interest = self.attention(4 * candidates[:, None], x, index)[:, 0]
         users = torch.segment_reduce(x.values, "sum", lengths=lengths, axis=0, unsafe=True, initial=0)[:, None]
         compressed = self.compress(torch.stack([candidates, interest], dim=1), users, index)
         return self.head(self.mlp((compressed.flatten(1), index.offsets))[0]).squeeze(1)

@@ -25,7 +25,7 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
     assert last["loss"] < first["loss"]
     assert 0 < result["test"]["auc"] < 1 and result["test"]["normalized_entropy"] > 0
     assert last["examples_per_second"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", f"{interaction}.pt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", interaction])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"{result['test']['auc']:.4f}" in capsys.readouterr().out
 
@@ -35,7 +35,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
     train(tmp_path / "parts", "--epochs", "1")
     resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
     assert without_speed(whole) == without_speed(resumed)
-    assert_equal_checkpoints(tmp_path / "whole" / "attention.pt", tmp_path / "parts" / "attention.pt")
+    assert_equal_checkpoints(tmp_path / "whole" / "attention", tmp_path / "parts" / "attention")
 
 
 def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
@@ -60,7 +60,7 @@ def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "train_dlrm: no file or folder nowhere"),
-        (["--resume"], "--resume: no checkpoint attention.pt in"),
+        (["--resume"], "--resume: no checkpoint attention in"),
         (["--bf16"], "--bf16 needs a GPU"),
         (["--chunk-size", "0"], "chunk_size must be at least 1, not 0"),
     ],
