@@ -1,8 +1,8 @@
 """Checkpoints in the format of torch.distributed.checkpoint, which any number of processes and any sharding plan can load.
 
-A checkpoint of `name` is the folder name/epoch-N: `run.json` has the settings and the metrics of the epochs, and the other files have the
-tensors. It is complete once it has the file `.metadata`, which torch writes last. Then the older ones are removed, so an interrupted write leaves
-the old checkpoint intact.
+A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs, the other files have the tensors. It is
+complete once it has the file `.metadata`, which torch writes last. Then the older ones are removed. So an interrupted write leaves the old
+checkpoint intact.
 """
 
 import json

@@ -114,7 +114,7 @@ class SequenceModel(nn.Module):
 
 
 class QueryEncoder(nn.Module):
-    """The dense part of the model. An input of the encoder is the sum of its item's and its position's embedding; the outputs are queries."""
+    """The dense part of the model. The encoder turns the sums of an item's and its position's embedding into queries."""
 
     def __init__(self, encoder: nn.Module, dropout: float):
         super().__init__()

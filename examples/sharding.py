@@ -1,13 +1,13 @@
 """One program on many processes: `torchrun --nproc-per-node N program.py` shards the embedding tables and replicates the dense layers.
 
 Gradients. Each rank backpropagates `global_mean` of its own losses: their sum times world_size / (number of losses of all ranks). The mean
-over ranks of these is the mean over all losses. Both kinds of parameters average their gradients over ranks: DistributedDataParallel those of
-dense layers and of replicated tables, the backward of TorchRec's collectives (comm_ops.py, GRADIENT_DIVISION) those of sharded tables. So
-every parameter gets the gradient that one process computes from the whole batch, however unequal the shares are.
+over ranks of these is the mean over all losses. Both kinds of parameters average their gradients over ranks: DistributedDataParallel those
+of dense layers and of replicated tables, the backward of TorchRec's collectives (comm_ops.py, GRADIENT_DIVISION) those of sharded tables.
+So every parameter gets the gradient that one process computes from the whole batch, however unequal the shares are.
 
 Optimizers. A sharded table is updated in the backward (a fused optimizer), and only in the rows that the batch reads. Adagrad with an
-accumulator per element gives the same result for any plan: untouched rows stay as they are, and no value depends on the shape of a shard. Row-wise
-Adagrad does not, because a column-wise shard has its own accumulator per row. FBGEMM has no Adam on the CPU.
+accumulator per element gives the same result for any plan: untouched rows stay as they are, and no value depends on the shape of a shard.
+Row-wise Adagrad does not, because a column-wise shard has its own accumulator per row. FBGEMM has no Adam on the CPU.
 """
 
 import logging
@@ -26,6 +26,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
@@ -34,12 +35,9 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan,
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-# Suppress notes of TorchRec's about itself: how its own classes are used, and tables that are replicated as the plan says.
-for name in ("torchrec.distributed.planner", "torchrec.distributed.utils"):
-    logging.getLogger(name).setLevel(logging.ERROR)
+logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)  # suppresses advice on how to construct its classes
 
 PLANS = ("auto", "row_wise", "column_wise", "table_wise", "data_parallel")
-TIMEOUT = timedelta(seconds=30)  # of a collective: the time after which the other ranks notice that one hangs
 SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
 
 
@@ -47,25 +45,27 @@ SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
 
 
 @contextmanager
-def process_group(device_name: str) -> Iterator[None]:
+def process_group(device_name: str, timeout: float) -> Iterator[None]:
     """The processes that torchrun started, as the default group. Without torchrun there is none, and the program is one process.
 
-    Rank 0 alone prints. An error is printed by each rank that has one.
+    Rank 0 alone prints. An error is printed by each rank that has one. If a process ends, torchrun ends the others at once. If one hangs,
+    they end after `timeout` seconds in a collective.
     """
     if not dist.is_torchelastic_launched():
         yield
         return
-    on_gpu = device_name.startswith("cuda") or (device_name == "auto" and torch.cuda.is_available())
-    if on_gpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if on_gpu else "gloo", timeout=TIMEOUT)
+    gpu = None
+    if device_name.startswith("cuda") or (device_name == "auto" and torch.cuda.is_available()):
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu)
     if rank():
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         yield
     except RuntimeError as error:
-        message = f"rank {rank()} of {world_size()} stops: {error}\nIf another rank ended first, this is the consequence. --resume continues."
-        print(message, file=sys.stderr, flush=True)
+        note = "If another rank ended first, this is the consequence. --resume continues from the last checkpoint."
+        print(f"rank {rank()} of {world_size()} stops: {error}\n{note}", file=sys.stderr, flush=True)
         raise
     # After an error the group is left alone: its destruction may wait for a rank that is gone.
     dist.destroy_process_group()
@@ -166,20 +166,23 @@ def build(
 def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan:
     """TorchRec's plan. `plan` is the type of all tables; "auto" leaves the choice to the planner.
 
-    On the CPU, TorchRec has no row-wise bags, because gloo cannot gather unequal shares in their backward. They become table-wise. Nor is
-    any table replicated: FBGEMM's operator of replicated tables pools on the CPU where it should not.
+    On the CPU TorchRec has no row-wise bags, because gloo cannot gather unequal shares in their backward. They become table-wise.
     """
     constraints = {}
     for module in model.modules():
         for sharder in SHARDERS:
             if isinstance(module, sharder.module_type):
-                allowed = set(sharder.sharding_types(device.type))
-                if device.type == "cpu":
-                    allowed.discard(ShardingType.DATA_PARALLEL.value)
+                # Tables are not replicated one by one: FBGEMM's operator for that pools on the CPU where it should not.
+                types = set(sharder.sharding_types(device.type)) - {ShardingType.DATA_PARALLEL.value}
                 if plan != "auto":
-                    allowed = {plan if plan in allowed else ShardingType.TABLE_WISE.value}
+                    types = {plan if plan in types else ShardingType.TABLE_WISE.value}
                 for name, table in sharder.shardable_parameters(module).items():
-                    constraints[name] = ParameterConstraints(sorted(allowed), min_partition=column_width(table.shape[1]))
+                    constraints[name] = ParameterConstraints(
+                        sharding_types=sorted(types),
+                        # Not the kernels that cache a table on the device: averages and checkpoints read the weights in place.
+                        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+                        min_partition=column_width(name, table.shape[1]),
+                    )
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size(), compute_device=device.type, local_world_size=local_world_size),
@@ -189,8 +192,10 @@ def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan
     return planner.collective_plan(model, list(SHARDERS), dist.group.WORLD)
 
 
-def column_width(embedding_dim: int) -> int:
-    """Columns of a column-wise shard: a part for each rank if that is a multiple of 4, which FBGEMM needs, else the whole table."""
+def column_width(table: str, embedding_dim: int) -> int:
+    """Columns of a column-wise shard: a part for each rank if that is a multiple of 4, which FBGEMM needs, else all of them."""
+    if embedding_dim % 4:
+        raise ValueError(f"table {table}: FBGEMM shards embeddings whose width is a multiple of 4, not {embedding_dim}")
     width, rest = divmod(embedding_dim, world_size())
     return embedding_dim if rest or width % 4 else width
 
@@ -268,6 +273,8 @@ def optimizer_state(optimizer: CombinedOptimizer) -> dict[str, dict[str, torch.T
 
 
 def _by_common_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Adagrad's accumulator is "TABLE.momentum1" in FBGEMM and "sum" in torch, whose count of steps has no effect."""
-    fused = {"sum": x for name, x in tensors.items() if name.endswith(".momentum1")}
-    return fused or {name: x for name, x in tensors.items() if name != "step" or "sum" not in tensors}
+    """Adagrad's accumulator is "TABLE.momentum1" in FBGEMM and "sum" in torch, beside a count of steps without effect."""
+    for name, x in tensors.items():
+        if name == "sum" or name.endswith(".momentum1"):
+            return {"sum": x}
+    return tensors

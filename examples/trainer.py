@@ -51,6 +51,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
+    parser.add_argument("--timeout", type=float, default=30, help="seconds that processes of torchrun wait for one another")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
     parser.add_argument("--batch-size", type=int, help="histories per batch, of all processes together")
@@ -82,8 +83,8 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least
 class WeightAverage:
     """The running average of a model's weights, which is evaluated, and the best such average so far.
 
-    An average is elementwise, so each rank averages what it holds: the dense weights, and its shards of the tables. That takes a pass over the
-    tables at each step. With a decay of 0 the average is the weights themselves, at no cost.
+    An average is elementwise, so each rank averages what it holds: the dense weights, and its shards of the tables. That takes a pass over
+    the tables at each step. With a decay of 0 the average is the weights themselves, at no cost.
     """
 
     def __init__(self, model: nn.Module, decay: float):
@@ -196,7 +197,8 @@ class Trainer(ABC):
         return loss / examples, int(examples)
 
     def run(self, batches: Iterable) -> Iterator[torch.Tensor]:
-        """Run a step of the pipeline for each batch: a training step, or in eval mode a forward. Gives this rank's losses or predictions."""
+        """Run a step of the pipeline for each batch: in training mode an optimizer step, which gives the losses of this rank's examples, in
+        eval mode a forward, which gives their predictions."""
         for output in sharding.run_pipeline(self.pipeline, batches):
             if self.model.training:
                 self.average.update()
@@ -306,7 +308,7 @@ def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any
 
 def main(program: str, run: Callable[[argparse.Namespace], dict], options: argparse.Namespace, columns: dict[str, str]) -> None:
     """Run the program. Print its test metrics, with `columns` (name: heading), and its files, or one line with the error."""
-    with sharding.process_group(options.device):
+    with sharding.process_group(options.device, options.timeout):
         try:
             metrics = run(options)
         except (ValueError, OSError) as error:

@@ -34,7 +34,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def seed_epoch(seed: int, epoch: int, rank: int = 0) -> int:
-    """Seed torch from (seed, epoch, rank), so that a resumed run has the same random numbers. Returns the epoch's seed, that of all ranks."""
+    """Seed torch from (seed, epoch, rank), so that a resumed run has the same random numbers. Returns the epoch's seed."""
     epoch_seed = seed * 100_003 + epoch
     torch.manual_seed(epoch_seed + rank * 1_000_000_007)
     return epoch_seed

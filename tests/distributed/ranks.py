@@ -1,4 +1,4 @@
-"""Runs functions of tests in several gloo processes on the CPU. The processes stay for the next test, because their imports take seconds."""
+"""Runs functions of tests in several gloo processes on the CPU. The processes stay for the next test, as their imports take seconds."""
 
 from __future__ import annotations
 

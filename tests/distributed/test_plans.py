@@ -1,6 +1,6 @@
 """Training on two processes equals training on one, for every sharding plan.
 
-Ten steps of batches of five examples: rank 0 has three and rank 1 two of them, and of the last batch, which has one example, rank 1 has none.
+Ten steps of batches of five examples: rank 0 has three and rank 1 two of them. The last batch has one example, so rank 1 has none.
 """
 
 import copy
@@ -24,8 +24,8 @@ from sharding import PLANS, OptimizerSpec  # noqa: E402
 
 PROGRAMS = {"dlrm": (train_dlrm, "attention", []), "hstu": (train_hstu, "hstu", ["--temperature", "1"])}
 STEPS, BATCH_SIZE = 10, 5
-# Ten steps of these magnify an error little. Adagrad with its usual eps would turn a gradient that is nothing but rounding into a whole step, and
-# so would Adam; HSTU at its usual temperature doubles an error per step.
+# Ten steps of these magnify an error little. Adagrad with its usual eps would turn a gradient that is nothing but rounding into a whole
+# step, and so would Adam. HSTU at its usual temperature doubles an error per step.
 OPTIMIZERS = {
     "sgd": OptimizerSpec(torch.optim.SGD, dict(lr=0.1)),
     "adagrad": OptimizerSpec(torch.optim.Adagrad, dict(lr=0.01, eps=0.1)),
@@ -122,16 +122,18 @@ def test_a_run_goes_on_under_other_plans_and_on_other_numbers_of_processes(two_r
     assert_trained_alike(weights(one), expected, initial, STEPS)
 
 
-def first_weights(folder) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's shard of the items, and a dense weight, before training."""
-    weights = make_trainer("dlrm", folder, "row_wise").model.state_dict()
-    return weights["sequences.embeddings.item.weight"].local_tensor(), weights["head.token_mlp.0.weight"].detach()
+def first_weights(folder, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """This rank's rows of the table of items, and a dense weight, before training."""
+    weights = make_trainer("dlrm", folder, plan).model.state_dict()
+    items = weights["sequences.embeddings.item.weight"]
+    return (items if plan == "data_parallel" else items.local_tensor()).detach(), weights["head.token_mlp.0.weight"].detach()
 
 
-def test_ranks_start_with_their_own_rows_and_the_same_dense_layers(two_ranks, tmp_path):
-    (rows, dense), (other_rows, other_dense) = two_ranks.run(first_weights, tmp_path)
+@pytest.mark.parametrize("plan", ["row_wise", "data_parallel"])
+def test_ranks_start_with_their_own_rows_and_the_same_dense_layers(two_ranks, tmp_path, plan):
+    (rows, dense), (other_rows, other_dense) = two_ranks.run(first_weights, tmp_path, plan)
     assert torch.equal(dense, other_dense)
-    assert rows.shape == other_rows.shape and not (rows == other_rows).any()
+    assert torch.equal(rows, other_rows) if plan == "data_parallel" else not (rows == other_rows).any()
     for x in (rows, other_rows):
         # Normal with a deviation of .05, whose estimate from n values has a relative deviation of 1 / sqrt(2 n).
         assert x.std().item() == pytest.approx(0.05, rel=5 / (2 * x.numel()) ** 0.5)

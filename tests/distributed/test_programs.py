@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("torchrec")
 
+from checkpoints import find_checkpoint  # noqa: E402
+
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
@@ -44,10 +46,14 @@ def test_a_run_is_resumed_on_another_number_of_processes_and_plan(tmp_path, prog
 
 def test_a_killed_process_ends_the_run_which_can_be_resumed(tmp_path):
     run = subprocess.Popen(
-        command(2, "train_dlrm.py", tmp_path, "--epochs", "1000"), env=ENVIRONMENT, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+        command(2, "train_dlrm.py", tmp_path, "--epochs", "1000"),
+        env=ENVIRONMENT,
+        text=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
     )
     deadline = time.monotonic() + 120
-    while not list(tmp_path.glob("attention/epoch-*/.metadata")):
+    while find_checkpoint(tmp_path / "attention") is None:
         assert run.poll() is None and time.monotonic() < deadline
         time.sleep(0.2)
     children = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
@@ -57,6 +63,6 @@ def test_a_killed_process_ends_the_run_which_can_be_resumed(tmp_path):
     assert time.monotonic() - killed < 60
     assert run.returncode != 0
     assert "Signal 9 (SIGKILL) received" in errors
-    saved = json.loads(next(tmp_path.glob("attention/epoch-*/run.json")).read_text())["epochs"]
+    saved = find_checkpoint(tmp_path / "attention").epochs
     resumed, _ = train(2, "train_dlrm.py", tmp_path, "--epochs", str(len(saved) + 2), "--resume")
     assert resumed["epochs"][: len(saved)] == saved
