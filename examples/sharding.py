@@ -13,6 +13,7 @@ Row-wise Adagrad does not, because a column-wise shard has its own accumulator p
 import logging
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -35,7 +36,10 @@ from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan,
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)  # suppresses advice on how to construct its classes
+# Suppress notes of torch and TorchRec about their own code.
+logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)
+for note in ("Please use DTensor instead", "`broadcast_buffers` is deprecated"):
+    warnings.filterwarnings("ignore", note, FutureWarning)
 
 PLANS = ("auto", "row_wise", "column_wise", "table_wise", "data_parallel")
 SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
