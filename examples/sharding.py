@@ -262,6 +262,16 @@ def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> No
         own.copy_(x)
 
 
+@torch.no_grad()
+def swap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Exchange the values of weights of the same names and plan."""
+    if first is not second:
+        for x, y in zip(local_tensors(first), local_tensors(second), strict=True):
+            kept = x.clone()
+            x.copy_(y)
+            y.copy_(kept)
+
+
 def init_optimizer_state(optimizer: CombinedOptimizer) -> None:
     """Make the tensors of the state, which torch.optim makes in its first step. This changes the weights: load them afterwards."""
     for _, part in optimizer.optimizers:

@@ -103,13 +103,12 @@ class WeightAverage:
 
     @contextmanager
     def in_model(self, weights: dict[str, Any]) -> Iterator[None]:
-        """The model with these weights, `average` or `best`."""
-        own = sharding.clone(self.weights)
-        sharding.copy(weights, self.weights)
+        """The model with these weights, `average` or `best`, which hold the model's own meanwhile."""
+        sharding.swap(self.weights, weights)
         try:
             yield
         finally:
-            sharding.copy(own, self.weights)
+            sharding.swap(self.weights, weights)
 
 
 class Trainer(ABC):
@@ -150,7 +149,7 @@ class Trainer(ABC):
 
     @abstractmethod
     def predictions(self, outputs: Any, batch: Any) -> torch.Tensor:
-        """What `score` needs to know of the batch, one row per example."""
+        """What `score` needs to know of the batch: one row for each of the examples that are scored."""
 
     @abstractmethod
     def score(self, predictions: torch.Tensor) -> dict[str, float]:

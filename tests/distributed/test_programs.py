@@ -6,18 +6,22 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
 
+from ..marks import SLOW
+from .test_plans import make_trainer
+
 pytest.importorskip("torchrec")
 
+import sharding  # noqa: E402
 from checkpoints import find_checkpoint  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0"]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
-pytestmark = pytest.mark.slow
 
 
 def command(processes: int, program: str, out: Path, *arguments: str) -> list[str]:
@@ -33,6 +37,7 @@ def train(*args) -> tuple[dict, str]:
     return result, done.stdout
 
 
+@SLOW
 @pytest.mark.parametrize("program", ["train_dlrm.py", "train_hstu.py"])
 def test_a_run_is_resumed_on_another_number_of_processes_and_plan(tmp_path, program):
     whole, printed = train(2, program, tmp_path / "whole", "--sharding", "row_wise", "--epochs", "2")
@@ -44,6 +49,7 @@ def test_a_run_is_resumed_on_another_number_of_processes_and_plan(tmp_path, prog
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-3)
 
 
+@SLOW
 def test_a_killed_process_ends_the_run_which_can_be_resumed(tmp_path):
     run = subprocess.Popen(
         command(2, "train_dlrm.py", tmp_path, "--epochs", "1000"),
@@ -66,3 +72,25 @@ def test_a_killed_process_ends_the_run_which_can_be_resumed(tmp_path):
     saved = find_checkpoint(tmp_path / "attention").epochs
     resumed, _ = train(2, "train_dlrm.py", tmp_path, "--epochs", str(len(saved) + 2), "--resume")
     assert resumed["epochs"][: len(saved)] == saved
+
+
+def until_killed(batches: Iterable) -> Iterator:
+    """The batches. Rank 1 is killed at the fourth."""
+    for step, batch in enumerate(batches):
+        if step == 3 and sharding.rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+
+def train_until_killed(folder: Path) -> None:
+    trainer = make_trainer("dlrm", folder, "row_wise")
+    trainer.model.train()
+    list(trainer.run(until_killed(trainer.batches("train"))))
+
+
+def test_the_other_processes_notice_by_themselves(two_ranks, tmp_path):
+    """Without torchrun, which ends them: it does not run on the other machines of a group."""
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0: .*Connection (closed|reset) by peer.*rank 1: the process ended"):
+        two_ranks.run(train_until_killed, tmp_path)
+    assert time.monotonic() - begin < 60
