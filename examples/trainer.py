@@ -185,8 +185,8 @@ class Trainer(ABC):
         self.model.train()
         total, examples = torch.zeros((), device=self.device), 0
         batches = self.batches("train", shuffle_seed=seed_epoch(self.options.seed, epoch, sharding.rank()))
-        options = dict(total=self.num_steps("train"), desc=f"epoch {epoch + 1}", leave=False, disable=sharding.rank() > 0)
-        with tqdm(self.run(batches), **options) as progress:
+        hidden = {"disable": True} if sharding.rank() else {}  # otherwise TQDM_DISABLE decides
+        with tqdm(self.run(batches), desc=f"epoch {epoch + 1}", total=self.num_steps("train"), leave=False, **hidden) as progress:
             for losses in progress:
                 total += losses.sum()
                 examples += len(losses)
