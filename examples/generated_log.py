@@ -60,7 +60,7 @@ def generate_log(
         columns["rating"].append(np.rint(1.0 + 4.0 / (1.0 + np.exp(-score))))
         columns["timestamp"].append(random.integers(10**9) + np.cumsum(random.integers(0, 90, size=length)))  # includes ties
     genre = {item: [f"{number:03d}"] for item, number in enumerate(cluster)}
-    return RatingLog.from_columns(**{name: np.concatenate(parts) for name, parts in columns.items()}, item_tokens={"genre": genre})
+    return RatingLog.from_columns(**{name: np.concatenate(parts) for name, parts in columns.items()}, item_categories={"genre": genre})
 
 
 def _drifting_tastes(random: np.random.Generator, length: int, num_clusters: int, drift: float) -> np.ndarray:

@@ -30,7 +30,7 @@ ML100K_GENRES = (
     "Romance Sci-Fi Thriller War Western"
 ).split()
 
-Tokens = dict[str, dict[int, list[str]]]  # feature name -> published id -> tokens
+Categories = dict[str, dict[int, list[str]]]  # feature name -> published id -> names of its categories
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Categorical:
         return cls(categories, np.arange(len(categories) + 1), int(categories.max()) + 1)
 
     @classmethod
-    def from_tokens(cls, ids: np.ndarray, tokens: dict[int, list[str]]) -> "Categorical":
-        """Number the tokens of `ids` [N] in sorted order. An id without tokens gets an empty bag."""
-        bags = [tokens.get(int(i), []) for i in ids]
-        vocabulary = {token: number for number, token in enumerate(sorted({token for bag in bags for token in bag}))}
-        values = np.array([vocabulary[token] for bag in bags for token in bag], dtype=np.int64)
+    def from_names(cls, ids: np.ndarray, names: dict[int, list[str]]) -> "Categorical":
+        """Number the category names of `ids` [N] in sorted order. An id without names gets an empty bag."""
+        bags = [names.get(int(i), []) for i in ids]
+        vocabulary = {name: number for number, name in enumerate(sorted({name for bag in bags for name in bag}))}
+        values = np.array([vocabulary[name] for bag in bags for name in bag], dtype=np.int64)
         return cls(values, np.cumsum([0, *map(len, bags)], dtype=np.int64), max(len(vocabulary), 1))
 
 
@@ -78,7 +78,7 @@ class RatingLog:
 
     @classmethod
     def from_columns(
-        cls, user, item, rating, timestamp, user_tokens: Tokens | None = None, item_tokens: Tokens | None = None
+        cls, user, item, rating, timestamp, user_categories: Categories | None = None, item_categories: Categories | None = None
     ) -> "RatingLog":
         """Build a log from columns [N] in any order, with any integer ids of users and items."""
         order = np.lexsort((timestamp, user))
@@ -91,8 +91,8 @@ class RatingLog:
             np.asarray(timestamp, dtype=np.float64)[order],
             len(user_ids),
             len(item_ids),
-            {name: Categorical.from_tokens(user_ids, tokens) for name, tokens in (user_tokens or {}).items()},
-            {name: Categorical.from_tokens(item_ids, tokens) for name, tokens in (item_tokens or {}).items()},
+            {feature: Categorical.from_names(user_ids, names) for feature, names in (user_categories or {}).items()},
+            {feature: Categorical.from_names(item_ids, names) for feature, names in (item_categories or {}).items()},
         )
 
     def __len__(self) -> int:
@@ -124,7 +124,7 @@ def read_log(path: str | Path) -> RatingLog:
                 f"{path}: the {name} column must hold finite numbers, row {np.flatnonzero(~np.isfinite(columns[name]))[0]} does not"
             )
     return RatingLog.from_columns(
-        **columns, user_tokens=_side_tokens(path.parent, USER_FILES), item_tokens=_side_tokens(path.parent, ITEM_FILES)
+        **columns, user_categories=_side_categories(path.parent, USER_FILES), item_categories=_side_categories(path.parent, ITEM_FILES)
     )
 
 
@@ -171,7 +171,7 @@ def _parse_rows(path: Path, text: str, delimiter: str, columns: dict[int, str], 
     return dict(zip(columns.values(), rows.T, strict=True))
 
 
-# -- side features: each reader yields (id, {feature: tokens}) ---------------------------------------------------------------------------
+# -- side features: each reader yields (id, {feature: names}) ----------------------------------------------------------------------------
 
 
 def _user_row(id: str, age: str, gender: str, occupation: str, *_: str) -> tuple[int, dict[str, list[str]]]:
@@ -236,16 +236,16 @@ ITEM_FILES: dict[str, Reader] = {
 }
 
 
-def _side_tokens(folder: Path, readers: dict[str, Reader]) -> Tokens:
-    """Tokens by feature, from the first file of `readers` that exists in the folder. Empty if none exists."""
-    tokens: Tokens = {}
+def _side_categories(folder: Path, readers: dict[str, Reader]) -> Categories:
+    """Names of categories by feature, from the first file of `readers` that exists in the folder. Empty if none exists."""
+    categories: Categories = {}
     for name, reader in readers.items():
         for path in sorted(folder.glob(name))[:1]:
             try:
                 for id, features in reader(path):
-                    for feature, values in features.items():
-                        tokens.setdefault(feature, {})[id] = values
+                    for feature, names in features.items():
+                        categories.setdefault(feature, {})[id] = names
             except (ValueError, TypeError, KeyError) as error:
                 raise ValueError(f"{path}: a row does not have the columns of {name}: {error}") from error
-            return tokens
-    return tokens
+            return categories
+    return categories

@@ -74,7 +74,7 @@ class AttentionMask:
             check_size(name, getattr(self, name), at_least=0)
 
     def __repr__(self) -> str:
-        """The fields that differ from their defaults. Of num_targets only the shape: reading the values could wait for a device."""
+        """The fields that differ from their defaults. num_targets shows its shape only: reading the values could wait for a device."""
         given = {field.name: (getattr(self, field.name), field.default) for field in dataclasses.fields(self)}
         targets, _ = given.pop("num_targets")
         parts = [f"{name}={value!r}" for name, (value, default) in given.items() if value != default]
@@ -170,19 +170,21 @@ class AttentionMask:
         check_size("num_queries", num_queries, at_least=0)
         if self.num_targets is not None and segment >= self.num_targets.shape[0]:
             raise ValueError(f"segment must be below the number of num_targets, {self.num_targets.shape[0]}, got {segment}")
+        if self.num_targets is not None and self.num_targets.is_meta:
+            raise ValueError("num_targets must have values to draw the mask, got a meta tensor")
         num_targets = 0 if self.num_targets is None else int(self.num_targets[segment])
         seen = self.keep(num_queries, length, num_targets)
         return "\n".join(" ".join("#" if x else "." for x in to_ints(row)) for row in seen)
 
 
-def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, whose: str) -> None:
-    """ValueError unless num_targets `[B]`, called `name`, match kv_offsets `[B + 1]` and are on `device`, that of `whose` tensor."""
+def check_num_targets(name: str, num_targets: Tensor | None, kv_offsets: Tensor, device: torch.device, owner: str) -> None:
+    """ValueError unless num_targets `[B]`, called `name`, match kv_offsets `[B + 1]` and are on `device`. owner: as in `check_device`."""
     if num_targets is None:
         return
     segments = kv_offsets.shape[0] - 1
     if num_targets.shape != (segments,):
         raise ValueError(f"{name} must have shape [B] = [{segments}], got {list(num_targets.shape)}")
-    check_device(name, num_targets, device, whose)
+    check_device(name, num_targets, device, owner)
     if not segments or not values_are_checkable(num_targets) or not values_are_checkable(kv_offsets):
         return
     lengths = kv_offsets.diff().to(num_targets)

@@ -67,8 +67,8 @@ def segments(offsets: Tensor, shared: bool = False) -> list[slice]:
 
 def jagged_dense_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     """x[b] @ y[b] of x `[L, D]` and y `[B, D, T]`: `[L, T]`."""
-    products = [x[rows] @ matrix for rows, matrix in zip(segments(offsets), y)]
-    return torch.cat(products) if products else x @ y.sum(0)
+    results = [x[rows] @ matrix for rows, matrix in zip(segments(offsets), y)]
+    return torch.cat(results) if results else x @ y.sum(0)
 
 
 def jagged_jagged_bmm_reference(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:

@@ -87,7 +87,7 @@ def check_rotary(rotary: Rotary | None, q: Tensor, offsets: Tensor) -> None:
             check_device(f"rotary's {name}", getattr(rotary, name), q.device, "the queries'")
     positions, limit = rotary.positions, rotary.cos.shape[0]
     if positions is None:
-        check_offsets("offsets", offsets, max_seqlen=limit)
+        check_offsets("offsets", offsets, max_seqlen=limit, longest="rotary's max_seqlen")
         return
     if positions.shape[0] != rows:
         raise ValueError(f"rotary's positions must have one entry per row, {rows}, got {positions.shape[0]}")

@@ -17,6 +17,7 @@ from .scalars import check_size
 from .settings import debug_checks
 
 IMPLEMENTATIONS = ("auto", "reference", "triton")
+MAX_HEAD_DIM = 256  # of attention
 
 
 class WrongDtype(TypeError, ValueError):
@@ -128,7 +129,7 @@ def check_layer_input(name: str, x: Tensor, projection: nn.Module) -> None:
         raise ValueError(f"{name} must be on the layer's device, {weight.device}, got {x.device}")
     if x.dtype == weight.dtype and x.is_floating_point():  # fast path
         return
-    if not x.is_floating_point() or autocast_dtype(x) != autocast_dtype(weight):
+    if x.dtype not in FLOATS or autocast_dtype(x) != autocast_dtype(weight):
         raise WrongDtype(f"{name} must have the layer's dtype, {weight.dtype}, got {x.dtype}")
 
 
@@ -181,18 +182,18 @@ def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seql
         raise ValueError(f"{name} has a segment of {int(lengths.max())} rows, longer than {longest} = {max_seqlen}")
 
 
-def check_device(name: str, x: Tensor, device: torch.device, whose: str) -> None:
-    """ValueError unless x is on `device` or on the host. The message calls the device that of `whose` tensor."""
+def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:
+    """ValueError unless x is on `device` or on the host. owner: of the device, for the message, such as "q's"."""
     if x.device not in (device, torch.device("cpu")):
-        raise ValueError(f"{name} must be on {whose} device, {device}, or the host, got {x.device}")
+        raise ValueError(f"{name} must be on {owner} device, {device}, or the host, got {x.device}")
 
 
 def checked_offsets(
-    name: str, offsets: Any, total: int, like: Tensor, whose: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
+    name: str, offsets: Any, total: int, like: Tensor, owner: str, max_seqlen: int | None = None, longest: str = "max_seqlen"
 ) -> Tensor:
-    """`check_offsets` and `check_device`, then a copy of the offsets to `like`'s device. The message calls `like` `whose` tensor."""
+    """`check_offsets` and `check_device`, then a copy of the offsets to `like`'s device. owner: `like` in the message, such as "q's"."""
     check_offsets(name, offsets, total, max_seqlen, longest)
-    check_device(name, offsets, like.device, whose)
+    check_device(name, offsets, like.device, owner)
     return offsets.to(like.device, non_blocking=True)
 
 

@@ -26,8 +26,8 @@ class Operator:
         apply: (operands of all segments, their offsets by the same names) → result.
         result: the operand that has as many rows as the result, or a function segment → number of the result's rows.
         gradients: operands whose gradients are compared.
-        joined: an operand to whose rows others are added within the segment, as other candidates of a user; only the result's rows and
-            this operand's gradient are then compared.
+        joined: an operand that gets other rows in the same segment, such as other candidates of a user. Only the result's rows and this
+            operand's gradient are then compared.
     """
 
     operands: Callable[[int], Segment]
@@ -59,7 +59,7 @@ def _offsets(lengths: list[int]) -> Tensor:
 def check(operator: Operator, lengths: Sequence[int], own_lengths: Sequence[int], num_batches: int, most: int = 6) -> None:
     """Check that segments of each of own_lengths have the same bits alone and in batches with up to `most` others of `lengths`.
 
-    num_batches: of all own lengths together.
+    num_batches: number of batches, for all own_lengths together.
     """
     choose = random.Random(0)
     for number in range(num_batches):
@@ -67,16 +67,16 @@ def check(operator: Operator, lengths: Sequence[int], own_lengths: Sequence[int]
             own = operator.operands(own_lengths[number * len(own_lengths) // num_batches])
             alone = operator.run([own])
         segments = [operator.operands(choose.choice(lengths)) for _ in range(choose.randint(0, most))]
-        place, before, here = choose.randint(0, len(segments)), 0, own
+        position, before, here = choose.randint(0, len(segments)), 0, own
         if operator.joined is not None:
             others = [operator.operands(choose.choice(lengths))[operator.joined] for _ in range(2)]
             before, name = others[0].shape[0], operator.joined
             here = own | {name: torch.cat([others[0], own[name], others[1]])}
-        results = operator.run([*segments[:place], here, *segments[place:]])
+        results = operator.run([*segments[:position], here, *segments[position:]])
         for name, expected in alone.items():
             if operator.joined is None or name in ("out", operator.joined):
-                found = results[name][place][before : before + expected[0].shape[0]] if operator.joined else results[name][place]
-                assert _same_bits(found, expected[0]), f"{name} of batch {number}: {[operator.rows(x) for x in segments]}, place {place}"
+                found = results[name][position][before : before + expected[0].shape[0]] if operator.joined else results[name][position]
+                assert _same_bits(found, expected[0]), f"{name} of batch {number}: {[operator.rows(x) for x in segments]}, at {position}"
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:

@@ -114,7 +114,7 @@ def linear_compress_cells() -> Iterator[Cell]:
         yield compress(dtype, width, depths[(i + 2 * j) % 5], heights[(i + j) % 5], 1 + (i + j) % 3, "hopper")
 
 
-def product_cells() -> Iterator[Cell]:
+def jagged_op_cells() -> Iterator[Cell]:
     widths = ((64, 64), (20, 9), (128, 200), (65, 1), (8, 300))
     for (i, dtype), (j, (depth, columns)) in itertools.product(enumerate(DTYPES), enumerate(widths)):
         if (i + j) % 2 == 0 or j == 0:
@@ -149,6 +149,6 @@ def row_cells() -> Iterator[Cell]:
 
 CELLS = [
     cell
-    for table in (hopper_cells, attention_cells, operand_cells, block_attention_cells, linear_compress_cells, product_cells, row_cells)
+    for table in (hopper_cells, attention_cells, operand_cells, block_attention_cells, linear_compress_cells, jagged_op_cells, row_cells)
     for cell in table()
 ]

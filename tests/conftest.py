@@ -37,6 +37,14 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def poisoned_memory():
+    """torch.empty returns NaN, so that an element that nothing wrote is seen."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
 
@@ -66,8 +74,8 @@ def container(request):
 
 
 def _assert_one_key(attend, q_lengths, dtype, device="cpu", dim=24) -> None:
-    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly, and gradients by the accuracy rule, dq and
-    dk of what is 0 but for the rounding of dP and rowsum(dO ∘ O)."""
+    """`attend(q, k, v, q_offsets, kv_offsets)` where every segment has one key: out = v exactly, and gradients by the accuracy rule. dq and
+    dk are 0 except for the rounding of dP and rowsum(dO ∘ O)."""
     user = torch.arange(len(q_lengths), device=device).repeat_interleave(torch.tensor(q_lengths, device=device))
     offsets = [_offsets(x).to(device) for x in (q_lengths, [1] * len(q_lengths))]
     q, k, v = (torch.randn(n, 2, dim, device=device).to(dtype) for n in (len(user), len(q_lengths), len(q_lengths)))
@@ -81,7 +89,7 @@ def assert_one_key():
 
 
 class _TensorSizes(TorchDispatchMode):
-    """Puts into `made` the number of elements of every tensor that operators make; views make none."""
+    """Records in `made` the number of elements of every tensor that an operator allocates. Views allocate none."""
 
     def __init__(self):
         super().__init__()
@@ -102,7 +110,7 @@ def tensor_sizes():
 
 
 class _SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Puts into `storages`, by address, the number of elements of all that autograd keeps for a backward."""
+    """Records in `storages`, by address, the number of elements of everything that autograd keeps for a backward."""
 
     def __init__(self):
         super().__init__(self._note, lambda x: x)
@@ -133,7 +141,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(items):
-    """Leaves out what a test module says never applies, given a test's parameters; skips tests that need a GPU where there is none."""
+    """Leaves out tests whose module says that their parameters never apply. Skips tests that need a GPU if there is none."""
     items[:] = [item for item in items if _applies(item)]
     if torch.cuda.is_available():
         return

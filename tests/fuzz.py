@@ -66,7 +66,7 @@ def run_case(case: Case) -> dict | None:
 
 
 def serve() -> None:
-    """Answer each line of stdin, a case, with a line of stdout, `run_case`'s result as JSON."""
+    """Read a case from each line of stdin. Write the result of `run_case` to stdout, as one line of JSON."""
     import calls  # noqa: F401  imports all that a case needs
     import torch
 
@@ -280,20 +280,20 @@ def _repeat(case: Case) -> int:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=60.0, help="stop drawing cases after that time")
-    parser.add_argument("--seed", type=int, default=None, help="another one each time if not given")
-    parser.add_argument("--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="all if not given")
-    parser.add_argument("--dtype", nargs="+", default=None, help="all if not given")
-    parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="all of this machine if not given")
-    parser.add_argument("--processes", type=int, default=None, help="2; with a GPU as many as cores")
-    parser.add_argument("--configurations", type=int, default=None, help="at most so many on each device, again and again")
-    parser.add_argument("--cases", type=int, default=None, help=f"of a configuration before the next; by device {CASES} if not given")
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds a case may take, compilation included")
-    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="for making one failing case smaller")
-    parser.add_argument("--max-cases", type=int, default=None, help="stop after so many")
-    parser.add_argument("--max-failures", type=int, default=30, help="stop after so many")
-    parser.add_argument("--json", type=Path, default=None, help="write the summary there, too")
-    parser.add_argument("--case", type=Case.from_json, default=None, help="run this one, as a failure prints it")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds after which no more cases are drawn")
+    parser.add_argument("--seed", type=int, default=None, help="default: a random one")
+    parser.add_argument("--function", nargs="+", choices=OPERATORS, default=list(OPERATORS), metavar="NAME", help="default: all")
+    parser.add_argument("--dtype", nargs="+", default=None, help="default: all")
+    parser.add_argument("--device", nargs="+", choices=DEVICES, default=None, help="default: all of this machine")
+    parser.add_argument("--processes", type=int, default=None, help="default: 2; with a GPU, the number of cores")
+    parser.add_argument("--configurations", type=int, default=None, help="repeat this number of configurations on each device")
+    parser.add_argument("--cases", type=int, default=None, help=f"cases of a configuration before the next; default by device: {CASES}")
+    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that a case may take, with compilation")
+    parser.add_argument("--shrink-seconds", type=float, default=60.0, help="seconds for shrinking a failing case")
+    parser.add_argument("--max-cases", type=int, default=None, help="stop after this number of cases")
+    parser.add_argument("--max-failures", type=int, default=30, help="stop after this number of failures")
+    parser.add_argument("--json", type=Path, default=None, help="also write the summary to this file")
+    parser.add_argument("--case", type=Case.from_json, default=None, help="run only this case, as a failure prints it")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 

@@ -150,8 +150,8 @@ def in_order(items: list) -> list:
     items = sorted(items, key=lambda item: (-_compile_cost(item), zlib.crc32(item.nodeid.encode())))
     large, others = [x for x in items if is_large(x)], [x for x in items if not is_large(x)]
     distance = max(1, len(others) // (len(large) + 1))
-    for place, item in enumerate(large, 1):
-        others.insert(place * (distance + 1) - 1, item)
+    for number, item in enumerate(large, 1):
+        others.insert(number * (distance + 1) - 1, item)
     return others
 
 

@@ -14,7 +14,7 @@ FLOATS, HALVES = ("float64", "float32"), ("float16", "bfloat16")
 KERNEL_DTYPES = dict(cpu=(*FLOATS, *HALVES), interpreter=("float32", "float16"), cuda=("float32", *HALVES))
 TORCH_DTYPES = dict(cpu=(*FLOATS, *HALVES), cuda=(*FLOATS, *HALVES))  # functions of torch operators, which have no kernels
 
-MASKS = {  # fields of AttentionMask; num_targets: at most so many in a segment
+MASKS = {  # fields of AttentionMask; num_targets: the most in a segment
     "causal": dict(causal=True),
     "window": dict(window=(20, 9)),
     "causal-window": dict(causal=True, window=(33, None)),
@@ -50,8 +50,8 @@ def mostly(first, *others) -> tuple:
     return (first,) * max(1, len(others)) + others
 
 
-LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns")
-GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows")
+LAYOUTS = mostly("contiguous", "packed", "odd rows", "transposed", "misaligned", "columns", "any stride of size 1")
+GRADS = mostly("contiguous", "one number", "one row", "transposed", "every other column", "odd rows", "any stride of size 1")
 OFFSETS = mostly("int64", "int32", "host int64", "host int32")
 COMMON = dict(layout=LAYOUTS, grad=GRADS)
 DATA = dict(values=mostly("normal", "large", "zeros", "equal rows"), requires=mostly("all", "first", "last", "all but first"))
@@ -204,7 +204,7 @@ def _even_dim(dtype: str, o: dict) -> None:
 
 def _shared_linear(dtype: str, o: dict) -> None:
     if o["weights"] == "shared":
-        o["implementation"] = "auto"  # torch's own product
+        o["implementation"] = "auto"  # torch's own matrix multiplication
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------------------

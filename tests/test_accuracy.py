@@ -4,6 +4,8 @@ Mutants and honest programs are written in plain torch. What they compute with i
 """
 
 import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import accuracy
 import pytest
@@ -14,7 +16,7 @@ HALVES = [torch.bfloat16, torch.float16]
 
 
 def cut_to_tf32(x):
-    """An fp32 operand with the 13 lowest bits of its mantissa cut off, as matrix units read it."""
+    """An fp32 operand with the 13 lowest bits of its mantissa cut off, as tensor cores read it."""
     return (x.contiguous().view(torch.int32) & -(2**13)).view(torch.float32)
 
 
@@ -74,27 +76,41 @@ def attention_inputs(seed, dtype):
     return [torch.randn(n, HEADS, DIM).to(dtype) for n in (ROWS, KEYS, KEYS, ROWS)]
 
 
-def attend(
-    q, k, v, do, matmul=torch.matmul, operand=lambda x: x, score=lambda x: x, weight=None, delta=lambda x: x, gradient=None,
-    result=lambda x: x, keys=KEYS, rescale=True, activation="softmax",
-):  # fmt: skip
-    """One segment's attention and gradients as kernels compute them, key block by key block in fp32, of all heads at a time.
+class Changes(NamedTuple):
+    """Changes to the arithmetic of attention.
 
-    What is applied where: operand to matrices before a product, score to S, weight to P, gradient to dS, result to out before its rounding.
+    matmul: computes the MMAs. operand is applied to the operands of each MMA, score to S, weight to P, delta to rowsum(dO ∘ out), gradient
+    to dS, and result to out before its rounding. weight and gradient None: rounding to the operands' dtype, as in the kernels.
+    keys: how many are read. rescale: whether softmax rescales its sums.
     """
+
+    matmul: Callable = torch.matmul
+    operand: Callable = lambda x: x
+    score: Callable = lambda x: x
+    weight: Callable | None = None
+    delta: Callable = lambda x: x
+    gradient: Callable | None = None
+    result: Callable = lambda x: x
+    keys: int = KEYS
+    rescale: bool = True
+
+
+def attend(q, k, v, do, activation, changes):
+    """One segment's attention and gradients as kernels compute them, key block by key block in fp32, of all heads at a time."""
+    matmul, operand, score, weight, delta, gradient, result, keys, rescale = changes
     dtype = q.dtype
     weight, gradient = (f if f is not None else lambda x: x.to(dtype).float() for f in (weight, gradient))
     q, k, v, do = (x.float().transpose(0, 1) for x in (q, k, v, do))
     k, v = k[:, :keys], v[:, :keys]
 
-    def product(a, b):
+    def mma(a, b):
         return matmul(operand(a), operand(b))
 
-    scores = score(product(q, k.mT) * SCALE)
+    scores = score(mma(q, k.mT) * SCALE)
     if activation == "silu":
-        p, slope = torch.nn.functional.silu(scores), torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores)))
-        out = product(weight(p), v)
-        ds = slope * product(do, v.mT)
+        p, dact = torch.nn.functional.silu(scores), torch.sigmoid(scores) * (1 + scores * (1 - torch.sigmoid(scores)))
+        out = mma(weight(p), v)
+        ds = dact * mma(do, v.mT)
     else:
         largest, total, acc = torch.full_like(scores[..., :1], -torch.inf), torch.zeros(HEADS, ROWS, 1), torch.zeros(HEADS, ROWS, DIM)
         for columns in torch.arange(keys).split(32):
@@ -102,15 +118,15 @@ def attend(
             terms = torch.exp(scores[..., columns] - new)
             factor = torch.exp(largest - new) if rescale else torch.ones_like(new)
             total = total * torch.exp(largest - new) + terms.sum(-1, keepdim=True)
-            acc, largest = acc * factor + product(weight(terms), v[:, columns]), new
+            acc, largest = acc * factor + mma(weight(terms), v[:, columns]), new
         out = acc / total
         p = torch.exp(scores - (largest + total.log()))
         row_sum = (do * out.to(dtype).float()).sum(-1, keepdim=True)
-        ds = p * (product(do, v.mT) - delta(row_sum))
+        ds = p * (mma(do, v.mT) - delta(row_sum))
     ds = gradient(ds)
     dk, dv = (torch.zeros(HEADS, KEYS, DIM) for _ in range(2))
-    dk[:, :keys], dv[:, :keys] = product(ds.mT, q) * SCALE, product(weight(p).mT, do)
-    results = {"out": result(out), "dq": product(ds, k) * SCALE, "dk": dk, "dv": dv}
+    dk[:, :keys], dv[:, :keys] = mma(ds.mT, q) * SCALE, mma(weight(p).mT, do)
+    results = {"out": result(out), "dq": mma(ds, k) * SCALE, "dk": dk, "dv": dv}
     return {name: x.transpose(0, 1).to(dtype) for name, x in results.items()}
 
 
@@ -119,7 +135,7 @@ def worst_of_attention(seed, dtype, arithmetic, activation="softmax", **changes)
     inputs = attention_inputs(seed, dtype)
     offsets = torch.tensor([0, ROWS]), torch.tensor([0, KEYS])
     bounds = accuracy.attention(*inputs, *offsets, activation=activation, arithmetic=arithmetic)
-    actual = attend(*inputs, activation=activation, **changes)
+    actual = attend(*inputs, activation, Changes(**changes))
     return {name: max(accuracy.compare(actual[name], bounds[name], name)) for name in bounds}
 
 
@@ -193,7 +209,7 @@ def compress_inputs(seed, dtype):
 
 
 def compressed(weights, embeddings, index, do, matmul=torch.matmul, shared=exactly, sums=None, candidates=60):
-    """The fused implementation, forward and backward, in fp32; what is applied to the shared product and to the sums of gradients."""
+    """The fused implementation, with gradients, in fp32. shared is applied to the shared level's result, sums to sums of gradients."""
     dtype = do.dtype
     sums = sums or rounded_to(dtype)
     (w_user, w), (users, e), do = [x.float() for x in weights], [x.float() for x in embeddings], do.float()
@@ -233,10 +249,10 @@ def test_compression_mutants_are_rejected():
         assert worst_of_compress(seed, torch.float32, sums=rounded_to(torch.bfloat16))["dweights[0]"] > 1
 
 
-# -- products and softmaxes ----------------------------------------------------------------------------------------------------------
+# -- matrix multiplication and softmax -----------------------------------------------------------------------------------------------
 
 
-def product_results(seed, matmul, terms=300):
+def matmul_results(seed, matmul, terms=300):
     """x[0] @ y[0] with positive terms, whose partial sums grow, against its bounds."""
     torch.manual_seed(seed)
     x, y, do = torch.rand(20, terms), torch.rand(1, terms, 12), torch.randn(20, 12)
@@ -246,7 +262,7 @@ def product_results(seed, matmul, terms=300):
 
 @pytest.mark.parametrize("matmul", ORDERS, ids=lambda x: x.__name__)
 def test_positive_terms_in_any_order_are_accepted(matmul):
-    assert max(product_results(seed, matmul) for seed in SEEDS) <= 1
+    assert max(matmul_results(seed, matmul) for seed in SEEDS) <= 1
 
 
 @pytest.mark.parametrize(
@@ -259,8 +275,8 @@ def test_positive_terms_in_any_order_are_accepted(matmul):
     ],
     ids=["tf32", "dropped term", "bf16", "summed in fp16"],
 )
-def test_product_mutants_are_rejected(matmul):
-    assert min(product_results(seed, matmul) for seed in SEEDS) > 1
+def test_matmul_mutants_are_rejected(matmul):
+    assert min(matmul_results(seed, matmul) for seed in SEEDS) > 1
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)

@@ -1,4 +1,4 @@
-"""The fuzzer finds what is wrong, makes it small and repeats it; its cases reach all of the supported space; and a minute of it."""
+"""The fuzzer finds, shrinks and repeats failures. Its cases reach the whole supported space. One test fuzzes for a minute."""
 
 import collections
 import json
@@ -82,7 +82,7 @@ def test_a_wrong_gradient_is_found_made_small_and_repeated(fuzz_mutant):
     [("a crash", "crash", "-11"), ("a call that never ends", "timeout", "more than"), ("a neighbour's NaN", "wrong", "segment")],
 )
 def test_other_failures(fuzz_mutant, mutant, kind, words):
-    """Each of them twice: the worker that was lost has a successor."""
+    """Each failure occurs twice, because a lost worker is replaced."""
     timeout = ["--timeout", "5"] if kind == "timeout" else []  # a busy machine's worker takes seconds to start
     summary = fuzz_mutant(mutant, "jagged_softmax", "--max-failures", "2", "--shrink-seconds", "5", *timeout)
     assert len(summary["failures"]) == 2
@@ -94,7 +94,7 @@ def test_other_failures(fuzz_mutant, mutant, kind, words):
 
 @pytest.mark.slow
 def test_a_minute_on_the_cpu_and_in_the_interpreter():
-    """As many cases as take a minute, not as many as a minute has room for: the same ones on every machine."""
+    """A fixed number of cases, which take about a minute: the same cases on every machine."""
     flags = ["--device", "cpu", "interpreter", "--processes", "1", "--seed", "1", "--max-cases", "260", "--seconds", "450"]
     done = run([sys.executable, str(TESTS / "fuzz.py"), *flags])
     assert done.returncode == 0, done.stdout + done.stderr

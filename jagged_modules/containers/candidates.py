@@ -23,6 +23,7 @@ class CandidateIndex(Queries):
 
     Attributes:
         offsets: `[num_users + 1]`. Grouped by user, the candidates of user u are rows offsets[u] : offsets[u + 1].
+            Do not write to this tensor: the index keeps what it has computed from it.
         order: `[num_candidates]` permutation that groups the candidates by user (stable), None if they are grouped already.
         inverse: the permutation that undoes `order`, or None.
 
@@ -155,9 +156,14 @@ class CandidateIndex(Queries):
         return torch.repeat_interleave(torch.arange(self.num_users, device=self.offsets.device), self.offsets.diff())
 
     def users(self, num_candidates: int) -> Tensor:
-        """`candidate_to_user` for a known number of candidates: no sync. The result is cached."""
-        if self._users is not None:
+        """`candidate_to_user` for a known number of candidates: no sync. The result is cached.
+
+        Raises:
+            ValueError: the index describes another number of candidates, as far as the host can tell.
+        """
+        if self._users is not None and self._users.shape[0] == num_candidates:
             return self._users
+        self.check(num_candidates, None, queries="num_candidates is")
         if torch.compiler.is_compiling():
             return self._find_users(num_candidates)
         with torch.inference_mode(False):  # a later call may save them for its backward
@@ -213,17 +219,18 @@ class CandidateIndex(Queries):
         self,
         num_candidates: int,
         num_users: int | None,
-        names: tuple[str, str] = ("the queries have", "the history has"),
         name: str = "candidates",
+        queries: str = "the queries have",
+        history: str = "the history has",
     ) -> None:
         """ValueError unless the index describes `num_candidates` candidates of `num_users` users, as far as the host can tell."""
         if num_users is not None and self.num_users != num_users:
-            raise ValueError(f"{name} describe {self.num_users} users, {names[1]} {num_users}")
+            raise ValueError(f"{name} describe {self.num_users} users, {history} {num_users}")
         described = None if self.order is None else self.order.shape[0]
         if described is None and not torch.compiler.is_compiling() and self.host_counts is not None:
             described = int(self.host_counts.sum())
         if described is not None and described != num_candidates:
-            raise ValueError(f"{name} describe {described} candidates, {names[0]} {num_candidates}")
+            raise ValueError(f"{name} describe {described} candidates, {queries} {num_candidates}")
 
     def __repr__(self) -> str:
         return f"CandidateIndex(num_users={self.num_users}, is_sorted={self.is_sorted}, device={self.offsets.device})"

@@ -10,12 +10,22 @@ import torch
 from jagged_kernels.attention.select import AttentionProblem
 from torch import Tensor, nn
 
-from ..masks import AttentionMask
+from ..dtypes import FLOATS, names
+from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size, is_sequence, to_ints
 from ..schedule import TileSchedule, device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..tracing import one_call, recorded_call
-from ..validation import check_dense, check_device, check_integers, check_layer_input, check_offsets, values_are_checkable
+from ..validation import (
+    MAX_HEAD_DIM,
+    WrongDtype,
+    check_dense,
+    check_device,
+    check_integers,
+    check_layer_input,
+    check_offsets,
+    values_are_checkable,
+)
 from .segmentation import Queries, QuerySegments, Segmentation, record_stream, remember, segmentation_of
 
 
@@ -268,10 +278,21 @@ class Jagged(Queries):
     def _build_schedule(
         self, queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes, dtype: torch.dtype
     ) -> TileSchedule | None:
+        if sizes.num_heads % sizes.num_kv_heads:
+            raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {sizes.num_heads} and {sizes.num_kv_heads}")
+        if sizes.head_dim > MAX_HEAD_DIM:
+            raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM}, got {sizes.head_dim}")
+        if dtype not in FLOATS:
+            raise WrongDtype(f"dtype must be {names(FLOATS)}, got {dtype}")
         if isinstance(queries, Queries):
             segments = queries.query_segments(rows_per_candidate)
         else:
             segments = self._equal_query_segments(queries)
+        num_segments = segments.offsets.shape[0] - 1
+        if num_segments != self.num_segments and (not self.num_segments or num_segments % self.num_segments):
+            raise ValueError(f"queries must have as many segments as the keys, {self.num_segments}, or a multiple, got {num_segments}")
+        if mask is not None:
+            check_num_targets("mask.num_targets", mask.num_targets, self.offsets, self.values.device, "the values'")
         if segments.host_lengths is not None and self.host_lengths is not None:
             return host_schedule(
                 segments.host_lengths,
@@ -303,7 +324,7 @@ class Jagged(Queries):
         return QuerySegments(self.offsets, self.host_lengths, self.values.shape[0])
 
     def _equal_query_segments(self, rows: int) -> QuerySegments:
-        """As many query segments as there are segments here, each of so many rows."""
+        """A query segment of `rows` rows for each segment."""
         check_size("queries", rows, at_least=0)
         offsets = torch.arange(self.num_segments + 1, device=self.offsets.device) * rows
         return QuerySegments(offsets, torch.full((self.num_segments,), rows), self.num_segments * rows)
@@ -354,15 +375,15 @@ def _is_pair(x: Any) -> bool:
     return is_sequence(x) and len(x) == 2 and isinstance(x[0], Tensor)
 
 
-def _check_parts(whose: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
-    """TypeError or ValueError unless the parts make a Jagged. whose: prefix of their names in errors, "x's " for a container x."""
+def _check_parts(prefix: str, values: Any, offsets: Any, max_seqlen: int | None) -> None:
+    """TypeError or ValueError unless the parts make a Jagged. prefix: of their names in errors, "x's " for a container x."""
     if not isinstance(values, Tensor):
-        raise TypeError(f"{whose}values must be a torch.Tensor, got {type(values).__name__}")
-    check_dense(f"{whose}values", values)
+        raise TypeError(f"{prefix}values must be a torch.Tensor, got {type(values).__name__}")
+    check_dense(f"{prefix}values", values)
     if values.dim() < 1:
-        raise ValueError(f"{whose}values must have shape [L, ...], got {list(values.shape)}")
-    check_offsets(f"{whose}offsets", offsets, values.shape[0], max_seqlen)
-    check_device(f"{whose}offsets", offsets, values.device, f"{whose or 'the '}values'")
+        raise ValueError(f"{prefix}values must have shape [L, ...], got {list(values.shape)}")
+    check_offsets(f"{prefix}offsets", offsets, values.shape[0], max_seqlen)
+    check_device(f"{prefix}offsets", offsets, values.device, f"{prefix or 'the '}values'")
 
 
 def _refuse_weights(name: str, x: Any) -> None:

@@ -25,10 +25,15 @@ def rows_and_segments(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
     return rows, torch.searchsorted(offsets, rows, right=True) - 1
 
 
+def segments_and_positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """`[total]` segment of each row, and the row's index within its segment."""
+    rows, segments = rows_and_segments(offsets, total)
+    return segments, rows - offsets[segments]
+
+
 def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
     """`[total]` index of each row within its segment."""
-    rows, segments = rows_and_segments(offsets, total)
-    return rows - offsets[segments]
+    return segments_and_positions(offsets, total)[1]
 
 
 def matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -94,7 +94,7 @@ class Queries:
 
 
 class _Kept(NamedTuple):
-    """A tensor's segmentation, and what shows whether the tensor was written to since: a copy of its values; on a device its version."""
+    """A tensor's segmentation, and the state that shows later writes to the tensor: a copy of its values, or on a device its version."""
 
     state: Tensor | int
     segmentation: Segmentation
@@ -118,7 +118,7 @@ def segmentation_of(offsets: Tensor, host_lengths: Tensor | None = None) -> Segm
 
 
 def remember(offsets: Tensor, segmentation: Segmentation) -> None:
-    """Make the segmentation that of this tensor too, for example of a copy on another device."""
+    """Assign the segmentation to this tensor too, for example to a copy on another device."""
     if _is_tracked(offsets):
         _segmentations[offsets] = _Kept(offsets.clone() if _on_host(offsets) else offsets._version, segmentation)
 

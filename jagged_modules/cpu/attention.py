@@ -70,15 +70,15 @@ def attention_cpu_backward(
         operands = _take(grad, group.rows), *group.operands(queries, keys, values)
         if activation == "softmax" and lse is not None:
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
-            grads = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
+            block_dq, block_dk, block_dv = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
         else:
-            grads = unfused_backward(*operands, *group.mask, scale, activation)
+            block_dq, block_dk, block_dv = unfused_backward(*operands, *group.mask, scale, activation)
         if q_shared:
-            dq += grads[0].sum(0).transpose(0, 1)
+            dq += block_dq.sum(0).transpose(0, 1)
         else:
-            _put(dq, group.q_rows, grads[0])
-        for dx, grad_of_keys in ((dk, grads[1]), (dv, grads[2])):
-            _put(dx, group.kv_rows, grad_of_keys if group.first else _take(dx, group.kv_rows) + grad_of_keys)
+            _put(dq, group.q_rows, block_dq)
+        for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
+            _put(dx, group.kv_rows, block_dx if group.first else _take(dx, group.kv_rows) + block_dx)
     return _as(q, dq), _as(k, dk), _as(v, dv)
 
 
@@ -191,7 +191,7 @@ def _backward(ctx, do, _dlse):
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("jagged_attention is not differentiable twice")
+    raise RuntimeError("attention is not differentiable twice on the CPU: its backward has no derivative of its own")
 
 
 attention_cpu.register_autograd(_backward, setup_context=_setup_context)

@@ -33,12 +33,11 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     q, k and v must have the same head dim and a last stride of 1.
     """
     if mask is None:
-        # All scores of a row that is not finite are NaN. torch's fused attention returns 0 for it, as if it saw no key.
-        not_finite = ~q.isfinite().all(-1, keepdim=True)
         out, lse = _fused_attention(q, k, v, scale=scale)
-        return out.masked_fill_(not_finite, math.nan), lse
+        undefined = _undefined_rows(q, k, lse, scale)
+        return out.masked_fill_(undefined[..., None], math.nan), lse.masked_fill_(undefined, math.nan)
     flags = mask, num_targets, scale
-    if _products_are_finite(scale, q, k, v):
+    if _dot_products_are_finite(scale, q, k, v):
         return _fused_forward(q, k, v, *flags)
     bad_q, bad_kv = _unsafe_rows(q, k, scale), _unsafe_rows(k, q, scale) | _unsafe_rows(v)
     affected, _ = _affected(q, k, bad_q, bad_kv, mask, num_targets)
@@ -48,6 +47,19 @@ def softmax_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None,
     return torch.where(affected[..., None], out, fused_out), torch.where(affected, lse, fused_lse)  # bits of other rows do not change
 
 
+def _undefined_rows(q: Tensor, k: Tensor, lse: Tensor, scale: float) -> Tensor:
+    """Rows whose softmax is NaN, `[segments, heads, rows]`: a score is NaN or infinity, or no score is above -infinity.
+
+    torch's fused attention returns out = 0 and lse = 0 for a row without a score above -infinity, as if it saw no key.
+    """
+    undefined = ~lse.isfinite()
+    unseen = (lse == 0).flatten(1).any(1)
+    if bool(unseen.any()):
+        scores = _fold(q[unseen] * scale, k[unseen]) @ k[unseen].flatten(0, 1).mT[:, None]
+        undefined[unseen] |= _unfold(~(scores > -math.inf).any(-1), k[unseen])
+    return undefined
+
+
 def softmax_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask | None, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -55,7 +67,7 @@ def softmax_backward(
     if mask is None:
         return _fused_attention_backward(do, q, k, v, out, lse, 0.0, False, scale=scale)
     flags = mask, num_targets, scale
-    if _products_are_finite(scale, do, q, k, v):
+    if _dot_products_are_finite(scale, do, q, k, v):
         return _fused_backward(do, q, k, v, out, lse, *flags)
     bad_q, bad_kv = _unsafe_rows(q, k, scale) | _unsafe_rows(do, v), _unsafe_rows(k, q, scale) | _unsafe_rows(v, do)
     affected, affected_keys = _affected(q, k, bad_q, bad_kv, mask, num_targets)
@@ -68,7 +80,7 @@ def softmax_backward(
 
 
 def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_targets: int, scale: float) -> tuple[Tensor, Tensor]:
-    """`softmax_forward` with a mask, for operands whose products are finite."""
+    """`softmax_forward` with a mask, for operands whose dot products are finite."""
     out, lse = torch.zeros_like(q), q.new_zeros(q.shape[:3])
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = q[:, :, rows], k[:, :, columns], v[:, :, columns]
@@ -79,14 +91,14 @@ def _fused_forward(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, num_tar
 def _fused_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: AttentionMask, num_targets: int, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`softmax_backward` with a mask, for operands whose products are finite."""
+    """`softmax_backward` with a mask, for operands whose dot products are finite."""
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     for rows, columns, hidden in _blocks(q, k, mask, num_targets):
         operands = do[:, :, rows], q[:, :, rows], k[:, :, columns], v[:, :, columns], out[:, :, rows], lse[:, :, rows]
-        grads = _fused_attention_backward(*operands, 0.0, False, attn_mask=_bias(hidden, q), scale=scale)
-        dq[:, :, rows] = grads[0]
-        dk[:, :, columns] += grads[1]
-        dv[:, :, columns] += grads[2]
+        bias = _bias(hidden, q)
+        dq[:, :, rows], block_dk, block_dv = _fused_attention_backward(*operands, 0.0, False, attn_mask=bias, scale=scale)
+        dk[:, :, columns] += block_dk
+        dv[:, :, columns] += block_dv
     return dq, dk, dv
 
 
@@ -103,7 +115,7 @@ def unfused_forward(
         if lse is not None:
             lse[some, :, rows] = _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
         p, value = _weights(scores, hidden, activation), values[some, columns]
-        result = p @ value if finite or hidden is None else _visible_product(p, value, hidden.repeat(queries.shape[1], 1))
+        result = p @ value if finite or hidden is None else _visible_matmul(p, value, hidden.repeat(queries.shape[1], 1))
         out[some, :, rows] = result.view_as(out[some, :, rows])
     return _unfold(out, k), None if lse is None else _unfold(lse, k)
 
@@ -127,9 +139,9 @@ def unfused_backward(
             block = ds @ key
         else:
             no_pair = hidden.repeat(queries.shape[1], 1)
-            dv[some, columns] += _visible_product(p.mT, grad, no_pair.mT)
-            dk[some, columns] += _visible_product(ds.mT, query, no_pair.mT)
-            block = _visible_product(ds, key, no_pair)
+            dv[some, columns] += _visible_matmul(p.mT, grad, no_pair.mT)
+            dk[some, columns] += _visible_matmul(ds.mT, query, no_pair.mT)
+            block = _visible_matmul(ds, key, no_pair)
         dq[some, :, rows] = block.view_as(dq[some, :, rows])
     return _unfold(dq, k) * scale, dk.unflatten(0, k.shape[:2]), dv.unflatten(0, k.shape[:2])
 
@@ -153,8 +165,8 @@ def _are_finite(*operands: Tensor) -> bool:
     return all(math.isfinite(torch.linalg.vector_norm(x)) for x in operands)
 
 
-def _products_are_finite(scale: float, *operands: Tensor) -> bool:
-    """False if an element, or a product of rows of two operands, may not be finite.
+def _dot_products_are_finite(scale: float, *operands: Tensor) -> bool:
+    """False if an element, or a dot product of rows of two operands, may not be finite.
 
     torch's fused attention adds -inf to hidden scores and multiplies hidden rows by 0, which gives NaN for such values.
     """
@@ -163,7 +175,7 @@ def _products_are_finite(scale: float, *operands: Tensor) -> bool:
 
 
 def _unsafe_rows(x: Tensor, other: Tensor | None = None, scale: float = 1.0) -> Tensor:
-    """Boolean `[..., rows]`: rows of x `[..., rows, D]` that are not finite, or whose products with finite rows of `other` may not be."""
+    """Boolean `[..., rows]`: the row of x `[..., rows, D]`, or one of its dot products with finite rows of `other`, may not be finite."""
     norms = torch.linalg.vector_norm(x, dim=-1)
     if other is not None:
         norms = norms * ((1 + abs(scale)) * (1 + torch.linalg.vector_norm(other, dim=-1).nan_to_num(0.0, posinf=0.0).amax()))
@@ -186,7 +198,7 @@ def _clear(x: Tensor, rows: Tensor) -> Tensor:
     return x.masked_fill(rows[..., None], 0.0)
 
 
-def _visible_product(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
+def _visible_matmul(p: Tensor, x: Tensor, hidden: Tensor) -> Tensor:
     """p `[some, M, N]` @ x `[some, N, D]` without the hidden pairs `[M, N]`: p is 0 there, but 0 · NaN and 0 · inf are NaN.
 
     The finite elements of x are multiplied. Then visible elements that are not finite set the result to +inf, -inf or NaN.

@@ -14,8 +14,8 @@ from ..autocast import host_operator
 from .buckets import compute_dtype
 
 
-@host_operator("jagged_modules::products_cpu")
-def products_cpu(weight: Tensor, x: Tensor) -> Tensor:
+@host_operator("jagged_modules::batched_matmul_cpu")
+def batched_matmul_cpu(weight: Tensor, x: Tensor) -> Tensor:
     """weight `[M, K]` @ x[b] `[K, N]` for each b: `[B, M, N]`. It has derivatives of any order."""
     out = x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
     weight = weight.to(compute_dtype(weight)).contiguous()
@@ -47,7 +47,7 @@ def _copy(x: Tensor) -> Tensor:
     return x.to(compute_dtype(x), copy=True, memory_format=torch.contiguous_format)
 
 
-@products_cpu.register_fake
+@batched_matmul_cpu.register_fake
 def _(weight, x):
     return x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
 
@@ -67,15 +67,15 @@ def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
     return torch.tensordot(do, x, dims=([0, 2], [0, 2]))  # pyright: ignore[reportArgumentType] - torch hides its overloads from checkers
 
 
-def _setup_products(ctx, inputs, output):
+def _setup_batched_matmul(ctx, inputs, output):
     ctx.save_for_backward(*inputs)
 
 
-def _products_backward(ctx, do):
+def _batched_matmul_backward(ctx, do):
     """dW is a sum over the batch, so it is computed as one GEMM: it cannot be batch-invariant."""
     weight, x = ctx.saved_tensors
     wants_weight, wants_x = ctx.needs_input_grad
-    return weight_gradient(do, x) if wants_weight else None, products_cpu(weight.mT, do) if wants_x else None
+    return weight_gradient(do, x) if wants_weight else None, batched_matmul_cpu(weight.mT, do) if wants_x else None
 
 
 def _setup_pointwise(ctx, inputs, output):
@@ -91,6 +91,6 @@ def _no_second_derivative(ctx, *grads):
     raise RuntimeError("activations are not differentiable twice under batch_invariant")
 
 
-products_cpu.register_autograd(_products_backward, setup_context=_setup_products)
+batched_matmul_cpu.register_autograd(_batched_matmul_backward, setup_context=_setup_batched_matmul)
 pointwise_rows_cpu.register_autograd(_pointwise_backward, setup_context=_setup_pointwise)
 pointwise_rows_backward_cpu.register_autograd(_no_second_derivative)

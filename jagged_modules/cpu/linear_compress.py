@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from .invariant import products_cpu, weight_gradient
+from .invariant import batched_matmul_cpu, weight_gradient
 
 
 def linear_compress_decomposed(
@@ -18,10 +18,10 @@ def linear_compress_decomposed(
 
     batch_invariant: the matrices of a level are multiplied one by one.
     """
-    product = products_cpu if batch_invariant else _SharedProduct.apply
-    *shared, out = (product(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
-    for product, index in zip(shared, indices):
-        out = out + product.index_select(0, index)
+    matmul = batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
+    *shared, out = (matmul(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
+    for level, index in zip(shared, indices):
+        out = out + level.index_select(0, index)
     return out
 
 
@@ -30,7 +30,7 @@ def _pad(weight: Tensor, embedding: Tensor, align: int) -> tuple[Tensor, Tensor]
     return (functional.pad(weight, (0, missing)), functional.pad(embedding, (0, 0, 0, missing))) if missing else (weight, embedding)
 
 
-class _SharedProduct(torch.autograd.Function):
+class _SharedWeightMatmul(torch.autograd.Function):
     """W @ E[b] for each b. Autograd would compute dW as B matrices `[M, K]` and sum them; this class computes it as one GEMM."""
 
     @staticmethod

@@ -27,8 +27,8 @@ def outer_cpu(
     return p
 
 
-@host_operator("jagged_modules::product_cpu")
-def product_cpu(
+@host_operator("jagged_modules::matmul_cpu")
+def matmul_cpu(
     p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, transposed: bool,
     batch_invariant: bool = False,
 ) -> Tensor:  # fmt: skip
@@ -80,7 +80,7 @@ def _(x, y, x_offsets, y_offsets, p_offsets, total, *options):
     return x.new_empty(total)
 
 
-@product_cpu.register_fake
+@matmul_cpu.register_fake
 def _(p, y, x_offsets, y_offsets, p_offsets, out_rows, *options):
     return y.new_empty(out_rows, y.shape[1])
 
@@ -104,23 +104,23 @@ def _outer_backward(ctx, dp):
     """dx[b] = dp[b] @ y[b],  dy[b] = dp[b]ᵀ @ x[b]."""
     x, y, *offsets = ctx.saved_tensors
     wants_x, wants_y, *_ = ctx.needs_input_grad
-    dx = product_cpu(dp, y, *offsets, x.shape[0], False, ctx.batch_invariant) if wants_x else None
-    dy = product_cpu(dp, x, *offsets, y.shape[0], True, ctx.batch_invariant) if wants_y else None
+    dx = matmul_cpu(dp, y, *offsets, x.shape[0], False, ctx.batch_invariant) if wants_x else None
+    dy = matmul_cpu(dp, x, *offsets, y.shape[0], True, ctx.batch_invariant) if wants_y else None
     return dx, dy, *[None] * 5
 
 
-def _setup_product(ctx, inputs, output):
+def _setup_matmul(ctx, inputs, output):
     p, y, *offsets, out_rows, ctx.transposed, ctx.batch_invariant = inputs
     ctx.save_for_backward(p, y, *offsets)
 
 
-def _product_backward(ctx, do):
+def _matmul_backward(ctx, do):
     """dp[b] = do[b] @ y[b]ᵀ and dy[b] = p[b]ᵀ @ do[b]. If transposed, dp[b] = y[b] @ do[b]ᵀ and dy[b] = p[b] @ do[b]."""
     p, y, *offsets = ctx.saved_tensors
     wants_p, wants_y, *_ = ctx.needs_input_grad
     pair = (y, do) if ctx.transposed else (do, y)
     dp = outer_cpu(*pair, *offsets, p.shape[0], ctx.batch_invariant) if wants_p else None
-    dy = product_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant) if wants_y else None
+    dy = matmul_cpu(p, do, *offsets, y.shape[0], not ctx.transposed, ctx.batch_invariant) if wants_y else None
     return dp, dy, *[None] * 6
 
 
@@ -138,6 +138,6 @@ def _no_second_derivative(ctx, *grads):
 
 
 outer_cpu.register_autograd(_outer_backward, setup_context=_setup_outer)
-product_cpu.register_autograd(_product_backward, setup_context=_setup_product)
+matmul_cpu.register_autograd(_matmul_backward, setup_context=_setup_matmul)
 softmax_cpu.register_autograd(_softmax_backward, setup_context=_setup_softmax)
 softmax_backward_cpu.register_autograd(_no_second_derivative)

@@ -22,6 +22,7 @@ from ..schedule import TileSchedule, device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 from ..validation import (
     IMPLEMENTATIONS,
+    MAX_HEAD_DIM,
     check_device,
     check_implementation,
     check_offsets,
@@ -34,7 +35,6 @@ from .joined_rows import joined_rows
 from .segment_scale import expand_to_rows
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
-MAX_HEAD_DIM = 256
 BLOCKS = (16, 32, 64, 128)  # block sizes, in rows, that the kernels have tiles for
 TILES = (*BLOCKS, 192)
 
@@ -345,7 +345,7 @@ def self_target_attention(
         raise ValueError("offsets and candidate_offsets must describe the same number of segments, got {} and {}".format(*segments))
     if offsets.device != candidate_offsets.device:
         offsets, candidate_offsets = (x.to(q_user.device, non_blocking=True) for x in (offsets, candidate_offsets))
-    q_offsets = torch.cat([offsets, candidate_offsets[1:] + rows[0]])
+    q_offsets = torch.cat([offsets, (candidate_offsets + rows[0])[1:]])  # torch.export: a sum of [B] would exclude B = 1
     out = jagged_attention(joined_rows(q_user, q_candidates), k, v, q_offsets, offsets, **options)
     of_user, of_candidates = torch.split_with_sizes(out, rows)
     return of_user, of_candidates
@@ -375,12 +375,12 @@ def check_attention(
             _check_shared(name, offsets)
         elif isinstance(offsets, Tensor):
             check_device(name, offsets, q.device, f"{q_name}'s")
-    if scale is not None and not isinstance(scale, (int, float)):  # a tensor would get no gradient
+    if scale is not None and not _is_number(scale):  # a tensor would get no gradient
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     if not isinstance(output_scale, Tensor):
-        if not isinstance(output_scale, (int, float)):
+        if not _is_number(output_scale):
             raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
     else:
         check_tensor("output_scale", output_scale, output_scale.dim(), "[B]")  # its size is checked with the offsets
@@ -400,6 +400,10 @@ def check_attention(
     for half in (schedule, schedule.backward or schedule):
         if half.block_m not in TILES:
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
+
+
+def _is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
 
 
 def _check_shared(name: str, offsets: str) -> None:

@@ -13,7 +13,7 @@ from ..dtypes import uses_kernels
 from ..rotary import Rotary, apply_rotary, check_rotary, kernel_arguments
 from ..scalars import check_size
 from ..settings import is_batch_invariant
-from ..validation import check_device, check_offsets, check_tensor
+from ..validation import check_device, check_offsets, check_tensor, refuse_transforms
 from .attention import BLOCKS, check_attention, jagged_attention
 
 
@@ -132,6 +132,8 @@ def _check_block_attention(
     schedule: None, implementation: str,
 ) -> None:  # fmt: skip
     """Check everything but the types, dtypes and ranks of the tensors. Errors call q `name`."""
+    if implementation != "reference":
+        refuse_transforms("block_diagonal_attention does")
     check_offsets("offsets", offsets, q.shape[0])
     check_device("offsets", offsets, q.device, f"{name}'s")
     check_attention(q, k, v, None, None, scale, "softmax", 1, None, schedule, implementation, name)

@@ -10,7 +10,7 @@ from torch.nn import functional as nnf
 from ..activations import POINTWISE
 from ..containers.offsets import rows_and_segments
 from ..cpu.buckets import compute_dtype
-from ..cpu.invariant import pointwise_rows_cpu, products_cpu
+from ..cpu.invariant import batched_matmul_cpu, pointwise_rows_cpu
 from ..reference import jagged_dense_bmm_reference
 from ..scalars import check_kind
 from ..settings import is_batch_invariant
@@ -101,6 +101,6 @@ def _fixed_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: st
         return triton_jagged_dense_bmm(contiguous_last_dim(x), offsets, weight.mT[None], bias, activation, None, True)
     dtype = x.dtype
     x, weight = (tensor.to(compute_dtype(tensor)) for tensor in (x, weight))
-    out = products_cpu(weight, x[:, :, None]).squeeze(2)
+    out = batched_matmul_cpu(weight, x[:, :, None]).squeeze(2)
     out = out if bias is None else out + bias.to(out.dtype)
     return (out if activation is None else pointwise_rows_cpu(out, activation)).to(dtype)

@@ -12,7 +12,15 @@ from ..containers.candidates import CandidateIndex
 from ..cpu.linear_compress import linear_compress_decomposed
 from ..reference import linear_compress_reference
 from ..settings import is_batch_invariant
-from ..validation import WrongDtype, check_device, check_implementation, check_integers, check_tensor, values_are_checkable
+from ..validation import (
+    WrongDtype,
+    check_device,
+    check_implementation,
+    check_integers,
+    check_tensor,
+    refuse_transforms,
+    values_are_checkable,
+)
 
 COMPRESS_IMPLEMENTATIONS = ("auto", "reference", "decomposed", "padded", "triton", "hopper")
 
@@ -54,7 +62,7 @@ def linear_compress(
             "padded": "decomposed" with each K padded to a multiple of 8;
             "triton": Triton. Adds the other levels to the accumulator of the candidates' GEMM, in fp32, and rounds once;
             "hopper": the same for compute capability 9.0, in one launch for up to two levels. Needs a 16-bit dtype, N a multiple of 8, and
-            embeddings whose rows start at 16-byte boundaries;
+            embeddings with rows that start at 16-byte boundaries;
             "auto": on CUDA "hopper" if it supports the operands and N > 64, else "triton"; on other devices "decomposed".
         names: names of the arguments in error messages, one per level: a dict with any of the keys "weights", "embeddings", "indices".
 
@@ -63,7 +71,8 @@ def linear_compress(
 
     Raises:
         TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices or indices do not match.
-        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it.
+        RuntimeError: a second derivative of "triton" or "hopper"; the other implementations support it. A torch.func transform (vmap, grad,
+        jvp); "reference" supports it.
     """
     indices = [] if indices is None else indices
     given = dict(weights=_level_names("weights", weights), embeddings=_level_names("embeddings", embeddings))
@@ -76,6 +85,7 @@ def linear_compress(
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
+    refuse_transforms("linear_compress does")
     if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
         return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
 
@@ -124,9 +134,9 @@ def _check_linear_compress(
         name, weight_name = names.embeddings[level], names.weights[level]
         check_tensor(name, embedding, 3, "[B, K, N]", "linear_compress", implementation)
         _check_alike(name, embedding, weight_name, weight)
-        for dimension, size, whose in (("K", weight.shape[1], weight_name), ("N", embeddings[0].shape[2], names.embeddings[0])):
+        for dimension, size, owner in (("K", weight.shape[1], weight_name), ("N", embeddings[0].shape[2], names.embeddings[0])):
             if embedding.shape["BKN".index(dimension)] != size:
-                shape = f"[B, K, N] with {dimension} = {size}, that of {whose}"
+                shape = f"[B, K, N] with {dimension} = {size}, that of {owner}"
                 raise ValueError(f"{name} must have shape {shape}, got {list(embedding.shape)}")
     check_implementation(implementation, COMPRESS_IMPLEMENTATIONS, embeddings[-1].device, reads_offsets=False)
     for level, index in enumerate(indices):
@@ -136,18 +146,18 @@ def _check_linear_compress(
 
 def _check_alike(name: str, x: Tensor, other_name: str, other: Tensor) -> None:
     """ValueError unless both have the same device and, possibly after autocast, the same dtype."""
-    whose = f"{other_name}'" if other_name.endswith("s") else f"{other_name}'s"
+    owner = f"{other_name}'" if other_name.endswith("s") else f"{other_name}'s"
     if x.device != other.device:
-        raise ValueError(f"{name} must be on {whose} device, {other.device}, got {x.device}")
+        raise ValueError(f"{name} must be on {owner} device, {other.device}, got {x.device}")
     if x.dtype != other.dtype and autocast_dtype(x) != autocast_dtype(other):
-        raise WrongDtype(f"{name} must have {whose} dtype, {other.dtype}, got {x.dtype}")
+        raise WrongDtype(f"{name} must have {owner} dtype, {other.dtype}, got {x.dtype}")
 
 
 def _check_index(name: str, index: Tensor | CandidateIndex, candidates_name: str, candidates: Tensor, shared_name: str, size: int) -> None:
     """Raise unless the index maps each row of the candidates' embeddings to one of the `size` rows of a shared level's embeddings."""
     rows = candidates.shape[0]
     if isinstance(index, CandidateIndex):
-        index.check(rows, size, names=(f"{candidates_name} has", f"{shared_name} has"), name=name)
+        index.check(rows, size, name, queries=f"{candidates_name} has", history=f"{shared_name} has")
         check_device(name, index.offsets, candidates.device, "the embeddings'")
         return
     check_integers(name, index)

@@ -6,7 +6,7 @@ from jagged_kernels.common.device import contiguous_last_dim
 from torch import Tensor
 
 from ..containers.offsets import matrix_offsets
-from ..cpu.matmul import outer_cpu, product_cpu
+from ..cpu.matmul import matmul_cpu, outer_cpu
 from ..reference import array_jagged_bmm_reference, jagged_dense_bmm_reference, jagged_jagged_bmm_reference, jagged_outer_reference
 from ..scalars import check_flag
 from ..settings import is_batch_invariant
@@ -71,7 +71,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
 
         return triton_jagged_jagged_bmm(contiguous_last_dim(x), contiguous_last_dim(y), offsets, max_seqlen, batch_invariant)
     segments, width = offsets.shape[0] - 1, x.shape[1]
-    out = product_cpu(x.flatten(), y, offsets, *matrix_offsets(offsets, width), segments * width, True, batch_invariant)
+    out = matmul_cpu(x.flatten(), y, offsets, *matrix_offsets(offsets, width), segments * width, True, batch_invariant)
     return out.unflatten(0, (segments, width))
 
 
@@ -102,7 +102,8 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
         from jagged_kernels.matmul.op import triton_jagged_gram, triton_jagged_outer
 
         if itself and plan.y_offsets is plan.x_offsets:
-            return triton_jagged_gram(contiguous_last_dim(x), offsets[0], offsets[2], plan.total)
+            x_offsets, _, p_offsets = offsets
+            return triton_jagged_gram(contiguous_last_dim(x), x_offsets, p_offsets, plan.total)
         return triton_jagged_outer(contiguous_last_dim(x), contiguous_last_dim(y), *offsets, plan.total)
     return outer_cpu(x, y, *offsets, plan.total, batch_invariant)
 
@@ -134,10 +135,10 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
         from jagged_kernels.matmul.op import triton_array_jagged_bmm
 
         return triton_array_jagged_bmm(p.contiguous(), contiguous_last_dim(y), *offsets, out_rows, transposed)
-    return product_cpu(p, y, *offsets, out_rows, transposed, batch_invariant)
+    return matmul_cpu(p, y, *offsets, out_rows, transposed, batch_invariant)
 
 
 def jagged_dense_bmm_cpu(x: Tensor, y: Tensor, offsets: Tensor, batch_invariant: bool) -> Tensor:
     """`jagged_dense_bmm` on the CPU, without checks."""
     matrices = matrix_offsets(offsets, x.shape[1])
-    return product_cpu(x.flatten(), y.flatten(0, 1), offsets, *matrices, x.shape[0], False, batch_invariant)
+    return matmul_cpu(x.flatten(), y.flatten(0, 1), offsets, *matrices, x.shape[0], False, batch_invariant)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..containers.offsets import rows_and_segments
+from ..containers.offsets import rows_and_segments, segments_and_positions
 from ..scalars import check_kind, check_size
 from ..validation import (
     check_dense,
@@ -57,15 +57,17 @@ def jagged_to_padded(
     _check_rows("jagged_to_padded", "values", values)
     check_size("max_seqlen", max_seqlen, at_least=0)
     check_kind("padding_value", padding_value, (int, float, complex, torch.SymInt, torch.SymFloat), "a number")
+    if isinstance(padding_value, float) and not values.is_floating_point() and not values.is_complex() and padding_value % 1:
+        raise ValueError(f"padding_value must be an integer for values of {values.dtype}, got {padding_value}")
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
     if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
-    segment, position = _positions(offsets, values.shape[0])
-    places = segment * max_seqlen + position
-    places = torch.where(position < max_seqlen, places, segments * max_seqlen)  # truncated rows go to an extra last row, removed below
+    segment, position = segments_and_positions(offsets, values.shape[0])
+    index = segment * max_seqlen + position
+    index = torch.where(position < max_seqlen, index, segments * max_seqlen)  # truncated rows go to an extra last row, removed below
     padded = values.new_full((segments * max_seqlen + 1, *values.shape[1:]), padding_value)
-    return torch.unflatten(padded.index_copy(0, places, values)[:-1], 0, (segments, max_seqlen))
+    return torch.unflatten(padded.index_copy(0, index, values)[:-1], 0, (segments, max_seqlen))
 
 
 def padded_to_jagged(dense: Tensor, offsets: Tensor, total: int | None = None) -> Tensor:
@@ -102,7 +104,7 @@ def _padded_to_jagged(name: str, dense: Tensor, offsets: Tensor, total_name: str
         raise ValueError(f"{name} must have one block for each of the {offsets.shape[0] - 1} segments, got {list(dense.shape)}")
     if total > segments * width:
         raise ValueError(f"{total_name} must be at most the rows of {name}, {segments * width}, got {total}")
-    segment, position = _positions(offsets, total)
+    segment, position = segments_and_positions(offsets, total)
     taken = dense.flatten(0, 1).index_select(0, segment * width + position.clamp(max=width - 1))
     if values_are_checkable(given):  # no segment is too long
         return taken
@@ -158,15 +160,15 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
-    places: list[Tensor] = []
+    indices: list[Tensor] = []
     for k, x in enumerate(values):
         rows, segment = rows_and_segments(offsets[k], x.shape[0])
         for other, bounds in enumerate(offsets):
-            if other != k:  # rows of other tensors before this one: their earlier segments, and this segment if earlier in the list
+            if other != k:  # its rows before this one: those of earlier segments, and those of this segment if it comes before x
                 rows = rows + bounds[segment + int(other < k)]
-        places.append(rows)
+        indices.append(rows)
     joined = torch.cat(values)
-    return torch.zeros_like(joined).index_copy(0, torch.cat(places).long(), joined), sum(offsets[1:], offsets[0])
+    return torch.zeros_like(joined).index_copy(0, torch.cat(indices).long(), joined), sum(offsets[1:], offsets[0])
 
 
 def jagged_split(
@@ -242,12 +244,6 @@ def _dense_rows(function: str, x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
     check_tensor("y", y, 3, "[B, N, D]", function)
     _check_alike("y", y.flatten(0, 1), "x", x)
     return _padded_to_jagged("y", y, offsets, "x's rows", x.shape[0])
-
-
-def _positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The segment of each row and the row's distance from the segment's start, both `[total]`."""
-    rows, segments = rows_and_segments(offsets, total)
-    return segments, rows - offsets[segments]
 
 
 def _check_rows(function: str, name: str, x: Tensor, shape: str = "[L, ...]", dim: int = 1) -> None:

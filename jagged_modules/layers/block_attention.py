@@ -11,11 +11,11 @@ from torch.types import Device
 
 from ..containers.jagged import wrap_rows
 from ..functional import block_diagonal_attention_packed
-from ..functional.attention import BLOCKS, MAX_HEAD_DIM
+from ..functional.attention import BLOCKS
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_size
 from ..tracing import one_module
-from ..validation import resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

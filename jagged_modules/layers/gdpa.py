@@ -12,11 +12,10 @@ from torch.types import Device
 from ..activations import ACTIVATIONS
 from ..containers.jagged import check_same_segments, wrap_rows
 from ..functional import jagged_attention
-from ..functional.attention import MAX_HEAD_DIM
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
-from ..validation import resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

@@ -14,12 +14,11 @@ from torch.types import Device
 
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import jagged_attention
-from ..functional.attention import MAX_HEAD_DIM
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import one_module
-from ..validation import check_integers, check_layer_input, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, check_integers, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 

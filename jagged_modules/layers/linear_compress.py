@@ -162,6 +162,8 @@ def _dense(name: str, x: Any, features: tuple[str, ...] | None) -> Tensor:
             f"{name} must be a torch.Tensor if the layer has no {option}, got a KeyedTensor of {x.keys()}: the order of its features "
             f"depends on how its collection is sharded; construct the layer with {option}=[...] in the order of the weights' columns"
         )
+    if x.key_dim() != 1:
+        raise ValueError(f"{name} must be a KeyedTensor with key_dim 1, one row per example, got key_dim {x.key_dim()}")
     keys, widths, values = tuple(x.keys()), x.length_per_key(), x.values()
     if len(set(widths)) != 1:
         raise ValueError(f"{name} must have features of one width, got {widths}")

@@ -12,10 +12,9 @@ from torch.types import Device
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
 from ..functional import jagged_attention, target_attention
-from ..functional.attention import MAX_HEAD_DIM
 from ..scalars import check_size
 from ..tracing import one_module
-from ..validation import check_dense, check_device, check_layer_input, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 
@@ -84,7 +83,7 @@ class JaggedTargetAttention(nn.Module):
         if candidates is not None:
             candidates = CandidateIndex.wrap(candidates, history.num_segments)
             q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
-            candidates.check(q.shape[0], history.num_segments, names=("targets have", "the history has"))
+            candidates.check(q.shape[0], history.num_segments, queries="targets have")
             check_device("candidates", candidates.offsets, q.device, "targets'")
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
             return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))

@@ -5,7 +5,7 @@
     python kernels/benchmarks/bench_attention.py --tiny --device cpu
 
 TFLOP/s count the useful work, 4·H·D·Σ(lq·lk) forward and 2.5 times that backward, for every implementation alike. The floor is the time
-of that work at the rate that long matrix products attain on an H200.
+of that work at the rate that long GEMMs attain on an H200.
 """
 
 import dataclasses
@@ -263,8 +263,8 @@ def self_and_target_attention(
 ) -> Setup:
     """A user's own rows and the user's candidates (``counts``, of ``num_queries`` rows each) attend to the user's history.
 
-    In one launch of each kernel, and each kind of query alone. The times alone add up to those of two launches, without the sums of two dk
-    and two dv.
+    Measured in one launch of each kernel, and for each kind of query alone. The two times alone add up to those of two launches, without
+    adding two dk and two dv.
     """
     lengths = {"own rows": histories, "candidates": counts * num_queries}
     shapes = {kind: (int(rows.sum()), num_heads, head_dim) for kind, rows in lengths.items()}

@@ -50,7 +50,7 @@ def rotate_all(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
 
 
 def rotate_in_bf16(cos: Tensor, sin: Tensor, *tensors: Tensor) -> list[Tensor]:
-    """As models without a rotary kernel compute it: every product and sum is rounded, in the backward too."""
+    """Rotary as models without a kernel compute it: every operation is rounded, in the backward too."""
     cos, sin = (table.bfloat16()[:, None] for table in (cos, sin))
     pairs = [x.unflatten(-1, (-1, 2)).unbind(-1) for x in tensors]
     return [torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2) for first, second in pairs]
@@ -113,7 +113,7 @@ class Problem:
         return () if self.rotary is None else (self.rotary.cos[positions], self.rotary.sin[positions])
 
     def rotated(self, rotate: Callable, tables: tuple[Tensor, ...], *qkv: Tensor) -> tuple[Tensor, ...]:
-        """q, k, v, of which those that ``self.rotary`` names are rotated by ``tables``."""
+        """q, k and v. Those that ``self.rotary`` names are rotated by ``tables``."""
         if self.rotary is None:
             return qkv
         count = len(self.rotary.rotate)
@@ -203,7 +203,8 @@ def with_rotary(problem: Callable[[], Problem]) -> Setup:
 def accuracy(device: str, tiny: bool) -> list[dict]:
     """Absolute errors of all rows in bf16, against float64 on the same standard normal inputs."""
     sizes, table = sizes_of(device, tiny), []
-    lengths = uniform_lengths(sizes.accuracy[0], 1, sizes.accuracy[1])
+    batch, longest = sizes.accuracy
+    lengths = uniform_lengths(batch, 1, longest)
     for rotate in ("qk", "qkv"):
         problem = Problem(device, torch.bfloat16, lengths, sizes.num_heads, sizes.head_dim, sizes.block_size, rotate, whole=True)
         exact = problem.reference(torch.float64)
@@ -218,9 +219,10 @@ def accuracy(device: str, tiny: bool) -> list[dict]:
                 errors = (implementation.pick(result, x)["sampled"] - exact[f"{result}/sampled"]).abs()
                 row |= {f"max {result}": errors.max().item(), f"mean {result}": errors.mean().item()}
             rows.append(row)
+        largest = {row["implementation"]: row["max dq"] for row in rows}
         for row in rows:
-            row["max dq of ours over it"] = rows[0]["max dq"] / row["max dq"]
-            row["of ours, precise"] = rows[1]["max dq"] / row["max dq"]
+            row["max dq of ours over it"] = largest[OURS] / row["max dq"]
+            row["of ours, precise"] = largest[PRECISE] / row["max dq"]
         table += rows
     return table
 

@@ -111,7 +111,8 @@ class Problem:
 
     def setup(self, functions: tuple[Function, ...], implementations: dict[str, Callable[[], Implementation]]) -> Setup:
         """``functions``: all functions that the implementations compute."""
-        pairs = int((self.lengths[0] * self.lengths[1]).sum() if self.mask is None else self.keep.sum())
+        q_lengths, kv_lengths = self.lengths
+        pairs = int((q_lengths * kv_lengths).sum() if self.mask is None else self.keep.sum())
         flops = 4.0 * self.inputs["q"].shape[1:].numel() * pairs
         return Setup(
             implementations,
@@ -124,11 +125,12 @@ class Problem:
 
     def reference(self, functions: tuple[Function, ...], dtype: torch.dtype) -> dict[str, Tensor]:
         results = {}
+        q_lengths, kv_lengths = self.lengths
         for function in functions:
             for b in self.samples:
                 rows = {"q": self.q_rows[b], "k": self.kv_rows[b], "v": self.kv_rows[b]}
                 sample = {name: x.detach()[rows[name]].to(dtype).requires_grad_() for name, x in self.inputs.items()}
-                hidden = None if self.mask is None else ~self.keep[b, : self.lengths[0][b], : self.lengths[1][b]]
+                hidden = None if self.mask is None else ~self.keep[b, : q_lengths[b], : kv_lengths[b]]
                 out = function.plain(*(x.transpose(0, 1) for x in sample.values()), hidden).transpose(0, 1)
                 gradients = torch.autograd.grad(out, tuple(sample.values()), self.grad[rows["q"]].to(dtype))
                 part = f"{function.activation} {b}"
@@ -191,8 +193,8 @@ class Problem:
         """flex_attention, compiled, with all segments in one sequence; the block mask, made beforehand, separates them."""
         from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-        lengths = self.lengths[0].to(self.device)
-        total = int(self.lengths[0].sum())
+        host_lengths, _ = self.lengths
+        lengths, total = host_lengths.to(self.device), int(host_lengths.sum())
         segment = torch.arange(len(lengths), device=self.device).repeat_interleave(lengths)
         first_target = (self.q_offsets[1:] - self.mask.num_targets).repeat_interleave(lengths)
 

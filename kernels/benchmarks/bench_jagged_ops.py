@@ -1,11 +1,11 @@
-"""Products and softmaxes within jagged segments, against torch on padded tensors.
+"""GEMMs and softmaxes within jagged segments, against torch on padded tensors.
 
-    python kernels/benchmarks/bench_jagged_ops.py                       # on a CUDA device, fp32 with tf32 products
+    python kernels/benchmarks/bench_jagged_ops.py                       # on a CUDA device, fp32 with tf32 GEMMs
     python kernels/benchmarks/bench_jagged_ops.py --only "operators"    # one of the tables
     python kernels/benchmarks/bench_jagged_ops.py --device cpu          # the CPU path, smaller shapes
     python kernels/benchmarks/bench_jagged_ops.py --tiny --device cpu
 
-GB count every input and the output once; in the backward the inputs, the output's gradient and theirs. TFLOP/s count the products of real
+GB count every input and the output once; in the backward the inputs, the output's gradient and theirs. TFLOP/s count the GEMMs of real
 rows, twice that backward. The floor is the longer of the times of both on an H200. Speed-ups are over "torch, padded".
 """
 
@@ -25,8 +25,8 @@ from torch import Tensor, bmm
 from jagged_modules import functional as F
 
 CONVERTED = "torch, padded with conversions"
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}  # bytes/s of large copies, FLOP/s of dense tf32 products
-PRECISION = 'fp32; on CUDA matrix products use tf32 (torch.set_float32_matmul_precision("high")), those that give the bound too.'
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 350e12)}  # bytes/s of large copies, FLOP/s of dense tf32 GEMMs
+PRECISION = 'fp32; on CUDA GEMMs use tf32 (torch.set_float32_matmul_precision("high")), also those that give the bound.'
 
 
 # -- operators -----------------------------------------------------------------------------------------------------
@@ -44,14 +44,14 @@ class Operator:
         padded: ``padded(hidden, *inputs)``, where ``hidden`` ``[B, N]`` is True in the padding.
         inputs: dimensions of the inputs by name.
         out: dimensions of the output.
-        product: dimensions whose product is the number of multiplications; empty for a softmax.
+        gemm: dimensions of the GEMM, whose product is the number of multiplications; empty for a softmax.
     """
 
     ours: Callable[..., Tensor]
     padded: Callable[..., Tensor]
     inputs: dict[str, str]
     out: str
-    product: str = ""
+    gemm: str = ""
 
     @property
     def dimensions(self) -> str:
@@ -85,7 +85,7 @@ class Conversion(torch.autograd.Function):
 
 
 def mantissa_of_tf32(x: Tensor) -> Tensor:
-    """x as tensor cores read it in tf32, without the lower 13 bits of fp32's mantissa. torch may compute small products in fp32."""
+    """x as tensor cores read it in tf32, without the lower 13 bits of fp32's mantissa. torch may compute small GEMMs in fp32."""
     return (x.contiguous().view(torch.int32) & ~0x1FFF).view(torch.float32)
 
 
@@ -134,7 +134,7 @@ class Problem:
     def flops(self, padded: bool = False) -> float:
         rows = len(self.lengths) * self.longest
         sizes = self.sizes | ({"L": rows, "P": rows * self.longest} if padded else {})
-        return 2.0 * prod(sizes[d] for d in self.operator.product) * bool(self.operator.product)
+        return 2.0 * prod(sizes[d] for d in self.operator.gemm) * bool(self.operator.gemm)
 
     def pad(self, layout: str, x: Tensor, segments: Sequence[int]) -> Tensor:
         """The segments of a jagged tensor, padded with zeros."""
@@ -165,7 +165,7 @@ class Problem:
 
     def reference(self, dtype: torch.dtype) -> dict[str, Tensor]:
         layouts = self.operator.inputs
-        tf32 = dtype == torch.float32 and self.device == "cuda" and self.operator.product
+        tf32 = dtype == torch.float32 and self.device == "cuda" and self.operator.gemm
 
         def operand(layout, x):
             x = self.pad(layout, x.detach(), self.samples)
@@ -228,9 +228,9 @@ class Problem:
             return torch.ops.aten._padded_dense_to_jagged_forward(x, [offsets], self.sizes["L"])
 
         def forward(*inputs):
-            to_padded = pad if operator.product else partial(pad, fill=-inf)  # makes a mask unnecessary for softmax
+            to_padded = pad if operator.gemm else partial(pad, fill=-inf)  # makes a mask unnecessary for softmax
             inputs = [Conversion.apply(x, to_padded, unpad) if x.dim() == 2 else x for x in inputs]
-            out = operator.padded(self.hidden, *inputs) if operator.product else inputs[0].softmax(1)
+            out = operator.padded(self.hidden, *inputs) if operator.gemm else inputs[0].softmax(1)
             return Conversion.apply(out, unpad, pad) if operator.out[0] == "L" else out
 
         return self.jagged(forward, self.flops(padded=True))
@@ -250,8 +250,8 @@ class Sizes:
 
 
 def table_of(batch: int, shorter: int, longer: int, narrow: int, wide: int, deep: int) -> list[tuple[str, int, int, int, int]]:
-    products = [(shorter, narrow, narrow), (longer, wide, wide)]
-    shapes = [(name, batch, *shape) for name in ("jagged_dense_bmm", "jagged_jagged_bmm") for shape in products]
+    gemms = [(shorter, narrow, narrow), (longer, wide, wide)]
+    shapes = [(name, batch, *shape) for name in ("jagged_dense_bmm", "jagged_jagged_bmm") for shape in gemms]
     scores = [f"{OUTER} itself", f"{OUTER} another", "array_jagged_bmm_jagged_out"]
     shapes += [(name, batch, shorter, deep, 0) for name in scores]
     return shapes + [("jagged_softmax", batch, shorter, narrow, 0), ("jagged2_softmax", batch, shorter, 0, 0)]

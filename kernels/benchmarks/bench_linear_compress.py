@@ -26,8 +26,8 @@ import jagged_modules as jm
 from jagged_modules import functional as F
 
 REPLICATED = "replicated"
-CUBLAS = "cuBLAS candidate product alone"
-ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}  # bytes/s of the data sheet, FLOP/s of long fp16 matrix products
+CUBLAS = "cuBLAS candidate GEMM alone"
+ATTAINABLE = {"NVIDIA H200": (4.8e12, 729e12)}  # bytes/s of the data sheet, FLOP/s of long fp16 GEMMs
 PEERS = {  # (B, candidates per user) -> ms forward of FBGEMM's Triton kernel and Meta's TLX kernel, measured earlier on an H200
     (1024, 70): (0.567, 0.494),
     (2048, 70): (1.198, 1.077),
@@ -47,7 +47,7 @@ def peers_note(batch: int, ratio: int) -> str:
 # -- plain torch ---------------------------------------------------------------------------------------------------
 
 
-def product(weight: Tensor, embedding: Tensor) -> Tensor:
+def gemm(weight: Tensor, embedding: Tensor) -> Tensor:
     """W @ E[b] for every b, without a copy of E. Autograd computes a weight gradient for every b and sums them."""
     return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
@@ -105,13 +105,13 @@ class Problem:
             OURS: partial(self.ours, stages.pop(OURS), note),
             REPLICATED: self.replicated,
             INPUT_REPLICATED: self.input_replicated,
-            "decomposed": partial(self.plain, product, self.inputs),
-            "padded": partial(self.plain, product),
+            "decomposed": partial(self.plain, gemm, self.inputs),
+            "padded": partial(self.plain, gemm),
             "padded, torch.matmul": partial(self.plain, torch.matmul),
         }
         implementations |= {name: partial(self.ours, stage) for name, stage in stages.items()}
         if self.device == "cuda":
-            implementations |= {CUBLAS: self.candidate_product, peers.IKBO: self.ikbo}
+            implementations |= {CUBLAS: self.candidate_gemm, peers.IKBO: self.ikbo}
         else:  # the stages of ours that run everywhere
             implementations |= {f"{OURS}, {stage}": partial(self.ours, stage) for stage in ("reference", "decomposed", "padded")}
         flops = 2.0 * self.grad[0].numel() * sum(self.inputs[name].shape[:2].numel() for name in ("e_user", "e_cand"))
@@ -143,7 +143,7 @@ class Problem:
         _, dw_user, dw_cand = differentiate(self.index, (0, 1), (w_user[rows], w_cand[rows], e_user, e_cand), self.grad[:, rows])
         return {
             "out/sampled": out,
-            "out/product": w_cand.to(dtype) @ e_cand[candidates].to(dtype),
+            "out/gemm": w_cand.to(dtype) @ e_cand[candidates].to(dtype),
             "dw_user/sampled": dw_user,
             "dw_cand/sampled": dw_cand,
             "dw/sampled": torch.cat([dw_user, dw_cand], dim=1),
@@ -168,7 +168,7 @@ class Problem:
 
     def replicated(self) -> Implementation:
         def forward(w, e_user, e_cand):
-            return product(w, torch.cat([e_user.index_select(0, self.index), e_cand], dim=1))
+            return gemm(w, torch.cat([e_user.index_select(0, self.index), e_cand], dim=1))
 
         w_user, w_cand, e_user, e_cand = self.inputs.values()
         return self.implementation(forward, leaves(w=torch.cat([w_user, w_cand], dim=1)) | {"e_user": e_user, "e_cand": e_cand})
@@ -177,7 +177,7 @@ class Problem:
         """As the published baseline is measured: without the copies of users to candidates."""
         w_user, w_cand, e_user, e_cand = (x.detach() for x in self.inputs.values())
         inputs = {"w": torch.cat([w_user, w_cand], dim=1), "e": torch.cat([e_user.index_select(0, self.index), e_cand], dim=1)}
-        return self.implementation(lambda w, e: product(w, e), inputs, note="forward only")
+        return self.implementation(lambda w, e: gemm(w, e), inputs, note="forward only")
 
     def ikbo(self) -> Implementation:
         compress, inputs = peers.ikbo_linear_compress(), {name: x.detach() for name, x in self.padded_inputs.items()}
@@ -188,13 +188,13 @@ class Problem:
         """Decomposed. ``inputs``: default padded."""
         notes = [] if inputs else ["padded inputs"]
         if multiply is torch.matmul:
-            notes.append("transposes a copy of E; one product for a weight's gradient")
+            notes.append("transposes a copy of E; one GEMM for a weight's gradient")
         return self.implementation(partial(decomposed, multiply, self.index), inputs or self.padded_inputs, note="; ".join(notes))
 
-    def candidate_product(self) -> Implementation:
+    def candidate_gemm(self) -> Implementation:
         inputs = {name: self.padded_inputs[name].detach() for name in ("w_cand", "e_cand")}
         note = "a part of the work; padded inputs"
-        return self.implementation(lambda w_cand, e_cand: product(w_cand, e_cand), inputs, "product", note=note, whole=False)
+        return self.implementation(lambda w_cand, e_cand: gemm(w_cand, e_cand), inputs, "gemm", note=note, whole=False)
 
 
 # -- cases ---------------------------------------------------------------------------------------------------------

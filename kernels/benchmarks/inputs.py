@@ -13,8 +13,8 @@ from torch import Tensor
 import jagged_modules as jm
 from jagged_modules.schedule import host_schedule
 
-BACKWARD_FLOPS = 2.5  # the backward of attention has five matrix products of the forward's size, the forward two
-ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}  # bytes/s of large copies, FLOP/s of long 16-bit matrix products
+BACKWARD_FLOPS = 2.5  # attention's forward has two GEMMs, its backward five of the same size
+ATTAINABLE = {"NVIDIA H200": (4.24e12, 729e12)}  # bytes/s of large copies, FLOP/s of long 16-bit GEMMs
 
 
 # -- inputs --------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from names import (
 
 FORK = "needs a forked compiler"
 JAGGED, NO_PEERS = "target attention, jagged histories, odd groups", ["", "", "", "", "–", "–"]
-NO_FLOPS = [*[""] * 7, "–"]  # counted of products alone
+NO_FLOPS = [*[""] * 7, "–"]  # FLOPs are counted for GEMMs only
 NO_CUDA = ["", "", "–"]  # of FBGEMM
 FLOORS = "forward_floor_percent/backward_floor_percent"
 
@@ -50,12 +50,12 @@ HEADLINES = [
             Column("forward + backward", "forward_backward_ms"),
         ],
         rows=[
-            Row("baseline: one product, input already replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
+            Row("baseline: one GEMM, input already replicated", "B=1024", INPUT_REPLICATED, cells=["1.944", "1", "1.975"]),
             Row("the same with the replication", "B=1024", "replicated", cells=["", "", "2.689"]),
             Row("1 decomposed", "B=1024", "decomposed", cells=["1.389", "1.40", "1.224"]),
             Row("2 padded to multiples of 8", "B=1024", "padded", cells=["0.798", "2.44", "0.568"]),
             Row(
-                "3 sum fused into the candidates' product: the published kernel",
+                "3 sum fused into the candidates' GEMM: the published kernel",
                 "B=1024",
                 "FBGEMM ikbo (Triton)",
                 cells=["0.580", "3.35", "0.567"],
@@ -413,7 +413,7 @@ HEADLINES = [
         key="jagged_operators",
         title="Jagged operators in other shapes",
         source="no published table; FBGEMM's Triton operators measured earlier on an H200",
-        published="µs, forward, fp32 with tf32 products.",
+        published="µs, forward, fp32 with tf32 GEMMs.",
         caveat="FBGEMM has three of these in CUDA too, and takes those by default.",
         op="jagged_ops",
         table="operators",

@@ -4,7 +4,7 @@
     python kernels/benchmarks/record.py FOLDER --date 2026-11-21    # of FOLDER/record.json and FOLDER/runs, without runs of later days
 
 Merges the runs in ``runs/`` into ``record.json``, whose rows count as runs too. If several runs measured a case, the record has the rows
-of one of them, so that ratios are of one run: of the latest day, of the run with most implementations, of the latest of those. The figures
+of one of them, so that ratios are of one run: of the latest day, then with the most implementations, then the latest. The figures
 of ncu are those of the latest ``runs/<date>-profile.csv``.
 """
 
@@ -27,7 +27,7 @@ from unpublished import TABLES
 PREAMBLE = """\
 Measurements of this project and its peers on this device, beside the figures that the sources publish for other devices: compare ratios.
 "missing": no run measured it. "not installed": the peer is not installed. "unavailable": it does not run here. "% of floor": the shortest
-time in which the device could do the counted work or move the counted bytes, over the measured time. The rates of long matrix products and
+time in which the device could do the counted work or move the counted bytes, over the measured time. The rates of long GEMMs and
 large copies define the floor, so that a short call may exceed 100. A run that "did not finish" was stopped; its completed cases count."""
 RUN_FACTS = ("op", "environment", "protocol", "complete", "seconds")
 NO_RECORD = {"runs": [], "rows": [], "profile": []}
@@ -47,13 +47,13 @@ def load_run(path: Path) -> dict:
 
 
 def other_row(table: str, row: Mapping) -> dict:
-    """A row of a table with columns of its own: its texts, except the implementation's, are the case."""
+    """A row of a table with its own columns. Its texts, except the implementation, are the case."""
     texts = [value for key, value in row.items() if isinstance(value, str) and key not in ("implementation", "status", "traceback")]
     return {"table": table, "case": ", ".join(texts), "implementation": "(table)", "status": "ok", **row}
 
 
 def rank(rows: list[dict]) -> tuple[str, int, str]:
-    """Of several runs of a case, the one with the highest rank counts: its day, number of implementations, time."""
+    """The rank of a run of a case: its day, number of implementations and time. The run with the highest rank counts."""
     return rows[0]["date"][:10], len(rows), rows[0]["date"]
 
 

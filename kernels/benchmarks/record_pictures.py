@@ -60,7 +60,7 @@ def ladders(figure, rows: list[dict]) -> None:
         left.bar([stages.index(name) + shift for name in heights], list(heights.values()), 0.4, label=label, color=colour)
     left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"], fontsize=8)
     left.set_title("linear compression, forward: the published stages", fontsize=10)
-    left.set_ylabel("speed-up over one product")
+    left.set_ylabel("speed-up over one GEMM")
     left.legend(fontsize=8)
     ladder = series(rows, "attention", "ladder", r"B\d+ N(\d+) .*", "forward_ms")
     dense = dict(ladder.get(DENSE, ()))

@@ -3,14 +3,14 @@
     actual, do = accuracy.results(operator, dict(q=q, k=k, v=v))
     accuracy.assert_accurate(actual, accuracy.attention(q, k, v, do, q_offsets, kv_offsets, activation="silu"))
 
-or `accuracy.check`, which does both. `accuracy.definition` gives bounds for functions that have no model here.
+`accuracy.check` does both. `accuracy.definition` gives bounds for functions that have no model here.
 """
 
 from .arithmetic import KERNELS, TORCH_CPU, Arithmetic
 from .attention import attention, block_attention
 from .bound import Bound, assert_accurate, check, compare, results
 from .definition import definition
-from .products import (
+from .jagged_ops import (
     array_jagged_bmm,
     jagged2_softmax,
     jagged_dense_bmm,
@@ -19,9 +19,8 @@ from .products import (
     jagged_outer,
     jagged_softmax,
     jagged_sum,
-    linear_compress,
-    torch_product,
 )
+from .linear_compress import linear_compress, torch_matmul
 
 __all__ = [
     "KERNELS",
@@ -44,5 +43,5 @@ __all__ = [
     "jagged_sum",
     "linear_compress",
     "results",
-    "torch_product",
+    "torch_matmul",
 ]

@@ -16,8 +16,8 @@ JUMPS = {
     "hardswish": ((-3.0, 0.5), (3.0, 0.5)),
     "gelu_taylor": ((-3.06, 0.03), (3.06, 0.03)),
 }
-# Every activation is a few operations on numbers no larger than the argument, the result and 1: so many roundings of the largest of them.
-# The activations of NO_CANCELLATION add no terms of opposite signs: their roundings are of the result.
+# The most roundings of an activation. They are of numbers no larger than the argument, the result and 1. The activations of
+# NO_CANCELLATION add no terms of opposite signs: their roundings are of numbers no larger than the result.
 ROUNDINGS = 16
 NO_CANCELLATION = ("identity", "relu", "relu_squared", "leaky_relu", "sigmoid")
 # tanh.approx has a relative error of 2^-11 (PTX ISA), and the formulas multiply it by 0.5.
@@ -36,8 +36,8 @@ def activated(x: Bound, name: str, approximate: bool = False) -> tuple[Bound, Bo
     size = x.value.abs()
     values = Bound(value, _reached(slope.abs(), curvature, x.error), slope.abs() * x.rms, x.dtype)
     slopes = Bound(slope, curvature * x.error, curvature * x.rms, x.dtype)
-    for place, height in JUMPS.get(name, ()):
-        jump = height * ((x.value - place).abs() < torch.minimum(x.error, LARGEST_DEVIATION * x.rms)).double()
+    for argument, height in JUMPS.get(name, ()):
+        jump = height * ((x.value - argument).abs() < torch.minimum(x.error, LARGEST_DEVIATION * x.rms)).double()
         slopes, values = slopes.widened(jump, jump), values.widened(jump * x.error, jump * x.rms)
     if name != "identity":
         values = values.off_by(ROUNDINGS, value.abs() if name in NO_CANCELLATION else torch.maximum(size, value.abs()))

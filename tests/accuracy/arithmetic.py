@@ -17,20 +17,20 @@ class Arithmetic(NamedTuple):
         rounds_factors: P, dS and rotated operands are rounded to the operands' dtype before an MMA.
         approximate: bfloat16 activations use the hardware's approximate tanh.
         rounds_levels: the levels of linear_compress are rounded one by one, and their gradients are summed in the operands' dtype.
-        torch_products: matrix multiplications are torch's own; see `splits_sums`.
+        torch_matmul: matrix multiplications are torch's own; see `splits_sums`.
     """
 
     exp_ulps: float
     rounds_factors: bool
     approximate: bool
     rounds_levels: bool
-    torch_products: bool
+    torch_matmul: bool
 
 
 # The hardware's exponential in base 2 has a relative error of 2^-22 at most (PTX ISA, ex2.approx): 2 ulps, or 4 with a logarithm's.
-KERNELS = Arithmetic(exp_ulps=4, rounds_factors=True, approximate=True, rounds_levels=False, torch_products=False)
+KERNELS = Arithmetic(exp_ulps=4, rounds_factors=True, approximate=True, rounds_levels=False, torch_matmul=False)
 # torch's fused CPU attention uses an exponential with an error of up to 20 ulps (Vectorized::exp_u20), and computes in fp32 throughout.
-TORCH_CPU = Arithmetic(exp_ulps=20, rounds_factors=False, approximate=False, rounds_levels=True, torch_products=True)
+TORCH_CPU = Arithmetic(exp_ulps=20, rounds_factors=False, approximate=False, rounds_levels=True, torch_matmul=True)
 
 
 def arithmetic_of(x: Tensor) -> Arithmetic:

@@ -31,8 +31,8 @@ MOST_SCORES = 2**21  # float64 scores of several segments at a time; a larger se
 class _Options(NamedTuple):
     """Options that are the same for all segments.
 
-    factors: the dtype that P and dS are rounded to before an MMA. ds_factor: dS is rounded after multiplication by it. precise: as in
-    `_rounded`, of dS.
+    factors: the dtype that P and dS are rounded to before an MMA. ds_factor: dS is rounded after multiplication by it. precise: see
+    `_rounded`; it applies to dS.
     """
 
     scale: float
@@ -90,11 +90,11 @@ def attention(
         if mask is not None:
             keep = mask.keep(rows.shape[1], kv_rows.shape[1], group.targets, q.device).repeat(q.shape[1] // heads, 1)
         parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
-        *blocks, row_factor = (_take(x, places, heads) for x, places in parts)
+        *blocks, row_factor = (_take(x, index, heads) for x, index in parts)
         results, alike = _segment(*blocks, keep, row_factor.value, options)
         all_alike &= alike
-        for total, places, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
-            total.add(places, result, heads)
+        for total, index, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
+            total.add(index, result, heads)
 
     inner = inner.bound.rounded(inner_dtype)
     out = inner if rest is None else _rescaled(inner, rest, segments, q.dtype)
@@ -103,7 +103,12 @@ def attention(
     bounds = {"out": out, "dq": dq} | {name: x.bound.rounded(q.dtype) for name, x in (("dk", dk), ("dv", dv))}
     if isinstance(output_scale, Tensor) and output_scale.requires_grad:
         bounds["doutput_scale"] = _scale_gradient(output_scale, do, inner, inner_dtype, factor, segments)
-    return {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
+    bounds = {name: x._replace(lines=1 if all_alike else None) for name, x in bounds.items()}
+    if rest is not None and segments.shares_factor and not all_alike:
+        # All keys of a segment share the roundings of dO: at most as many of their errors are independent as v, or q and k, have columns.
+        lines = heads * sum(min(len(x.kv_rows), q.shape[2], v.shape[2]) for x in segments.of_keys)
+        bounds |= {name: bounds[name]._replace(lines=lines) for name in ("dk", "dv")}
+    return bounds
 
 
 def block_attention(
@@ -133,14 +138,14 @@ def block_attention(
         precise = False
     options = _Options(scale, "softmax", q.dtype, factors, arithmetic, scale or 1.0, precise)
     operands = [Bound.exact(x) for x in (q, k, v)]
-    turned = [rotary is not None, rotary is not None, rotary is not None and rotary.rotate == "qkv"]
+    is_rotated = [rotary is not None, rotary is not None, rotary is not None and rotary.rotate == "qkv"]
     cos = sin = None
     if rotary is not None:
         positions = positions_in_segments(offsets, q.shape[0]) if rotary.positions is None else rotary.positions.to(q.device)
         cos, sin = (x.to(q.device)[positions].double()[:, None] for x in (rotary.cos, rotary.sin))
-        operands = [_rotated(x, cos, sin) if t else x for x, t in zip(operands, turned)]
-        q_turned, k_turned = (_rounded(x, factors, precise) for x in operands[:2])
-        operands = [q_turned, k_turned, operands[2].rounded(factors) if turned[2] else operands[2]]
+        operands = [_rotated(x, cos, sin) if t else x for x, t in zip(operands, is_rotated)]
+        q_rotated, k_rotated = (_rounded(x, factors, precise) for x in operands[:2])
+        operands = [q_rotated, k_rotated, operands[2].rounded(factors) if is_rotated[2] else operands[2]]
 
     heads = k.shape[1]
     totals, all_alike = [_Rows(x.shape, x) for x in (do, q, k, v)], True
@@ -154,7 +159,7 @@ def block_attention(
             total.add(group.rows, result, heads)
     results = [x.bound for x in totals]
     rounded = [x.rounded(q.dtype) if composed else x for x in results[1:]]
-    gradients = [_rotated(x, cos, -sin) if t else y for x, y, t in zip(rounded, results[1:], turned)]
+    gradients = [_rotated(x, cos, -sin) if t else y for x, y, t in zip(rounded, results[1:], is_rotated)]
     lines = 1 if all_alike else None
     return {name: x.rounded(q.dtype)._replace(lines=lines) for name, x in zip(("out", "dq", "dk", "dv"), (results[0], *gradients))}
 
@@ -259,11 +264,11 @@ def _rotated(x: Bound, cos: Tensor, sin: Tensor) -> Bound:
     """(x0, x1) → (x0 cos - x1 sin, x1 cos + x0 sin) for pairs of the last dimension. The tables are rounded to fp32; a kernel may use other
     tables that give the same scores."""
     even, odd = (x.map(lambda y, i=i: y.unflatten(-1, (-1, 2))[..., i]) for i in range(2))
-    turned = []
+    halves = []
     for first, second, sine in ((even, odd, -sin), (odd, even, sin)):
         a, b = (Bound(y.value * t, y.error * t.abs(), y.rms * t.abs(), y.dtype) for y, t in ((first, cos), (second, sine)))
-        turned.append((a + b).off_by(6, first.value.abs() + second.value.abs()))
-    stacked = (torch.stack([a, b], -1).flatten(-2) for a, b in zip(turned[0][:3], turned[1][:3]))
+        halves.append((a + b).off_by(6, first.value.abs() + second.value.abs()))
+    stacked = (torch.stack([a, b], -1).flatten(-2) for a, b in zip(halves[0][:3], halves[1][:3]))
     return Bound(*stacked, x.dtype)
 
 
@@ -313,7 +318,7 @@ class _Group(NamedTuple):
 
 
 def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) -> Iterator[_Group]:
-    """Every segment that has queries and keys, in one group each; no more of them at a time than fit in memory."""
+    """Groups of the segments that have queries and keys. Each segment is in one group, and a group fits in memory."""
     targets = [] if mask is None or mask.num_targets is None else mask.num_targets.tolist()
     alike = defaultdict(list)
     for segment in segments:
@@ -348,11 +353,11 @@ def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) 
 
 
 def _scale_gradient(output_scale: Tensor, do: Tensor, inner: Bound, dtype: torch.dtype, factor: Tensor, segments: _Segments) -> Bound:
-    """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor; of any value where inner overflows its dtype."""
+    """Σ dO ∘ (P v) of each segment, from inner = (P v) · factor. Any value is accepted where inner overflows its dtype."""
     overflows = inner.value.abs() + inner.error > torch.finfo(dtype).max
     inner = inner._replace(error=torch.where(overflows, torch.inf, inner.error))
-    products = (Bound.exact(do) * inner).scaled(1 / factor[:, None, None])
-    sums = [products.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
+    terms = (Bound.exact(do) * inner).scaled(1 / factor[:, None, None])
+    sums = [terms.map(lambda x, rows=rows: x[rows]).sum((0, 1, 2)) for rows in segments.of_queries]
     parts = ("value", "error", "rms")
     stacked = [torch.stack([getattr(x, part) for x in sums]) if sums else output_scale.detach().double() for part in parts]
     return Bound(*stacked, inner.dtype).rounded(output_scale.dtype)

@@ -32,7 +32,7 @@ class Bound(NamedTuple):
     Attributes:
         value: the exact result, float64.
         error: the largest error of each element; a 0-dimensional zero if the value is exact.
-        rms: the standard deviation of each error; the same.
+        rms: the standard deviation of each error; also a 0-dimensional zero if the value is exact.
         dtype: dtype of the arithmetic, fp32 or fp64. `rounded` models rounding to other dtypes.
         lines: number of groups of elements whose errors are not independent; None: the rows of a matrix, the elements of a flat tensor.
     """
@@ -55,7 +55,7 @@ class Bound(NamedTuple):
         return cls(x.detach().double(), zero, zero, arithmetic)
 
     def map(self, view) -> Bound:
-        """The bound with `view`, which only changes the shape, applied to value and errors."""
+        """Apply `view`, which only changes the shape, to the value and its errors."""
         return Bound(view(self.value), *(view(x) if x.dim() else x for x in (self.error, self.rms)), self.dtype)
 
     @property
@@ -67,7 +67,7 @@ class Bound(NamedTuple):
         return Bound(self.value, self.error + error, torch.hypot(self.rms + torch.zeros_like(rms), rms), self.dtype)
 
     def off_by(self, roundings: float, size: Tensor | None = None) -> Bound:
-        """The bound with the errors of so many roundings of numbers of magnitude `size`, by default the value's."""
+        """The bound with the errors of this number of roundings of numbers of magnitude `size`, by default the value's."""
         size = self.value.abs() if size is None else size
         return self.widened(roundings * self.eps / 2 * size, math.sqrt(roundings) * RMS_OF_ROUNDING * self.eps * size)
 
@@ -105,15 +105,15 @@ class Bound(NamedTuple):
     def __matmul__(self, other: Bound) -> Bound:
         value = self.value @ other.value
         a, b = self.value.abs(), other.value.abs()
-        error = _product(self.error, b + other.error) + _product(a, other.error)
-        variance = _product(self.rms**2, b**2) + _product(a**2, other.rms**2)
+        error = _matmul(self.error, b + other.error) + _matmul(a, other.error)
+        variance = _matmul(self.rms**2, b**2) + _matmul(a**2, other.rms**2)
         return Bound(value, error, variance.sqrt(), self.dtype).summed(self.value.shape[-1], a @ b, (a**2) @ (b**2))
 
     def split_matmul(self, other: Bound, dtype: torch.dtype) -> Bound:
         """self @ other by split-K, with partial sums rounded to `dtype`."""
-        product, eps = self @ other, torch.finfo(dtype).eps
+        result, eps = self @ other, torch.finfo(dtype).eps
         size, squares = self.value.abs() @ other.value.abs(), (self.value**2) @ (other.value**2)
-        return product.widened(eps * size, RMS_OF_ROUNDING * eps * (2 * squares.sqrt() + product.value.abs()))
+        return result.widened(eps * size, RMS_OF_ROUNDING * eps * (2 * squares.sqrt() + result.value.abs()))
 
     def sum(self, dim: int | tuple[int, ...]) -> Bound:
         terms = math.prod(self.value.shape[d] for d in ([dim] if isinstance(dim, int) else dim))
@@ -122,7 +122,7 @@ class Bound(NamedTuple):
         return total.summed(terms, self.value.abs().sum(dim), (self.value**2).sum(dim))
 
     def summed(self, terms: int | Tensor, size: Tensor, squares: Tensor) -> Bound:
-        """The bound with the errors of a sum of so many terms, in any order.
+        """The bound with the errors of a sum of this number of terms, in any order.
 
         size, squares: sums of the terms' absolute values and of their squares.
 
@@ -154,15 +154,18 @@ class Bound(NamedTuple):
         return Bound(*(x.where(keep, 0.0) for x in (self.value, self.error, self.rms)), self.dtype)
 
 
+Bounds = dict[str, Bound]  # by name of the result
+
+
 def partial_sums(terms: Tensor, value: Tensor, squares: Tensor) -> Tensor:
-    """The 2-norm of the partial sums of so many terms in random order. squares: the sum of the terms' squares.
+    """The 2-norm of the partial sums of this number of terms in random order. squares: the sum of the terms' squares.
 
     The k-th partial sum is k / n of the whole plus a random walk that returns to 0 at the n-th step.
     """
     return (terms * (value**2 / 3 + squares / 6)).sqrt()
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
+def _matmul(x: Tensor, y: Tensor) -> Tensor:
     """x @ y, where a 0-dimensional x or y is 0."""
     return x @ y if x.dim() and y.dim() else x.new_zeros(())
 

@@ -1,8 +1,8 @@
 """Bounds for any function that is defined in plain torch, by Monte Carlo arithmetic (Parker 1997).
 
 The definition runs in float64, once exactly and several times with a random error after each operation, of the size of a rounding error.
-The deviations of these results are the errors that a program may have which rounds the result of each operation. They do not depend on the
-order in which this machine's processor adds.
+The deviations of these results are the errors of a program that rounds the result of each operation. They do not depend on the order in
+which this machine's processor adds.
 """
 
 from __future__ import annotations

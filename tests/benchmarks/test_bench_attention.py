@@ -65,7 +65,7 @@ WITH_PEERS = [case for case in bench_attention.make_cases("cpu", True) if "one l
 
 @pytest.mark.parametrize("case", WITH_PEERS, ids=lambda case: f"{case.table}-{case.name}".replace(" ", "_"))
 def test_the_peers_that_need_cudnn_compute_the_same(case, monkeypatch):
-    """Their layouts, replication and picked rows, with torch's plain backend in cuDNN's place."""
+    """Their layouts, replication and picked rows, with torch's plain backend instead of cuDNN's."""
     backends = type("Backends", (), {"CUDNN_ATTENTION": SDPBackend.MATH, "FLASH_ATTENTION": SDPBackend.MATH})
     monkeypatch.setattr(bench_attention, "SDPBackend", backends)
     rows = runner.run_case(case, runner.Protocol("cpu", rounds=0), re.compile("SDPA"))
@@ -93,7 +93,7 @@ def test_the_portable_kernels_are_measured_where_there_are_others(monkeypatch, d
     assert inputs.our_kernels(device) == dict(list(kernels.items())[:count])
 
 
-def test_a_backward_that_takes_memory_is_measured_without_it_too(monkeypatch):
+def test_backward_workspace_0_is_measured_for_wide_heads(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     limits = []

@@ -25,7 +25,7 @@ PROTOCOL = runner.Protocol("cpu", rounds=0)
 
 @pytest.fixture(autouse=True)
 def donated_buffer():
-    """What the benchmark sets for its process does not stay set in that of the tests."""
+    """Restores the setting that the benchmark changes in its process."""
     with torch._functorch.config.patch(donated_buffer=True):
         yield
 

@@ -46,7 +46,7 @@ def test_the_summary_states_the_precision_and_times_per_row(tiny_run):
 
 
 @pytest.mark.parametrize("operator", bench.OPERATORS)
-def test_a_result_wrong_in_one_sampled_row_shows(operator):
+def test_one_wrong_sampled_row_is_found(operator):
     problem = bench.Problem("cpu", torch.tensor([2, 7, 1, 4]), operator, 8, 16)
     work = problem.setup()
     right = problem.ours()

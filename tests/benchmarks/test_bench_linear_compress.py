@@ -57,14 +57,14 @@ def test_ours_gets_the_inputs_as_they_are_and_the_padded_stage_padded_ones():
     problem, _ = setup(batch=20, ratio=7)
     weight = problem.ours("auto").inputs["w_user"]
     assert weight.shape == (13, 22) and weight.is_contiguous() and weight.is_leaf
-    padded = problem.plain(bench.product).inputs
+    padded = problem.plain(bench.gemm).inputs
     assert {name: x.shape[1] for name, x in padded.items()} == {"w_user": 24, "w_cand": 24, "e_user": 24, "e_cand": 24}
     assert padded["e_cand"].untyped_storage().nbytes() == 20 * 24 * 8 * 4
 
 
-def test_the_candidate_product_reports_its_time_alone():
+def test_the_candidate_gemm_reports_its_time_alone():
     problem, work = setup(batch=20, ratio=7)
-    work.implementations[bench.CUBLAS] = problem.candidate_product
+    work.implementations[bench.CUBLAS] = problem.candidate_gemm
     (row,) = runner.run_case(runner.Case("", "", lambda: work), runner.Protocol("cpu", rounds=1, pause_s=0), re.compile("cuBLAS"))
     assert row["status"] == "ok" and row["forward_ms"] > 0
     assert not [key for key in row if key.endswith(("tflops", "gbytes", "speedup")) or key.startswith("forward_backward")]
@@ -77,7 +77,7 @@ def test_the_sample_covers_the_edges():
     assert problem.sampled["dw"][0].tolist() == [0, 6, 12]
 
 
-def test_a_wrong_weight_gradient_of_one_candidate_shows():
+def test_a_wrong_weight_gradient_of_one_candidate_is_found():
     problem, work = setup(batch=20, ratio=7)
 
     def forward(w_user, w_cand, e_user, e_cand):
@@ -97,7 +97,7 @@ def test_a_wrong_weight_gradient_of_one_candidate_shows():
         (512, 70, ""),
     ],
 )
-def test_peers_measured_earlier_stand_in_the_remarks(batch, ratio, note):
+def test_peers_measured_earlier_are_in_the_remarks(batch, ratio, note):
     assert bench.peers_note(batch, ratio) == note
 
 
@@ -113,7 +113,7 @@ def test_full_sizes_are_those_of_the_tables():
     assert bench.PEERS.keys() <= shapes
 
 
-def test_the_portable_kernel_beside_hoppers_is_a_stage_that_there_is(monkeypatch):
+def test_the_portable_kernel_is_a_stage_on_hopper(monkeypatch):
     kernels = {bench.OURS: "auto", "portable": "triton"}
     assert set(kernels.values()) <= set(COMPRESS_IMPLEMENTATIONS)
     monkeypatch.setattr(bench, "our_kernels", lambda device: dict(kernels))

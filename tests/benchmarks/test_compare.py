@@ -1,4 +1,4 @@
-"""Checkouts in turn: figures of both, failures in one of them, a process that does not respond."""
+"""Alternating checkouts: figures of both, failures in one of them, a process that does not respond."""
 
 import json
 import shutil
@@ -27,7 +27,7 @@ def changed_checkout(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_checkout_beside_itself(tmp_path, capsys):
+def test_a_checkout_against_itself(tmp_path, capsys):
     assert compare.main(["jagged_ops", f"one={ROOT}", f"two={ROOT}", "--out", str(tmp_path / "out.json"), *OPTIONS]) == 0
     rows = json.loads((tmp_path / "out.json").read_text())["rows"]
     assert [(row["case"], row["implementation"], row["pass"]) for row in rows] == [

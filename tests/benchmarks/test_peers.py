@@ -1,4 +1,4 @@
-"""Peers: FBGEMM's operators themselves on the CPU; for those that need a GPU, packages of their names that compute the definition."""
+"""Peers: FBGEMM's own operators on the CPU. Packages that compute the definition stand in for peers that need a GPU."""
 
 import importlib
 import re

@@ -1,4 +1,4 @@
-"""What becomes of ncu's output, on a sample in its format, and the command that asks for it."""
+"""The table made of ncu's output, on a sample in its format, and the command that runs ncu."""
 
 import re
 import textwrap

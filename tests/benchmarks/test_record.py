@@ -87,7 +87,7 @@ def test_derived_values():
 
 
 def test_headlines_name_cases_that_the_benchmarks_have():
-    """Of tables of another form there are no cases; their titles are checked with the tiny run below."""
+    """Tables of another form have no cases. The tiny run below checks their titles."""
     cases = {(op, case.table, case.name) for op, bench in BENCHES.items() for case in bench.make_cases("cuda", tiny=False)}
     for head in (*HEADLINES, *TABLES):
         named = {(head.op, row.table or head.table, row.case) for row in head.rows if row.case}
@@ -104,7 +104,7 @@ def measured(made: dict) -> list[tuple]:
     return [(row["case"], row["implementation"], row["forward_ms"], row["date"][:13]) for row in made["rows"]]
 
 
-def test_a_case_has_the_rows_of_one_run_the_fullest_and_then_the_latest(tmp_path):
+def test_a_case_has_the_rows_of_the_fullest_then_the_latest_run(tmp_path):
     save_run(tmp_path, [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)])
     save_run(tmp_path, [result(forward_ms=2.0), result(case="b", forward_ms=5.0)], f"{DATE}T01:00:00+00:00")
     assert measured(record.make_record(tmp_path)) == [
@@ -126,7 +126,7 @@ def test_the_latest_day_wins_and_runs_without_rows_in_the_record_are_not_listed(
 
 
 def test_rows_of_the_saved_record_count_as_runs(tmp_path):
-    """Also of runs that are gone: the repository keeps none."""
+    """Also rows of deleted runs: the repository keeps no runs."""
     first = save_run(tmp_path, [result(forward_ms=1.0), result("peer", forward_ms=9.0), result(case="b", forward_ms=4.0)])
     record.main([str(tmp_path)])
     first.unlink()
@@ -245,7 +245,7 @@ def test_tiny_runs_resume_and_become_a_record(tmp_path, capsys):
 
 @pytest.mark.parametrize("folder", [path.parent for path in sorted(RESULTS.glob("*/record.json"))], ids=lambda folder: folder.name)
 def test_the_saved_readme_is_that_of_the_saved_record(folder):
-    """Nothing else is kept but a few pictures. Figures are not checked here."""
+    """The folder has nothing else but a few pictures. Figures are not checked here."""
     files = {path.name for path in folder.iterdir() if path.is_file()}
     pictures = {name for name in files if name.endswith(".png")}
     assert files - pictures == {"README.md", "record.json"} and len(pictures) <= 5

@@ -187,7 +187,7 @@ def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
     case = Case("squares", "alone", partial(squares_setup, 4, count=multiply_and_count), backward_alone=True)
     _, results, path = run(tmp_path, [case], "--rounds", "2")
     (row,) = results["rows"]
-    assert set(row["forward_backward_errors"]) == {"out/first", "dx/first"}  # checked as ever
+    assert set(row["forward_backward_errors"]) == {"out/first", "dx/first"}  # checked as always
     assert row["forward_ms"] > 0 and "forward_backward_ms" not in row
     assert row["backward_ms"] == min(row["backward_rounds_ms"]) and len(row["backward_rounds_ms"]) == 2
     assert row["backward_tflops"] == pytest.approx(64.0 / row["backward_ms"] / 1e9)

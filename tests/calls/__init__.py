@@ -9,7 +9,7 @@ import torch
 from cases import Case
 from torch import Tensor
 
-from . import attention, products, rows
+from . import attention, jagged_ops, linear_compress, rows
 from .maker import Call, Maker
 
 BUILDERS = {
@@ -19,14 +19,14 @@ BUILDERS = {
     "block_diagonal_attention": attention.block_diagonal_attention,
     "block_diagonal_attention_packed": attention.block_diagonal_attention_packed,
     "apply_rotary": attention.apply_rotary,
-    "linear_compress": products.linear_compress,
-    "jagged_dense_bmm": products.jagged_dense_bmm,
-    "jagged_jagged_bmm": products.jagged_jagged_bmm,
-    "jagged_softmax": products.jagged_softmax,
-    "jagged2_softmax": products.jagged2_softmax,
-    "jagged_jagged_bmm_jagged_out": products.jagged_outer,
-    "array_jagged_bmm_jagged_out": products.array_jagged_bmm,
-    "jagged_linear": products.jagged_linear,
+    "linear_compress": linear_compress.linear_compress,
+    "jagged_dense_bmm": jagged_ops.jagged_dense_bmm,
+    "jagged_jagged_bmm": jagged_ops.jagged_jagged_bmm,
+    "jagged_softmax": jagged_ops.jagged_softmax,
+    "jagged2_softmax": jagged_ops.jagged2_softmax,
+    "jagged_jagged_bmm_jagged_out": jagged_ops.jagged_outer,
+    "array_jagged_bmm_jagged_out": jagged_ops.array_jagged_bmm,
+    "jagged_linear": jagged_ops.jagged_linear,
     "jagged_dense_add": rows.dense("jagged_dense_add"),
     "jagged_dense_mul": rows.dense("jagged_dense_mul"),
     "jagged_layer_norm": rows.jagged_layer_norm,
@@ -89,7 +89,7 @@ def _wanted(names: list[str], requires: str) -> list[str]:
 
 
 def _poisoned(x: Tensor, name: str, call: Call, case: Case, segment: int | None) -> Tensor:
-    """x with NaN or infinity written to the rows of a segment, in place; an expanded gradient, whose rows share memory, unchanged."""
+    """Write NaN or infinity to a segment's rows of x, in place. An expanded gradient, whose rows share memory, is not changed."""
     if segment is not None and name in call.segments and x.numel() and x.stride(0):
         x[call.segments[name] == segment] = float(case.poison)
     return x

@@ -16,18 +16,18 @@ from .maker import Call, Maker
 def dense(name: str) -> Callable:
     def build(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         (lengths,) = lengths
-        offsets, width, places, rows = _padding(make, o, lengths)
+        offsets, width, index, rows = _padding(make, o, lengths)
         y = make.tensor(len(lengths), width, o["columns"])
 
         def model(inputs, gradients):
             x, y, do = inputs["x"], inputs["y"], gradients["out"]
-            x, taken, do = (accuracy.Bound.exact(t) for t in (x, y.flatten(0, 1)[places], do))
-            products = name == "jagged_dense_mul"
-            out, dx, dtaken = (x * taken, do * taken, do * x) if products else (x + taken, do, do)
+            x, taken, do = (accuracy.Bound.exact(t) for t in (x, y.flatten(0, 1)[index], do))
+            multiplies = name == "jagged_dense_mul"
+            out, dx, dtaken = (x * taken, do * taken, do * x) if multiplies else (x + taken, do, do)
 
             def in_blocks(part: Tensor) -> Tensor:
                 blocks = part.new_zeros((len(lengths) * width, o["columns"]))
-                blocks[places] = part
+                blocks[index] = part
                 return blocks.unflatten(0, (len(lengths), width))
 
             bounds = dict(out=out, dx=dx, dy=dtaken.map(in_blocks))
@@ -129,7 +129,7 @@ def jagged_split(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 
 def _padding(make: Maker, o: dict, lengths: list[int]) -> tuple[Tensor, int, Tensor, Tensor]:
-    """Offsets, rows of a dense block, and where in the flat blocks each row is, and its segment."""
+    """Offsets, rows of a dense block, and for each row its index in the flattened blocks and its segment."""
     offsets, width = make.offsets(lengths), max(lengths, default=0) + o["extra"]
     segments = make.segments(lengths)
     position = torch.arange(len(segments), device=make.device) - offsets.to(make.device)[segments]
@@ -138,13 +138,13 @@ def _padding(make: Maker, o: dict, lengths: list[int]) -> tuple[Tensor, int, Ten
 
 def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    offsets, width, places, rows = _padding(make, o, lengths)
+    offsets, width, index, rows = _padding(make, o, lengths)
 
     def model(inputs, gradients):
         values, exact = inputs["values"], accuracy.Bound.exact
         padded = values.new_full((len(lengths) * width, o["columns"]), o["padding"])
-        padded[places] = values
-        return dict(out=exact(padded.unflatten(0, (len(lengths), width))), dvalues=exact(gradients["out"].flatten(0, 1)[places]))
+        padded[index] = values
+        return dict(out=exact(padded.unflatten(0, (len(lengths), width))), dvalues=exact(gradients["out"].flatten(0, 1)[index]))
 
     return Call(
         dict(values=make.tensor(sum(lengths), o["columns"])),
@@ -156,13 +156,13 @@ def jagged_to_padded(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
 
 def padded_to_jagged(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     (lengths,) = lengths
-    offsets, width, places, rows = _padding(make, o, lengths)
+    offsets, width, index, rows = _padding(make, o, lengths)
 
     def model(inputs, gradients):
         flat, exact = inputs["dense"].flatten(0, 1), accuracy.Bound.exact
         back = torch.zeros_like(flat, memory_format=torch.contiguous_format)
-        back[places] = gradients["out"]
-        return dict(out=exact(flat[places]), ddense=exact(back.unflatten(0, (len(lengths), width))))
+        back[index] = gradients["out"]
+        return dict(out=exact(flat[index]), ddense=exact(back.unflatten(0, (len(lengths), width))))
 
     return Call(
         dict(dense=make.tensor(len(lengths), width, o["columns"])),

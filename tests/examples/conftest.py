@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 from checkpoints import find_checkpoint  # noqa: E402
 
-# These models are too small for a second thread to pay, and under load threads that wait for one another cost minutes.
+# A second thread does not make such small models faster, and on a busy machine threads that wait for one another cost minutes.
 torch.set_num_threads(1)
 
 

@@ -4,7 +4,7 @@ from generated_log import generate_log
 
 
 def same_cluster_agreement(log, min_gap, max_gap):
-    """Correlation of a user's ratings of one cluster, `min_gap` to `max_gap` ratings apart, after taking off every item's mean."""
+    """Correlation of a user's ratings of one cluster, `min_gap` to `max_gap` ratings apart, after subtracting each item's mean."""
     cluster = log.item_features["genre"].values[log.item_features["genre"].offsets[log.item]]
     residual = log.rating - (np.bincount(log.item, log.rating) / np.bincount(log.item))[log.item]
     pairs = []
@@ -14,7 +14,7 @@ def same_cluster_agreement(log, min_gap, max_gap):
     return np.corrcoef(np.concatenate(pairs, axis=1))[0, 1]
 
 
-def test_log_is_drawn_from_the_seed_alone():
+def test_log_depends_on_the_seed_only():
     first, again, other = (generate_log(num_users=20, num_items=60, mean_length=30, seed=seed) for seed in (3, 3, 4))
     for name in ("user", "item", "rating", "timestamp"):
         assert np.array_equal(getattr(first, name), getattr(again, name))
@@ -36,7 +36,7 @@ def test_clusters_predict_and_tastes_drift():
     assert same_cluster_agreement(steady, 60, 80) > 0.5
 
 
-def test_selective_users_stay_with_the_clusters_they_took_lately():
+def test_selective_users_stay_with_their_recent_clusters():
     def share_of_neighbours_in_one_cluster(selectivity):
         log = generate_log(num_users=50, selectivity=selectivity, seed=0)
         cluster = log.item_features["genre"].values[log.item]

@@ -70,7 +70,7 @@ def test_inputs_do_not_depend_on_ratings_from_the_candidates_on():
             assert torch.equal(expected, actual)
 
 
-def test_batch_holds_what_a_loop_would_collect():
+def test_batch_equals_a_loop_over_the_log():
     log = generate_log(num_users=20, num_items=60, mean_length=30, seed=0)
     chunks = make_chunks(log, parts(log)["train"], chunk_size=5, max_history=9)
     picked = [3, 0, 11, 4]

@@ -21,7 +21,7 @@ def jagged(lengths, seed):
 
 
 def test_padded_baseline_computes_what_the_jagged_layer_computes():
-    """So that the two differ in time and memory alone; a user without history and one without candidates included."""
+    """The two differ in time and memory only. The batch has a user without history and one without candidates."""
     ours, padded = (make_interaction(name, EMBEDDING_DIM, NUM_HEADS) for name in ("attention", "padded"))
     with torch.no_grad():
         padded.attention.in_proj_weight.copy_(torch.cat([ours.q_proj.weight, ours.kv_proj.weight]))

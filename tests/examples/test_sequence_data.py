@@ -45,7 +45,7 @@ def test_the_last_item_is_tested_the_one_before_validated_and_the_others_are_tra
         assert all(0 < end - start <= max_history for start, end in spans)
 
 
-def test_batch_holds_what_a_loop_would_collect():
+def test_batch_equals_a_loop_over_the_log():
     log = generate_log(num_users=20, num_items=60, mean_length=30, seed=0)
     for dataset in make_datasets(log, max_history=9).values():
         picked = [3, 0, 11, 4]

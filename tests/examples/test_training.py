@@ -54,7 +54,7 @@ def test_hit_rate_and_ndcg_are_those_of_torchmetrics():
         assert 0 < metrics[name] == pytest.approx(expected, rel=1e-6)
 
 
-def test_epochs_draw_the_same_whatever_came_before():
+def test_random_numbers_of_an_epoch_do_not_depend_on_earlier_ones():
     seeds = [seed_epoch(1, 2), seed_epoch(1, 3)]
     after_others = torch.rand(4)
     assert seed_epoch(1, 3) == seeds[1] != seeds[0]

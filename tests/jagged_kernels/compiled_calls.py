@@ -131,7 +131,7 @@ FUNCTIONS = {
     ),
 }
 
-# The names as parameters of a test; variants of a function that is there itself are slow.
+# The names as parameters of a test. Variants of a function that is itself in the list are slow.
 NAMES = [pytest.param(name, marks=SLOW) if "-" in name and name.partition("-")[0] in FUNCTIONS else name for name in FUNCTIONS]
 
 

@@ -14,7 +14,7 @@ from .fixtures.attention import (  # noqa: F401
 )
 from .fixtures.block_attention import check_block_attention, check_block_layer_memory, check_packed_block_attention  # noqa: F401
 from .fixtures.ds import check_delta, check_ds_blocks  # noqa: F401
-from .fixtures.jagged_matmul import jagged_products  # noqa: F401
+from .fixtures.jagged_matmul import jagged_matmuls  # noqa: F401
 from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivatives, jagged_pair  # noqa: F401
 from .fixtures.jagged_softmax import jagged_softmaxes  # noqa: F401
 from .fixtures.linear_compress import check_linear_compress, compress_inputs  # noqa: F401
@@ -23,7 +23,7 @@ from .fixtures.tile_list import check_tile_list  # noqa: F401
 
 @pytest.fixture
 def record_cell(record_property):
-    """Records the operator, dtype, size and options that a test covers, for the matrix of `make test-gpu`; of head dims the largest."""
+    """Records the operator, dtype, size and options that a test covers, and the largest head dim, for the matrix of `make test-gpu`."""
 
     def record(operator, dtype, dims, *options):
         names = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -36,14 +36,6 @@ def record_cell(record_property):
 def offsets(offsets_of):
     """lengths, device -> offsets `[B + 1]`."""
     return lambda lengths, device="cpu": offsets_of(lengths).to(device)
-
-
-@pytest.fixture
-def poisoned_memory():
-    """torch.empty returns NaN, so that an element that no kernel wrote is seen."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

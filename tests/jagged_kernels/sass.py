@@ -41,9 +41,9 @@ def unwritten_registers(cubin: bytes) -> list[str]:
 
 
 def find_unwritten(listing: str) -> list[str]:
-    """Registers that a path from a kernel's first instruction, in a listing of nvdisasm, leads to unwritten, each with its reader.
+    """Registers that are unwritten on some path to an instruction that reads them, each with this instruction.
 
-    A write under a predicate counts: whatever reads what it wrote is under the same, or in a branch that is.
+    listing: of nvdisasm. A write under a predicate counts: readers have the same predicate, or are in a branch that has it.
     """
     instructions = parse(listing)
     written: list[set[int] | None] = [None] * len(instructions)  # on every path to an instruction; None: no path is known yet
@@ -81,7 +81,7 @@ def parse(listing: str) -> list[Instruction]:
         if name == "CALL":
             calls.append((i, labels[CALLED.search(line)[1]]))
         reads, writes = registers(suffixes, operands)
-        if name == "MOV":  # saves a register that another value takes for a while, whether or not it holds anything yet
+        if name == "MOV":  # saves a register that is reused for a while, even if nothing was written to it
             reads = set()
         instructions.append(Instruction(row["text"], reads, writes, successors))
     for call, function in calls:

@@ -36,9 +36,9 @@ def applies(kernels="triton", dtype=torch.bfloat16, dims=None, dim=None, case=No
         return False
     if kernels == "hopper-long" and isinstance(mask, str) and mask not in ("causal", "hstu"):  # longer blocks are masked as short ones are
         return False
-    if kernels != "hopper" and dtype == torch.float16:  # where blocks of keys are long, or gradients are kept, a type changes nothing more
+    if kernels != "hopper" and dtype == torch.float16:  # one 16-bit dtype is enough for the variants
         return False
-    if kernels != "hopper" and activation not in ("softmax", "silu", "gelu_tanh"):  # nor does an activation
+    if kernels != "hopper" and activation not in ("softmax", "silu", "gelu_tanh"):  # and these activations
         return False
     dims, dtype = case or (dims, dtype)
     dims = (dims, dims) if isinstance(dims, int) else dims
@@ -50,7 +50,7 @@ def alternate(number, values):
 
 
 def plan_for(blocks, parts):
-    """Replaces plan_workspace: a workspace of so many blocks of dS, and at most so many parts, whose bounds follow the same rule."""
+    """A replacement of plan_workspace: `blocks` blocks of dS, and at most `parts` parts of the batch, with bounds by the same rule."""
 
     def plan(q, k, q_offsets, *rest):
         from jagged_kernels.attention.hopper_ds import PART
@@ -112,8 +112,8 @@ def test_shared_operands(check_attention, shared, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.parametrize("lengths", ["two-groups", "three-groups", "groups-of-one-segment"])
 def test_several_query_groups(check_attention, lengths, case):
-    (dims, dtype), place = case, CASES.index(case)
-    activation, heads = alternate(place, ["softmax", "gelu_tanh"]), alternate(place // 2, [(4, 4), (4, 2)])
+    (dims, dtype), index = case, CASES.index(case)
+    activation, heads = alternate(index, ["softmax", "gelu_tanh"]), alternate(index // 2, [(4, 4), (4, 2)])
     check_attention(lengths, dtype, "cuda", heads=heads, dims=dims, activation=activation)
 
 
@@ -138,7 +138,7 @@ def test_user_rows_and_candidates_together(check_self_target_attention, kernels,
 
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
-def test_runs_and_schedules_of_several_lists_agree_bit_for_bit(offsets, kernels, activation, dim):
+def test_runs_and_schedules_of_several_query_groups_agree_bit_for_bit(offsets, kernels, activation, dim):
     queries, keys = (torch.randint(0, 400, (n,), generator=torch.Generator().manual_seed(5)) for n in (96, 32))
     q, k, v = (torch.randn(int(n.sum()), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in (queries, keys, keys))
     schedule = host_schedule(queries, keys, num_heads=4, num_kv_heads=4, head_dim=dim, dtype=torch.bfloat16)
@@ -151,7 +151,7 @@ def test_runs_and_schedules_of_several_lists_agree_bit_for_bit(offsets, kernels,
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_nan_in_a_list_reaches_the_keys_that_it_reads(offsets, kernels, dim, activation):
+def test_nan_in_a_query_group_reaches_the_keys_that_it_reads(offsets, kernels, dim, activation):
     queries, keys = offsets([70, 100, 130, 50, 90, 65], "cuda"), offsets([40, 129, 64], "cuda")
     rows_and_heads = (505, 4), (233, 2), (233, 2)
     q, k, v = (torch.randn(n, h, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n, h in rows_and_heads)
@@ -176,7 +176,7 @@ def test_empty_shared_operands(check_empty_shared_operands, kernels):
 @pytest.mark.parametrize("blocks, parts", [(10_000, 1), (10_000, 4), (60, 1), (60, 3), (5, 2), (1, 11)])
 @pytest.mark.parametrize("kernels", ["hopper-ds"], indirect=True)
 def test_ds_of_some_segments_is_stored(check_attention, monkeypatch, blocks, parts, activation):
-    """The batch runs in parts. Segments whose dS has no room in the workspace have it computed again."""
+    """The batch runs in parts. dS of segments that have no room in the workspace is computed again."""
     monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(blocks, parts))
     output_scale = 1 if activation == "softmax" else torch.rand(11, device="cuda") + 0.1
     for heads in ((4, 4), (4, 2)):
@@ -202,7 +202,7 @@ def test_scale(check_attention, scale):
 
 @pytest.mark.parametrize("activation", ACTIVATIONS[1:])
 def test_activations(check_attention, activation):
-    """In bf16, whose functions are others; test_cells_gpu.py has all dtypes."""
+    """In bf16, which has its own functions. test_cells_gpu.py has all dtypes."""
     dims = alternate(ACTIVATIONS.index(activation), [(64, 64), (128, 128)])
     check_attention("mixed", torch.bfloat16, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=0.02)
 
@@ -334,7 +334,7 @@ def test_a_users_own_schedule(check_attention, block_m):
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("activation", ["softmax", "gelu_tanh"])
 def test_tiles_of_one_block_and_of_many(check_attention, activation, dim):
-    """A thread block's rings turn over tiles of no, one and many blocks in any order."""
+    """A thread block's rings serve tiles of no, one and many blocks in any order."""
     lengths = torch.randint(0, 300, (2, 160), generator=torch.Generator().manual_seed(3))
     lengths[1, ::3] = 0
     lengths[1, 1::7] = torch.randint(1, 2000, (len(lengths[1, 1::7]),), generator=torch.Generator().manual_seed(4))

@@ -27,7 +27,7 @@ def test_auto_takes_hoppers_kernels_where_they_are_faster(offsets, dim, activati
     assert len(names) == 3 and all(("hopper" in name) == applies for name in names)
 
 
-def test_what_hopper_does_not_take(offsets):
+def test_hopper_refuses_what_its_kernels_do_not_support(offsets):
     q = torch.randn(300, 4, 72, device="cuda", dtype=torch.bfloat16)
     segments = offsets([70, 100, 130], "cuda")
     for x in (q.float(), q[..., :32], q[..., :70]):
@@ -117,7 +117,7 @@ def test_target_attention_equals_replicated_histories(offsets, counts, rows):
 
 
 def test_peak_memory_does_not_grow_with_candidates_times_history():
-    """A step's memory follows candidates + history rows: doubling the candidates of a long history adds what their own rows take."""
+    """A step's memory is proportional to candidates + history rows: more candidates of a long history add only their own rows."""
     history, dim = [4096] * 4, 64
     layer = jm.JaggedTargetAttention(dim, 4, device="cuda")
     values = torch.randn(sum(history), dim, device="cuda")
@@ -138,7 +138,7 @@ def test_peak_memory_does_not_grow_with_candidates_times_history():
 
 @pytest.mark.parametrize("shared", ["q", "kv"])
 def test_shared_operands_are_not_replicated(shared):
-    """What a forward holds for its backward is its output, and the peak of a step is far below a copy of K and V for each segment."""
+    """The forward keeps only its output for the backward, and a step's peak is far below a copy of K and V for each segment."""
     segments = torch.arange(257, device="cuda") * 64
     rows = dict(q=64, k=64 * 256, v=64 * 256) if shared == "q" else dict(q=64 * 256, k=1024, v=1024)
     q, k, v = (torch.randn(n, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for n in rows.values())

@@ -97,7 +97,7 @@ def test_rotated_operands_of_any_magnitude(check_block_attention, kernels, facto
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_a_row_that_is_no_number_spoils_no_other_block(kernels, offsets, value):
+def test_nan_and_infinity_stay_in_their_block(kernels, offsets, value):
     q, k, v = inputs(128, requires_grad=False)
     rotary = dataclasses.replace(jm.Rotary.from_frequencies(64, 128, device="cuda"), precise=True)
     expected = F.block_diagonal_attention(q, k, v, offsets([128], "cuda"), block_size=16, rotary=rotary, implementation=kernels)
@@ -232,8 +232,8 @@ def test_layer_keeps_the_projection_and_copies_nothing(rotary, check_block_layer
 # -- accuracy of fused rotary ----------------------------------------------------------------------------------------------------
 
 
-def turned_in_bf16(x, cos, sin):
-    """As models do without a kernel for it: tables in bf16, and every product and sum rounded, there and back."""
+def rotated_in_bf16(x, cos, sin):
+    """Rotary as models without a kernel compute it: tables in bf16, and every operation rounded, in the backward too."""
     first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     return torch.stack([first * cos - second * sin, second * cos + first * sin], -1).flatten(-2)
 
@@ -243,8 +243,7 @@ def turned_in_bf16(x, cos, sin):
 )
 @pytest.mark.parametrize("rotate", ["qk", "qkv"])
 def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, precise, limit, rotate, offsets):
-    """Against float64 on the same inputs, less than 3/4, and `precise` less than half, of the error where rotary is arithmetic in bf16
-    around an attention of its own."""
+    """The error against float64 is less than 3/4, and with `precise` less than half, of that of bf16 rotary before a separate attention."""
     lengths = torch.randint(1, 513, (64,)).tolist()
     q, k, v, grad = (torch.randn(sum(lengths), 4, 128, device="cuda", dtype=torch.bfloat16) for _ in range(4))
     segments, rotary = offsets(lengths, "cuda"), jm.Rotary.from_frequencies(128, 512, rotate, device="cuda")
@@ -256,8 +255,8 @@ def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, precise, 
         return F.block_diagonal_attention(q, k, v, segments, rotary=rotary, implementation=implementation)
 
     def apart(q, k, v):
-        q, k = turned_in_bf16(q, cos, sin), turned_in_bf16(k, cos, sin)
-        v = turned_in_bf16(v, cos, sin) if rotate == "qkv" else v
+        q, k = rotated_in_bf16(q, cos, sin), rotated_in_bf16(k, cos, sin)
+        v = rotated_in_bf16(v, cos, sin) if rotate == "qkv" else v
         return F.block_diagonal_attention(q, k, v, segments, implementation=kernels)
 
     def gradients(attend, dtype=torch.bfloat16):
@@ -268,13 +267,13 @@ def test_gradients_are_more_accurate_than_with_rotary_in_bf16(kernels, precise, 
     for ours, theirs, truth in zip(gradients(fused), gradients(apart), exact, strict=True):
         errors = [(x - truth).abs() for x in (ours, theirs)]
         root_mean_square = [error.square().mean().sqrt() for error in errors]
-        # The largest error of a segment, in the mean of segments: that of a whole batch is a single element's luck.
+        # The largest error of each segment, averaged over segments: that of the whole batch would depend on a single element.
         largest = [torch.stack([part.max() for part in error.split(lengths)]).mean() for error in errors]
         for ours_of_all, theirs_of_all in (root_mean_square, largest):
             assert ours_of_all < limit * theirs_of_all
 
 
-def test_no_rows_are_no_reason_to_refuse(kernels, offsets):
+def test_no_rows(kernels, offsets):
     q, k, v = (x[:0].detach().requires_grad_() for x in inputs())
     out = F.block_diagonal_attention(q, k, v, offsets([0, 0], "cuda"), implementation=kernels)
     for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))):

@@ -1,4 +1,4 @@
-"""The products of jagged tensors, and softmax within them, on a GPU."""
+"""Matrix multiplication and softmax of jagged tensors on a GPU."""
 
 import pytest
 import torch
@@ -8,20 +8,20 @@ from jagged_modules.activations import POINTWISE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("poisoned_memory")]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
-FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
+MATMULS = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
 SOFTMAXES = ["softmax", "rows", "columns"]
 LENGTHS = ["mixed", "empty-ends", "skewed", "no-columns", "no-rows", "nothing", "no-segments"]
 
 
 @pytest.fixture
-def make(jagged_products, jagged_softmaxes, record_cell):
+def make(jagged_matmuls, jagged_softmaxes, record_cell):
     """Any of the operators, its definition and tensors, on the GPU."""
 
     def make(name, lengths, dtype, depth=20, columns=9):
-        record_cell("softmax" if name in SOFTMAXES else "products", dtype, (depth, columns), name)
+        record_cell("softmax" if name in SOFTMAXES else "matmul", dtype, (depth, columns), name)
         if name in SOFTMAXES:
             return jagged_softmaxes(name, lengths, dtype, "cuda", columns)
-        return jagged_products(name, lengths, dtype, "cuda", depth, columns)
+        return jagged_matmuls(name, lengths, dtype, "cuda", depth, columns)
 
     return make
 
@@ -37,7 +37,7 @@ def many():
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS)
-@pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, "dense-gelu_tanh", *SOFTMAXES])
 def test_forward_and_gradients(make, name, lengths, dtype):
     make(name, lengths, dtype).check()
 
@@ -50,14 +50,14 @@ def test_forward_and_gradients(make, name, lengths, dtype):
     ],
     ids=str,
 )  # fmt: skip
-@pytest.mark.parametrize("name", [*FAMILY, "dense-silu", *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, "dense-silu", *SOFTMAXES])
 def test_many_segments_and_a_long_one(make, many, name, depth, columns, dtype):
     make(name, many, dtype, depth, columns).check()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str)
-@pytest.mark.parametrize("name", [*FAMILY, *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, *SOFTMAXES])
 def test_sizes(make, name, depth, columns, dtype):
     make(name, ([3, 0, 66, 1], [1, 2, 65, 300]), dtype, depth, columns).check()
 
@@ -69,9 +69,9 @@ def test_activations(make, activation, dtype):
 
 
 @pytest.mark.parametrize("depth, columns", [(64, 64), (128, 128), (33, 70)], ids=str)
-@pytest.mark.parametrize("name", [name for name in FAMILY if name != "sum"])
+@pytest.mark.parametrize("name", [name for name in MATMULS if name != "sum"])
 def test_tf32_where_it_is_allowed(make, many, name, depth, columns):
-    """The matrix units read the upper 10 bits of both mantissas: an error of at most 2^-9 of every product."""
+    """Tensor cores read the upper 10 bits of both mantissas: each product of two elements has a relative error of at most 2^-9."""
     operator, reference, tensors, *_ = make(name, many, torch.float32, depth, columns)
     allowed = 1.01 * 2**-9 * reference(*(x.double().abs() for x in tensors))
     exact = reference(*(x.double() for x in tensors))
@@ -87,19 +87,19 @@ def test_tf32_where_it_is_allowed(make, many, name, depth, columns):
     assert not torch.equal(outputs[0], operator(*tensors))
 
 
-@pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, "dense-gelu_tanh", *SOFTMAXES])
 def test_operands_and_gradients_of_any_stride(make, name):
     make(name, "mixed", torch.bfloat16).check_strides()
 
 
-@pytest.mark.parametrize("name", FAMILY)
+@pytest.mark.parametrize("name", MATMULS)
 def test_second_derivatives(make, assert_second_derivatives, name):
     operator, reference, tensors, *_ = make(name, "mixed", torch.float32)
     assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, "dense-gelu_tanh", *SOFTMAXES])
 def test_twenty_runs_agree_bit_for_bit(make, many, name, dtype):
     operator, _, tensors, *_ = make(name, many, dtype, 64, 64)
     inputs = [x.requires_grad_() for x in tensors]
@@ -112,7 +112,7 @@ def test_twenty_runs_agree_bit_for_bit(make, many, name, dtype):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
-@pytest.mark.parametrize("name", [*FAMILY, "dense-gelu_tanh", *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, "dense-gelu_tanh", *SOFTMAXES])
 def test_no_synchronisation(assert_no_synchronisation, make, many, name):
     operator, _, tensors, *_ = make(name, many, torch.float16)
     inputs = [x.requires_grad_() for x in tensors]
@@ -123,9 +123,9 @@ def test_no_synchronisation(assert_no_synchronisation, make, many, name):
     assert_no_synchronisation(step)
 
 
-@pytest.mark.parametrize("name", [*FAMILY, *SOFTMAXES])
+@pytest.mark.parametrize("name", [*MATMULS, *SOFTMAXES])
 def test_no_compilation_per_batch(make, name):
-    """Batches of other numbers of rows and segments, one segment and one row among them, run the kernels that there are."""
+    """Batches with other numbers of rows and segments, including one segment and one row, compile nothing."""
     from jagged_kernels.matmul import triton_kernels as jagged_matmul_kernels
     from jagged_kernels.softmax import triton_kernels as jagged_softmax
 
@@ -154,7 +154,7 @@ def test_more_than_two_to_the_31_elements_of_a_matrix(offsets):
 
     rows, columns = 3, 46400
     x, y = (torch.randn(n, 8, device="cuda", dtype=torch.float16) for n in (rows + columns, 2 + columns))
-    x, y = x / 8, y / 8  # so that sums of so many products stay within fp16
+    x, y = x / 8, y / 8  # so that sums of so many terms stay within fp16
     bounds = [offsets(lengths, "cuda") for lengths in ([rows, columns], [2, columns], [rows * 2, columns**2])]
     p = jagged.triton_jagged_outer(x, y, *bounds, rows * 2 + columns**2)
     assert len(p) > 2**31
@@ -184,9 +184,9 @@ def test_more_than_two_to_the_31_elements_of_rows(offsets):
     y = torch.randn(3, 512, 8, device="cuda", dtype=torch.float16)
     out = jagged.triton_jagged_dense_bmm(x, bounds, y, None, None)
     torch.testing.assert_close(out[-70:], x[-70:] @ y[2], rtol=1e-2, atol=1e-2)
-    product = jagged.triton_jagged_jagged_bmm(x, out, bounds)
-    torch.testing.assert_close(product[2], x[-70:].T @ out[-70:], rtol=1e-2, atol=2e-1)
-    assert not product[1].any()
+    result = jagged.triton_jagged_jagged_bmm(x, out, bounds)
+    torch.testing.assert_close(result[2], x[-70:].T @ out[-70:], rtol=1e-2, atol=2e-1)
+    assert not result[1].any()
     torch.testing.assert_close(softmax.triton_jagged_softmax(x, bounds)[-70:], x[-70:].softmax(0), rtol=2e-3, atol=1e-7)
 
 

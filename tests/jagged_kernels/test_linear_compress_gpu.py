@@ -22,8 +22,8 @@ def kernels(request):
 
 
 def applies(kernels="triton", dtype=torch.bfloat16, width=8, depths=(), **_):
-    """Whether the kernels take what a test with such parameters gives them; the others are not collected. fp16 compiles to what bf16 does
-    but for a type: with one list of depths."""
+    """Whether the kernels take what a test with such parameters gives them; the others are not collected. fp16 code differs
+    from bf16 code in a type only, so it runs with one list of depths."""
     if dtype == torch.float16 and len(depths) not in (0, 3):
         return False
     on_hopper = not torch.cuda.is_available() or torch.cuda.get_device_capability() == (9, 0)
@@ -45,8 +45,8 @@ def test_forward_and_gradients(check_linear_compress, kernels, batches, depths, 
     "num_compressed, width, dtype",
     [
         (*sizes, dtype)
-        for place, sizes in enumerate([(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)])
-        for dtype in (torch.float32, DTYPES[1 + place % 2])
+        for i, sizes in enumerate([(1, 1), (64, 16), (130, 37), (200, 64), (128, 128), (5, 260), (300, 320)])
+        for dtype in (torch.float32, DTYPES[1 + i % 2])
     ],
     ids=str,
 )
@@ -54,9 +54,7 @@ def test_sizes(check_linear_compress, kernels, num_compressed, width, dtype):
     check_linear_compress([2, 30], [8, 173], num_compressed, width, dtype, "cuda", kernels=kernels)
 
 
-@pytest.mark.parametrize(
-    "num_compressed, depth", [(height, DEPTHS[(place + more) % 5]) for place, height in enumerate(HEIGHTS) for more in (0, 2)]
-)
+@pytest.mark.parametrize("num_compressed, depth", [(height, DEPTHS[(i + more) % 5]) for i, height in enumerate(HEIGHTS) for more in (0, 2)])
 def test_heights_and_depths(check_linear_compress, kernels, num_compressed, depth):
     check_linear_compress([3, 150], [depth, depth], num_compressed, 136, torch.bfloat16, "cuda", kernels=kernels)
 
@@ -66,7 +64,7 @@ def test_heights_and_depths(check_linear_compress, kernels, num_compressed, dept
     [(64, 8), (64, 64), (128, 33), (128, 65), (192, 8), (192, 64), (300, 33), (300, 65), (433, 8), (433, 64), (1000, 33), (1000, 65)],
 )
 def test_one_shallow_level(check_linear_compress, kernels, num_compressed, depth):
-    """Of one step: the assembler lost operands of tiles of two heights that it computed at once."""
+    """One K step: the assembler lost operands when it computed tiles of two heights at once."""
     check_linear_compress([150], [depth], num_compressed, 256, torch.float16, "cuda", kernels=kernels)
 
 
@@ -86,14 +84,14 @@ def test_every_output_is_written(check_linear_compress, kernels, candidates, num
 
 @pytest.mark.parametrize("users", [1, 50, 400])
 def test_more_tiles_than_programs(check_linear_compress, kernels, users):
-    """Of users without candidates, too."""
+    """Also with users without candidates."""
     check_linear_compress([users, 300], [130, 100], 433, 256, torch.float16, "cuda", kernels=kernels)
 
 
 @pytest.mark.parametrize("num_sms", [1, 7, 1000])
 @pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
 def test_any_number_of_programs(check_linear_compress, monkeypatch, kernels, num_sms):
-    """Fewer than the GPU runs at once, and more: those wait for nothing that the others do not finish."""
+    """Fewer programs than the GPU runs at once, and more: these depend only on programs that finish."""
     from jagged_kernels.common.device import DeviceProperties
     from jagged_kernels.linear_compress import hopper
 
@@ -229,7 +227,7 @@ def test_compiled_without_recompiling_per_batch(compress_inputs, kernels):
 
 
 def test_peak_memory_does_not_grow_with_the_replication(kernels):
-    """A step's memory follows the rows there are; a replicated [B, Ku + Kc, N], or a [B, M, Kc] of weight gradients, would show."""
+    """A step's memory is that of the actual rows. A replicated [B, Ku + Kc, N], or weight gradients [B, M, Kc], would exceed it."""
     weights = [torch.randn(64, k, device="cuda", dtype=torch.float16, requires_grad=True) for k in (1024, 64)]
     candidates = torch.randn(1024, 64, 128, device="cuda", dtype=torch.float16, requires_grad=True)
     peaks = []
@@ -268,8 +266,8 @@ def test_operator_passes_opcheck(compress_inputs, kernels):
     library.opcheck(triton_linear_compress, (weights, embeddings, indices, [None], [None], kernels))
 
 
-def test_error_is_that_of_cublas(compress_inputs, kernels):
-    """The fused sum rounds once: its error against fp32 is no more than that of the 16-bit products, gathered and added."""
+def test_error_is_at_most_that_of_cublas(compress_inputs, kernels):
+    """The fused sum rounds once: its error against fp32 is no more than that of 16-bit GEMM results, gathered and added."""
     weights, embeddings, indices = compress_inputs([15, 200], [1178, 866], 433, 256, torch.float16, "cuda")
     exact = F.linear_compress([x.double() for x in weights], [x.double() for x in embeddings], indices, implementation="decomposed")
     ours, decomposed = (F.linear_compress(weights, embeddings, indices, implementation=name) for name in (kernels, "padded"))
@@ -290,7 +288,7 @@ def test_several_streams_at_once(compress_inputs, kernels):
 
 @pytest.mark.parametrize("kernels", ["hopper"], indirect=True)
 def test_ten_thousand_launches_on_several_streams(compress_inputs, kernels):
-    """Thread blocks of one launch wait for one another: also where others hold their places, none waits for ever."""
+    """Thread blocks of a launch wait for one another. None waits forever, even while other launches occupy the SMs."""
     cases = []
     for batches, depths in (([40, 100], [300, 70]), ([3, 70], [200, 40]), ([130, 30], [64, 200])):
         inputs = compress_inputs(batches, depths, 200, 136, torch.float16, "cuda")

@@ -50,7 +50,7 @@ def test_bookkeeping_starts_no_thread():
     assert result.stdout == "an operator of torch 1 2\n"
 
 
-def test_other_threads_keep_theirs():
+def test_other_threads_keep_their_number_of_threads():
     threads, seen = torch.get_num_threads(), []
     torch.set_num_threads(3)
     try:

@@ -124,7 +124,7 @@ def test_hoppers_tiles_are_its_own(head_dim, tiles, schedule):
 
 
 def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
-    """Those do not depend on what a schedule does not know."""
+    """Hopper's tiles do not depend on the activation."""
     for dim in (64, 96, 128):
         options = list(itertools.product(ACTIVATIONS, [False, True], [False, True]))
         tiles = {kernel: {hopper_attention_config(kernel, dim, *option).tile for option in options} for kernel in HOPPER_KERNELS}
@@ -143,7 +143,7 @@ def test_hoppers_key_blocks_are_larger_where_segments_are_long(head_dim, masked,
 
 
 def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
-    """`dkdv` by the queries that a tile of keys meets; the forward and dq by the keys."""
+    """For `dkdv`, the number of queries that read a tile of keys decides; for the forward and dq, the number of keys."""
     short, long = (attention_config(128, 2, A100, 64, long) for long in (False, True))
     assert short.dq.block < long.dq.block and short.dkdv.block < long.dkdv.block
 
@@ -162,7 +162,7 @@ def test_portable_blocks_are_larger_where_a_tile_loops_over_many_rows():
     assert blocks(**groups)[1] == long.dkdv.block, "a tile of keys meets the queries of both groups"
 
 
-def test_parts_with_little_shared_memory_keep_small_blocks():
+def test_gpus_with_little_shared_memory_keep_small_blocks():
     for capability in ((8, 6), L4, (12, 0)):
         assert select(problem(capability=capability, **sizes(800, 800))).dq.block == 32
 
@@ -203,6 +203,6 @@ def test_ds_is_stored_where_that_is_faster():
 
 
 def test_equal_problems_give_one_selection():
-    """The host's time for a launch, and a cache that does not grow with the number of batches."""
+    """This saves host time at each launch. The cache does not grow with the number of batches."""
     assert select(problem(**sizes(400, 500))) is select(problem(**sizes(600, 700)))
     assert select(problem(capability=A100, **sizes(400, 500))) is select(problem(capability=A100, **sizes(401, 501)))

@@ -50,7 +50,7 @@ def test_every_tile_once_longest_first_and_stable(problem, num_workers):
 
 
 @given(problem=problems(), num_workers=st.integers(1, 40))
-def test_dealing_alternates_direction(problem, num_workers):
+def test_assignment_alternates_direction(problem, num_workers):
     q_lengths, kv_lengths, sizes = problem
     schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
     there_and_back = [*range(num_workers), *reversed(range(num_workers))]
@@ -127,7 +127,7 @@ def test_no_segments():
     assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0] and schedule.loads().tolist() == [0] * 5
 
 
-def test_moves_take_the_backward_along():
+def test_a_moved_schedule_keeps_its_backward():
     schedule = zigzag_schedule([20, 3], [9, 8], **SIZES)
     schedule = dataclasses.replace(schedule, backward=zigzag_schedule([9, 8], [20, 3], **SIZES))
     moved = schedule.to("meta")
@@ -138,7 +138,7 @@ def test_moves_take_the_backward_along():
     assert torch.equal(restored.tiles, schedule.tiles) and torch.equal(restored.backward.tiles, schedule.backward.tiles)
 
 
-def test_a_schedule_without_work_moves_and_says_so():
+def test_a_schedule_without_work_moves_and_has_no_loads():
     schedule = dataclasses.replace(zigzag_schedule([20, 3], [9, 8], **SIZES), work=None)
     assert schedule.to("meta").work is None
     with pytest.raises(ValueError, match="built on the device"):
@@ -146,7 +146,7 @@ def test_a_schedule_without_work_moves_and_says_so():
 
 
 def test_a_mask_changes_what_tiles_cost():
-    """A causal tile visits the blocks up to its diagonal; tiles of keys, the rows from theirs on."""
+    """A causal query tile visits the blocks up to its diagonal. A key tile visits the rows from its own on."""
     mask = jm.AttentionMask(causal=True)
     schedule = zigzag_schedule([64], [64], num_heads=2, block_m=16, block_n=16, num_workers=3, mask=mask)
     assert schedule.tiles.tolist() == [[0, head, block] for block in (3, 2, 1, 0) for head in (0, 1)]

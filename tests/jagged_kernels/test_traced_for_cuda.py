@@ -26,7 +26,7 @@ GENERATIONS = [
 
 @pytest.fixture(params=GENERATIONS, ids=lambda x: "sm{}{}-{}".format(*x[0], str(x[1]).removeprefix("torch.")))
 def dtype(request, monkeypatch):
-    """Of inputs and layers, on a GPU of some capability."""
+    """The dtype of inputs and layers. torch reports a GPU of each generation."""
     capability, dtype = request.param
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: types.SimpleNamespace(multi_processor_count=100))

@@ -16,7 +16,7 @@ def make_qkv(q_rows, kv_rows, heads=2, kv_heads=None, dim=8, v_dim=None, dtype=t
 
 
 def check(q, k, v, q_offsets, kv_offsets, grad=None, output_scale=1.0, **options):
-    """Hold the function and its gradients to the accuracy rule; also that of an output_scale which requires one."""
+    """Check the function and its gradients by the accuracy rule, including the gradient of an output_scale that requires one."""
     tensors = dict(q=q, k=k, v=v)
     if isinstance(output_scale, torch.Tensor) and output_scale.requires_grad:
         tensors["output_scale"] = output_scale

@@ -5,8 +5,8 @@ import torch
 import jagged_modules as jm
 
 
-def turned(x, cos, sin):
-    """Rows turned by complex multiplication, in fp32 at least and rounded once."""
+def rotated(x, cos, sin):
+    """Rows rotated by complex multiplication, in fp32 or fp64, and rounded once."""
     dtype = torch.promote_types(x.dtype, torch.float32)
     pairs = torch.view_as_complex(x.to(dtype).unflatten(-1, (-1, 2)).contiguous())
     return torch.view_as_real(pairs * torch.complex(cos, sin).to(pairs.dtype)[:, None]).flatten(-2).to(x.dtype)
@@ -23,8 +23,8 @@ def blockwise_attention(q, k, v, offsets, block_size=64, scale=None, rotary=None
             if rotary is not None:
                 positions = [row - start if rotary.positions is None else int(rotary.positions[row]) for row in rows]
                 tables = rotary.cos[positions], rotary.sin[positions]
-                queries, keys = turned(queries, *tables), turned(keys, *tables)
-                values = turned(values, *tables) if rotary.rotate == "qkv" else values
+                queries, keys = rotated(queries, *tables), rotated(keys, *tables)
+                values = rotated(values, *tables) if rotary.rotate == "qkv" else values
             keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
             p = (torch.einsum("ihd,jhd->hij", queries, keys) * scale).softmax(-1)
             outputs.append(torch.einsum("hij,jhd->ihd", p, values))

@@ -1,9 +1,17 @@
-"""Inputs of the tests of torch.compile, torch.export and torch.fx."""
+"""Inputs of the tests of torch.compile, torch.export and torch.fx, and compilation."""
 
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 HEADS, DIM, WIDTH = 2, 16, 32
 SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]  # users, history rows, candidates; no two sizes of a batch equal
+
+
+def compiled(function):
+    """The function compiled as one graph, and the counter of compilations."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 
 
 def random_offsets(segments: int, total: int) -> torch.Tensor:

@@ -11,10 +11,10 @@ def split(x, offsets):
 
 
 def joined(parts, like):
-    """The parts along their rows; `like`, which has none, keeps the gradient where there are no parts."""
+    """The parts concatenated along their rows. `like` has no rows; without parts, it keeps the gradient."""
     return torch.cat([like, *parts])
 
 
 def check_definition(operator, definition, tensors):
-    """Hold an operator to what its definition in plain torch says."""
+    """Check an operator against its definition in plain torch."""
     accuracy.check(operator, lambda *x: accuracy.definition(definition, tensors, x[-1]), tensors)

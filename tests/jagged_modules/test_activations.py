@@ -8,7 +8,7 @@ from torch.nn import functional as nnf
 
 from jagged_modules.activations import ACTIVATIONS, POINTWISE, gelu_taylor
 
-# name: (formula, torch's function, whose gradient at the kinks is the convention)
+# name: (formula, torch's function, which defines the gradient at kinks)
 EXPECTED = {
     "identity": (lambda x: x, lambda x: 1 * x),
     "relu": (lambda x: x * (x > 0), nnf.relu),

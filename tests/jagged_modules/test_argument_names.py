@@ -1,4 +1,4 @@
-"""An error of a layer names the argument as the layer's caller wrote it, and nothing that the layer calls it inside."""
+"""An error of a layer names the argument as the layer's caller wrote it, not as the layer names it internally."""
 
 import re
 

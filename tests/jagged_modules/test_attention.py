@@ -87,7 +87,7 @@ def test_offset_dtypes_give_the_same(dtype, offsets_of):
     assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5], dtype), offsets_of([0, 6], dtype)), expected)
 
 
-def test_a_bound_on_the_lengths_changes_nothing(offsets_of):
+def test_max_seqlen_changes_no_result(offsets_of):
     q, k, v = make_qkv(9, 9)
     expected = F.jagged_attention(q, k, v, offsets_of([4, 5]))
     assert torch.equal(F.jagged_attention(q, k, v, offsets_of([4, 5]), max_seqlen_q=5, max_seqlen_kv=100), expected)
@@ -113,7 +113,7 @@ def test_gradients_of_any_strides(grad, offsets_of):
 @pytest.mark.parametrize("activation, mask", [("softmax", None), ("softmax", jm.AttentionMask(True)), ("silu", jm.AttentionMask(True))])
 @pytest.mark.parametrize("lengths", [[9, 9, 6, 9], [1, 300, 2, 290]])
 def test_nan_in_a_segment_stays_there(lengths, activation, mask, offsets_of):
-    """Values and gradients of the others are as without it, of segments of equal length too, computed in one call."""
+    """Values and gradients of other segments do not change, even of segments of equal length, which are computed in one call."""
     offsets, total = offsets_of(lengths), sum(lengths)
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
 
@@ -181,8 +181,8 @@ def test_work_is_that_of_the_real_rows(offsets_of):
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 def test_no_scores_are_kept(activation, offsets_of, one_thread):
-    """The backward of 2000 rows keeps q, k and v, with softmax also the output and a number for each row; and the scores of a few rows
-    exist at a time."""
+    """For 2000 rows, the backward keeps q, k and v, and with softmax the output and one number per row. Scores exist for a few rows at a
+    time."""
     rows, heads = 2000, 2
     inputs = [x.requires_grad_() for x in make_qkv(rows, rows, heads)]
     saved = []
@@ -217,11 +217,33 @@ def test_any_lengths_and_heads(data, offsets_of):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf], ids=str)
 @pytest.mark.parametrize("name, mask", [("q", None), ("q", jm.AttentionMask(causal=True)), ("k", None), ("v", None)])
-def test_what_is_not_finite_shows_where_the_definition_has_it(name, mask, value, offsets_of):
-    """And nowhere else: a row that sees nothing stays 0."""
+def test_nan_and_infinity_are_where_the_definition_has_them(name, mask, value, offsets_of):
+    """And nowhere else. A row that sees nothing stays 0."""
     tensors = {x: torch.randn(12, 2, 8) for x in "qkv"}
     tensors[name][5, 0, 2] = value
     q_offsets, kv_offsets = offsets_of([3, 6, 3]), offsets_of([3, 4, 5])
     run = partial(F.jagged_attention, *tensors.values(), q_offsets, kv_offsets, mask=mask)
     assert torch.equal(run().isfinite(), run(implementation="reference").isfinite())
     assert not run().isfinite().all()
+
+
+@pytest.mark.parametrize("rows", [3, 70])
+@pytest.mark.parametrize("case", ["all keys NaN", "scale NaN", "all scores -infinity", "a score +infinity"])
+def test_rows_without_a_softmax_are_nan(case, rows, offsets_of):
+    """Also where torch's fused attention returns 0. The gradients are NaN where those of the reference are."""
+    q, k, v, scale = torch.randn(4, 4, 8), torch.randn(rows + 5, 2, 8), torch.randn(rows + 5, 2, 8), 1.0
+    if case == "all keys NaN":
+        k[:rows, 1] = math.nan
+    elif case == "scale NaN":
+        scale = math.nan
+    else:
+        q[:2], k[:rows] = -3e19, 3e19
+        k[0] *= -1.0 if case == "a score +infinity" else 1.0
+    tensors = [x.requires_grad_() for x in (q, k, v)]
+    results = []
+    for implementation in ("auto", "reference"):
+        out = F.jagged_attention(*tensors, offsets_of([2, 2]), offsets_of([rows, 5]), scale=scale, implementation=implementation)
+        results.append([out, *torch.autograd.grad(out.sum(), tensors)])
+    for x, expected in zip(*results, strict=True):
+        torch.testing.assert_close(x, expected, equal_nan=True)
+    assert results[0][0].isnan().any()

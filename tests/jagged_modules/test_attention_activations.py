@@ -60,7 +60,7 @@ def test_lengths_under_masks(activation, mask, masked_lengths, offsets_of):
 @pytest.mark.parametrize("mask", ["none", "hstu"])
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 def test_blocks_of_any_size(activation, mask, rows, scores, most, monkeypatch, offsets_of):
-    """Cut by rows, by heads and by segments."""
+    """Blocks of some rows, of some heads and of some segments."""
     monkeypatch.setattr(cpu_blocks, "ROWS", rows)
     monkeypatch.setattr(cpu_blocks, "MOST_SCORES", most)
     for module in (cpu, cpu_blocks):
@@ -140,7 +140,7 @@ def test_scales_in_another_dtype_keep_that_of_the_output(offsets_of):
 
 @pytest.mark.parametrize("activation", ["softmax", "sigmoid"])
 def test_rows_that_see_nothing_give_zero(activation, offsets_of):
-    """Two rows before the first column."""
+    """Two rows are before the first column."""
     q, k, v = (x.requires_grad_() for x in make_qkv(6, 4))
     out = F.jagged_attention(q, k, v, offsets_of([6]), offsets_of([4]), activation=activation, mask=jm.AttentionMask(causal=True))
     dq, dk, dv = torch.autograd.grad(out.sum(), [q, k, v])
@@ -163,28 +163,28 @@ def test_masked_columns_reach_nothing(activation, offsets_of):
 def test_gradients_at_the_kink_are_torchs(offsets_of):
     """All scores are exactly 0."""
     q, k, v = torch.zeros(3, 1, 2, requires_grad=True), torch.ones(3, 1, 2), torch.ones(3, 1, 2)
-    for activation, slope in [("relu", 0.0), ("leaky_relu", 0.01), ("gelu_taylor", 0.5), ("hardswish", 0.5), ("sigmoid", 0.25)]:
+    for activation, dact in [("relu", 0.0), ("leaky_relu", 0.01), ("gelu_taylor", 0.5), ("hardswish", 0.5), ("sigmoid", 0.25)]:
         (dq,) = torch.autograd.grad(F.jagged_attention(q, k, v, offsets_of([3]), activation=activation, scale=1.0).sum(), q)
-        torch.testing.assert_close(dq, torch.full_like(q, 6 * slope))
+        torch.testing.assert_close(dq, torch.full_like(q, 6 * dact))
 
 
-def products(profile) -> int:
-    """Multiply-adds of all batched matrix products."""
+def multiply_adds(profile) -> int:
+    """Multiply-adds of all batched GEMMs."""
     operands = {"aten::bmm": (0, 1), "aten::baddbmm_": (1, 2)}
     shapes = [[event.input_shapes[i] for i in operands[event.name]] for event in profile.events() if event.name in operands]
     return sum(left[0] * left[1] * left[2] * right[2] for left, right in shapes)
 
 
 @pytest.mark.parametrize("name, share", [("none", 1.0), ("causal", 0.6), ("window", 0.1)])
-def test_products_of_an_activation(name, share, offsets_of):
-    """2 products forward and 5 backward over the real pairs of rows, of which the columns that a block of rows sees."""
+def test_work_of_an_activation(name, share, offsets_of):
+    """2 GEMMs forward and 5 backward over the real rows, and under a mask over the columns that a block of rows sees."""
     lengths = [1500, 0, 40, 1, 40] if name == "none" else [2000]
     inputs = [x.requires_grad_() for x in make_qkv(sum(lengths), sum(lengths), heads=4, kv_heads=2)]
     mask = None if name == "none" else mask_of(name, [0])
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
         F.jagged_attention(*inputs, offsets_of(lengths), activation="silu", mask=mask).sum().backward()
     real = 7 * 4 * 8 * sum(n * n for n in lengths)
-    assert products(profile) == real if mask is None else share / 2 * real < products(profile) <= share * real
+    assert multiply_adds(profile) == real if mask is None else share / 2 * real < multiply_adds(profile) <= share * real
 
 
 @settings(max_examples=150)

@@ -48,6 +48,8 @@ BAD = [
     (dict(max_seqlen_kv=3), ValueError, "kv_offsets has a segment of 4 rows, longer than max_seqlen_kv = 3"),
     (dict(max_seqlen_q="4"), TypeError, "max_seqlen_q must be an int, got str"),
     (dict(scale=torch.tensor(0.5)), TypeError, "scale must be a number, got Tensor"),
+    (dict(scale=True), TypeError, "scale must be a number, got bool"),
+    (SILU | dict(output_scale=True), TypeError, r"output_scale must be a number or a tensor \[B\], got bool"),
     (dict(scale="big"), TypeError, "scale must be a number, got str"),
     (dict(activation="relux"), ValueError, "activation must be one of .*softmax.*, got 'relux'"),
     (dict(activation=None), ValueError, "activation must be one of .*softmax.*, got None"),

@@ -32,8 +32,8 @@ def implementation(request):
     return request.param
 
 
-def hold_to_bounds(q, k, v, offsets, implementation="auto", grad=None, **options):
-    """Values and gradients to the accuracy rule; the reference rounds each of its operations to 16 bits, unless it rotates."""
+def check_bounds(q, k, v, offsets, implementation="auto", grad=None, **options):
+    """Check values and gradients by the accuracy rule. The reference rounds each operation to 16 bits, unless it rotates."""
 
     def bounds(*x):
         if implementation == "reference" and options.get("rotary") is None and q.dtype.itemsize == 2:
@@ -48,8 +48,8 @@ def hold_to_bounds(q, k, v, offsets, implementation="auto", grad=None, **options
 
 @pytest.fixture
 def check(implementation):
-    """q, k, v, offsets → `hold_to_bounds` of both implementations."""
-    return functools.partial(hold_to_bounds, implementation=implementation)
+    """q, k, v, offsets → `check_bounds` of both implementations."""
+    return functools.partial(check_bounds, implementation=implementation)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
@@ -76,16 +76,16 @@ def test_rotary_in_every_dtype(rotary, dtype, check, offsets_of):
 
 
 @pytest.mark.parametrize("rotary", ["qk", "qkv"])
-def test_rotation_is_rounded_with_the_result_alone(rotary, implementation, offsets_of):
-    """The gradient of q is less than half as far off as where rotated q and k are rounded to bf16 first."""
+def test_rotated_operands_are_not_rounded(rotary, implementation, offsets_of):
+    """The error of q's gradient is less than half of that with rotated q and k rounded to bf16."""
     exact, offsets = [x.double().requires_grad_() for x in make_qkv(256, dim=64, dtype=torch.bfloat16)], offsets_of([256])
     tables, grad = make_rotary(rotary, 64, max_seqlen=256), torch.randn(256, 2, 64).bfloat16()
     q, k, v = (x.detach().bfloat16().requires_grad_() for x in exact)
-    turned = [F.apply_rotary(x, tables.cos, tables.sin) for x in ((q, k, v) if rotary == "qkv" else (q, k))]
+    rotated = [F.apply_rotary(x, tables.cos, tables.sin) for x in ((q, k, v) if rotary == "qkv" else (q, k))]
     outs = [
         F.block_diagonal_attention(*exact, offsets, rotary=tables, implementation=implementation),
         F.block_diagonal_attention(q, k, v, offsets, rotary=tables, implementation=implementation),
-        F.block_diagonal_attention(*turned, *(() if rotary == "qkv" else (v,)), offsets, implementation=implementation),
+        F.block_diagonal_attention(*rotated, *(() if rotary == "qkv" else (v,)), offsets, implementation=implementation),
     ]
     expected, ours, rounded = (torch.autograd.grad(out, x, grad.to(out.dtype))[0].double() for out, x in zip(outs, (exact[0], q, q)))
     assert (ours - expected).norm() < 0.5 * (rounded - expected).norm()
@@ -129,7 +129,7 @@ def test_anything(data, offsets_of):
     options |= dict(rotary=make_rotary(data.draw(st.sampled_from(ROTARIES)), 2 * pairs, sum(lengths)))
     offsets = offsets_of(lengths, data.draw(st.sampled_from([torch.int32, torch.int64])))
     tensors = make_qkv(sum(lengths), kv_heads * group, kv_heads, 2 * pairs, data.draw(st.sampled_from([*DTYPES.values()])))
-    hold_to_bounds(*tensors, offsets, **options)
+    check_bounds(*tensors, offsets, **options)
 
 
 @pytest.mark.parametrize("rotary", [None, "qk", "qkv-given"])
@@ -158,7 +158,7 @@ def test_given_positions_equal_to_those_in_the_segments(offsets_of):
     assert torch.equal(*attended)
 
 
-def test_positions_count_relative_to_one_another_alone(offsets_of):
+def test_only_differences_of_positions_matter(offsets_of):
     tensors, offsets, rotary = make_qkv(30, dtype=torch.float64), offsets_of([20, 10]), make_rotary("qk", 8)
     positions = torch.cat([torch.arange(20) + 7, torch.arange(10) + 900])
     given = jm.Rotary(rotary.cos, rotary.sin, "qk", positions)
@@ -176,8 +176,8 @@ def test_no_large_tensor_is_made(tensor_sizes, one_thread, offsets_of):
 
 
 @pytest.mark.parametrize("rotary", [None, "qk", "qkv"])
-def test_kept_for_the_backward_are_q_k_v_and_the_output(rotary, saved_tensors, offsets_of):
-    """With rotary the turned ones; nothing else has as many elements."""
+def test_the_backward_keeps_q_k_v_and_the_output(rotary, saved_tensors, offsets_of):
+    """With rotary, the rotated q, k and v. Nothing else has as many elements."""
     tensors = [x.requires_grad_() for x in make_qkv(2000)]
     with saved_tensors() as saved:
         out = F.block_diagonal_attention(*tensors, offsets_of([1500, 0, 500]), rotary=make_rotary(rotary, 8, max_seqlen=1500))
@@ -211,6 +211,6 @@ def test_second_derivatives(offsets_of):
         sum(g.sum() for g in grads).backward()
 
 
-def test_packed_is_what_three_are(offsets_of):
+def test_packed_equals_separate_tensors(offsets_of):
     qkv, offsets = torch.randn(60, 3, 2, 8), offsets_of([37, 23])
     assert torch.equal(F.block_diagonal_attention_packed(qkv, offsets), F.block_diagonal_attention(*qkv.unbind(1), offsets))

@@ -49,7 +49,11 @@ BAD_CALLS = [
     (dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] with D = 8 even, got \[5, 3\]"),
     (ODD | dict(rotary=NARROW), ValueError, r"must have shape \[P, D / 2\] with D = 7 even, got \[5, 3\]"),
     (dict(rotary=jm.Rotary(COS, SIN.clone().requires_grad_())), ValueError, "rotary's cos and sin must not require gradients"),
-    (dict(rotary=TABLES, offsets=torch.tensor([0, 6])), ValueError, "offsets has a segment of 6 rows, longer than max_seqlen = 5"),
+    (
+        dict(rotary=TABLES, offsets=torch.tensor([0, 6])),
+        ValueError,
+        "offsets has a segment of 6 rows, longer than rotary.s max_seqlen = 5",
+    ),
     (positions(0, 1, 2), ValueError, "rotary's positions must have one entry per row, 6, got 3"),
     (positions(0, 1, 2, 3, 4, 5), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values 0 to 5"),
     (positions(0, 1, 2, 3, 4, -1), ValueError, "rotary's positions must be 0 to 4, the rows of cos, got values -1 to 4"),

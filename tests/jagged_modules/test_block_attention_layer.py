@@ -138,8 +138,8 @@ def test_autocast(offsets_of):
 
 
 @pytest.mark.parametrize("rotary", ["qk", "qkv", None])
-def test_layer_keeps_x_q_k_v_and_what_they_attend_to(rotary, saved_tensors, tensor_sizes, one_thread, offsets_of):
-    """For a backward, and nothing larger than q, k and v together is ever made: a step is linear in the rows of a segment."""
+def test_layer_keeps_x_q_k_v_and_the_attended_rows(rotary, saved_tensors, tensor_sizes, one_thread, offsets_of):
+    """These are kept for the backward. Nothing larger than q, k and v together is allocated: a step is linear in the number of rows."""
     layer = jm.BlockDiagonalSelfAttention(12, 3, block_size=16, rotary=rotary, max_seqlen=4000)
     x = torch.randn(4000, 12, requires_grad=True)
     with tensor_sizes() as sizes:
@@ -202,7 +202,11 @@ BAD_FORWARDS = [
     ((torch.randn(5, 11), torch.tensor([0, 5])), ValueError, r"x's values must have shape \[L, 12\], got \[5, 11\]"),
     ((torch.randn(5, 1, 12), torch.tensor([0, 5])), ValueError, r"x's values must have shape \[L, 12\], got \[5, 1, 12\]"),
     ((torch.randn(5, 12), torch.tensor([0, 4])), ValueError, "offsets must end at the number of rows, 5, got 4"),
-    ((torch.randn(101, 12), torch.tensor([0, 101])), ValueError, "offsets has a segment of 101 rows, longer than max_seqlen = 100"),
+    (
+        (torch.randn(101, 12), torch.tensor([0, 101])),
+        ValueError,
+        "offsets has a segment of 101 rows, longer than rotary's max_seqlen = 100",
+    ),
 ]
 
 

@@ -5,19 +5,11 @@ import sys
 import pytest
 import torch
 from marks import slow_after
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import jagged_modules as jm
 from jagged_modules import functional as F
 
-from .graph_cases import DIM, HEADS, SIZES, WIDTH, compress_inputs, random_offsets, random_targets
-
-
-def compiled(function):
-    """The function compiled as one graph, and the counter of compilations."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+from .graph_cases import DIM, HEADS, SIZES, WIDTH, compiled, compress_inputs, random_offsets, random_targets
 
 
 def assert_compiles_once(function, batches) -> None:

@@ -70,7 +70,7 @@ def test_the_table_lists_every_public_function():
     assert {function.split(" ")[0] for function in DTYPES} == set(F.__all__) - {"ScorePlan"}
 
 
-def test_every_function_takes_what_is_not_looked_up():
+def test_every_function_supports_the_dtypes_of_everywhere():
     assert all(set(EVERYWHERE) <= set(dtypes) for rule in DTYPES.values() for dtypes in rule)
 
 
@@ -105,7 +105,7 @@ def test_the_reference(function, device):
 
 @pytest.mark.parametrize("function", CALLS)
 def test_tensors_are_dense(function):
-    """Every one of a function's tensors: the first alone is sparse, then the second alone, and so on."""
+    """One tensor at a time is sparse: the first, then the second, and so on."""
     tensors = []
     CALLS[function](_Sparse(tensors, None))
     for sparse in range(len(tensors)):
@@ -127,7 +127,7 @@ class _Sparse(Inputs):
 @pytest.mark.parametrize("implementation", ["triton", "hopper"])
 @pytest.mark.parametrize("function", WITH_KERNELS)
 def test_kernels_take_no_host_tensors(function, implementation):
-    """The error names the argument, not what runs behind it."""
+    """The error names the argument, not an internal function."""
     if implementation == "hopper" and function.startswith(("jagged_", "jagged2", "array")) and function != "jagged_attention":
         pytest.skip("has no such implementation")
     with pytest.raises(ValueError, match=f"^implementation='{implementation}' needs CUDA tensors, got cpu tensors; 'auto' takes both"):
@@ -149,6 +149,13 @@ def test_other_floating_point_arguments(dtype):
         F.jagged_attention(x, x, x, OFFSETS, activation="silu", output_scale=torch.ones(2).to(dtype))
     with pytest.raises(ValueError, match=f"cos must be float64, .*, got {dtype}"):
         jm.Rotary(table, table)
+
+
+@pytest.mark.parametrize("make", [jm.JaggedGDPA, jm.GDPABlock, jm.BlockDiagonalSelfAttention, jm.HSTULayer], ids=lambda make: make.__name__)
+def test_layers_refuse_fp8_under_autocast_too(make):
+    layer, x = make(8, 2), torch.randn(5, 8).to(torch.float8_e4m3fn)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="x's values must have the layer's dtype, .*got .*float8"):
+        layer((x, OFFSETS))
 
 
 def test_the_documented_table_is_the_rule():

@@ -247,7 +247,7 @@ def test_a_schedule_and_a_cache():
 
 
 def test_containers_as_outputs():
-    """Made in the graph of tensors."""
+    """The graph makes them from tensors."""
 
     def build(values, offsets, candidates):
         made = jm.Jagged(values * 2, offsets)
@@ -264,7 +264,7 @@ def test_containers_as_outputs():
         assert_same(graph(*given), build(*given))
 
 
-def test_a_compiled_function_gives_back_what_it_takes():
+def test_a_compiled_function_takes_and_returns_containers():
     def double(x, candidates):
         return tree_map(lambda tensor: tensor * 2, x), candidates
 
@@ -317,8 +317,8 @@ def test_maps_give_the_same_kind(container):
     assert_same(tree_unflatten(leaves, structure), container)
 
 
-def test_nothing_is_checked_when_it_is_put_together(container):
-    """Maps may give anything: sizes, names, None."""
+def test_a_rebuilt_container_is_not_checked(container):
+    """A tree map may return anything: sizes, names, None."""
     for leaf in (None, "name", -1, torch.tensor(-1.5)):
         assert type(tree_map(lambda _, leaf=leaf: leaf, container)) is type(container)
 
@@ -330,7 +330,7 @@ def test_weights_only_loads_it(container, tmp_path):
 
 @pytest.mark.parametrize("kind", [jm.Jagged, jm.CandidateIndex])
 def test_the_same_offsets_keep_the_segmentation(kind):
-    """As in FSDP, which takes inputs and outputs apart: segmentation ids, host lengths and schedules are found again, on a device too."""
+    """As in FSDP, which flattens inputs and outputs: segmentation ids, host lengths and schedules are found again, on a device too."""
     made = jm.Jagged(torch.randn(5, 4), OFFSETS.clone()) if kind is jm.Jagged else jm.CandidateIndex.from_counts(torch.tensor([2, 3]))
     lengths = (lambda x: x.host_lengths) if kind is jm.Jagged else (lambda x: x.host_counts)
     for x in (made, made.to("meta")):

@@ -9,11 +9,12 @@ import pytest
 import torch
 from marks import slow_after
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as nnf
 
 import jagged_modules as jm
 from jagged_modules.activations import ACTIVATIONS
+
+from .graph_cases import compiled, random_offsets
 
 WIDTH, HEADS = 8, 2
 DENSE_ACTIVATIONS = {
@@ -232,7 +233,7 @@ def test_other_dtypes(dtype, offsets_of):
 
 
 class Encoder(nn.Module):
-    """What the models of the literature stack: self-attention, a feed-forward, cross-attention to context, pooling."""
+    """The layers that published models stack: self-attention, a feed-forward, cross-attention to context, pooling."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +261,7 @@ def test_training(offsets_of):
         losses.append(nnf.binary_cross_entropy_with_logits(logits, labels))
         optimizer.zero_grad()
         losses[-1].backward()
-        if len(losses) == 2:  # biases of queries and keys may rest in the first step
+        if len(losses) == 2:  # biases of queries and keys may not change in the first step
             assert all(x.grad.abs().sum() > 0 for x in model.parameters())
         optimizer.step()
     assert losses[-1] < 0.1 * losses[0]
@@ -280,8 +281,7 @@ SIZES = [(5, 41), (6, 83), (7, 59), (13, 14)]  # segments, rows
 
 def batches():
     for segments, rows in SIZES:
-        cuts = torch.randint(rows, (segments - 1,)).sort().values
-        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), cuts, torch.tensor([rows])])
+        offsets = random_offsets(segments, rows)
         yield torch.randn(rows, WIDTH), offsets, torch.minimum(offsets.diff(), torch.randint(3, (segments,)))
 
 
@@ -293,12 +293,10 @@ def test_compiles_once(use):
     def run(values, offsets, num_targets):
         return rows_of(layer((values, offsets), num_targets=num_targets if use == "targets" else None))
 
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(run, fullgraph=True, dynamic=True, backend=counter)
+    graph, counter = compiled(run)
     compilations = []
     for values, offsets, num_targets in batches():
-        calls = [functools.partial(call, offsets=offsets, num_targets=num_targets) for call in (run, compiled)]
+        calls = [functools.partial(call, offsets=offsets, num_targets=num_targets) for call in (run, graph)]
         torch.testing.assert_close(*(outputs_and_gradients(call, layer, values) for call in calls))
         compilations.append(counter.frame_count)
     assert len(set(compilations)) == 1  # the first batch may take two: torch first tries nn.Dropout's p as an input

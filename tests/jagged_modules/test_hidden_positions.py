@@ -16,7 +16,7 @@ MASKS = {
     "targets": dict(causal=True, num_targets=torch.tensor(TARGETS), contextual_seqlen=2, max_attn_len=40),
     "window": dict(window=(3, 2)),
 }
-# torch's hardswish has a gradient of 0 or NaN at NaN, by its place in memory, and autograd's of relu(x)² is 0 below 0 whatever follows.
+# At NaN, torch's hardswish has a gradient of 0 or NaN, by memory address. Autograd's of relu(x)² is 0 below 0 whatever its factor is.
 TESTED = [name for name in ACTIVATIONS if name not in ("hardswish", "relu_squared")]
 
 
@@ -61,7 +61,7 @@ def check(operands, mask, activation):
 @pytest.mark.parametrize("activation", TESTED)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("operand", ["q", "k", "v", "do"])
-def test_nan_reaches_only_who_sees_it(operands, operand, mask, activation):
+def test_nan_reaches_only_rows_that_see_it(operands, operand, mask, activation):
     operands[operand][[130, 151, 154]] = math.nan
     check(operands, mask, activation)
 
@@ -69,7 +69,7 @@ def test_nan_reaches_only_who_sees_it(operands, operand, mask, activation):
 @pytest.mark.parametrize("activation", ["softmax", "silu", "identity"])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("operand", ["k", "v", "do"])
-def test_infinity_reaches_only_who_sees_it(operands, operand, mask, activation):
+def test_infinity_reaches_only_rows_that_see_it(operands, operand, mask, activation):
     operands[operand][130, :, 3], operands[operand][133, :, 3], operands[operand][154, :, 5] = math.inf, -math.inf, math.inf
     check(operands, mask, activation)
 

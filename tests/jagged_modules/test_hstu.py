@@ -52,7 +52,7 @@ def test_equals_the_padded_network(config, dtype, offsets_of):
 
 @every_config
 def test_swapped_targets_swap_their_results(config, offsets_of):
-    """With groups: whole groups of them. No other row notices."""
+    """With target groups, whole groups are swapped. No other row changes."""
     values = history_values()
     stack, group, offsets = double_stack(config), config.target_group_size, offsets_of(LENGTHS)
     order, end = torch.arange(len(values)), int(offsets[9])  # user 8 has 7 targets
@@ -66,7 +66,7 @@ def test_swapped_targets_swap_their_results(config, offsets_of):
 
 
 @every_config
-def test_batch_mates_do_not_matter(config, offsets_of):
+def test_other_segments_do_not_matter(config, offsets_of):
     values = history_values()
     stack = double_stack(config)
     together, _ = stack((values, offsets_of(LENGTHS)), torch.tensor(TARGETS))
@@ -134,7 +134,7 @@ def test_caching_and_scoring_call_the_stack_and_its_layers(offsets_of):
     assert seen == 3 * order
 
 
-def test_the_last_layer_of_a_cache_projects_alone(offsets_of, monkeypatch):
+def test_the_last_layer_of_a_cache_only_projects(offsets_of, monkeypatch):
     values = history_values()
     calls, attend = [], hstu.jagged_attention
     monkeypatch.setattr(hstu, "jagged_attention", lambda *args, **options: calls.append(args) or attend(*args, **options))
@@ -187,7 +187,7 @@ def test_scoring_copies_no_history(offsets_of):
 
 
 def test_layers_share_one_schedule(builds, offsets_of):
-    """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
+    """On the meta device, everything runs except the kernels' arithmetic, including the schedules."""
     config, num_targets = CONFIGS["context-short"], torch.tensor(TARGETS)
     stack = jm.HSTUStack(WIDTH, HEADS, LAYERS, config, device="meta")
     x = jm.Jagged(torch.randn(sum(LENGTHS), WIDTH), offsets_of(LENGTHS))

@@ -6,26 +6,15 @@ import pytest
 import torch
 from marks import slow_after
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import jagged_modules as jm
 
+from .graph_cases import compiled, random_offsets
 from .hstu_cases import CONFIGS, HEADS, WIDTH, config_of
 
 # -- graph tools ---------------------------------------------------------------------------------------------------------------
 
 SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 140, 15)]  # segments, rows, targets
-
-
-def random_offsets(segments, total):
-    return torch.cat([torch.zeros(1, dtype=torch.int64), torch.randint(total, (segments - 1,)).sort().values, torch.tensor([total])])
-
-
-def compiled(function):
-    """The function compiled as one graph, and the counter of compilations."""
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
 
 
 @slow_after(1, "kind", ["pair", "Jagged", "JaggedTensor"])

@@ -1,4 +1,4 @@
-"""The library needs torch and nothing else, and its modules do not import one another in a circle."""
+"""The library needs torch and nothing else, and its modules have no import cycles."""
 
 import ast
 import graphlib

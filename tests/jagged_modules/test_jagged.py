@@ -126,7 +126,7 @@ def keyed(keys, values, offsets, **options):
 
 @pytest.mark.parametrize("block", [False, True])
 def test_keys_in_another_order(block, values, offsets):
-    """Segments would meet those of another feature."""
+    """Otherwise segments of different features would be paired."""
     layer = jm.GDPABlock(8, 2) if block else jm.JaggedTargetAttention(8, 2)
     name, other = ("x", "context") if block else ("targets", "history")
     x, same = keyed(["a", "b"], values, offsets), keyed(["a", "b"], values, offsets)
@@ -173,7 +173,7 @@ def test_copies_share_the_segmentation(values, offsets):
 
 
 class ThreeLayers(torch.nn.Module):
-    """On the meta device: all of the way to the kernels, schedules included, without their arithmetic."""
+    """On the meta device, everything runs except the kernels' arithmetic, including the schedules."""
 
     def __init__(self):
         super().__init__()
@@ -260,7 +260,7 @@ def test_the_schedule_is_that_of_the_lengths(builds, values, offsets, offsets_of
 
 
 def test_a_long_lived_history_keeps_few_schedules(builds, values, offsets):
-    """Those built last: all others are built again."""
+    """It keeps those built last. Others are built again."""
     history, queries = jm.Jagged(values, offsets), [jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])) for _ in range(100)]
     for index in queries:
         history.prepare(**SIZES, queries=index)
@@ -324,6 +324,8 @@ def bad_calls():
     strided = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.strided)
     jagged = jm.Jagged(values, offsets)
     on_device = jm.Jagged(values.to("meta"), offsets.to("meta"))
+    one_user = jm.CandidateIndex.from_counts(torch.tensor([3]))
+    too_many = jm.AttentionMask(num_targets=torch.tensor([9, 0, 0, 0]))
     return [
         (lambda: jm.Jagged([1.0], offsets), TypeError, "values must be a torch.Tensor, got list"),
         (lambda: jm.Jagged(torch.tensor(1.0), offsets), ValueError, r"values must have shape \[L, ...\], got \[\]"),
@@ -368,7 +370,11 @@ def bad_calls():
         (lambda: jagged.prepare(**SIZES, dtype="bf16"), TypeError, "dtype must be a torch.dtype, got str"),
         (lambda: jagged.prepare(**SIZES, queries="all"), TypeError, "queries must be a Jagged, a CandidateIndex, an int or None, got str"),
         (lambda: jagged.prepare(**SIZES, queries=-1), ValueError, "queries must be at least 0, got -1"),
-        (lambda: jagged.prepare(**SIZES, queries=jm.CandidateIndex.from_counts(torch.tensor([3]))), ValueError, "got 1 and 4"),
+        (lambda: jagged.prepare(**SIZES, queries=one_user), ValueError, "queries must have .*, 4, or a multiple, got 1"),
+        (lambda: jagged.prepare(num_heads=3, num_kv_heads=2, head_dim=8), ValueError, "num_heads must be a multiple of .*, got 3"),
+        (lambda: jagged.prepare(num_heads=2, head_dim=257), ValueError, "head_dim must be at most 256, got 257"),
+        (lambda: jagged.prepare(**SIZES, dtype=torch.int8), ValueError, "dtype must be float64, .* or bfloat16, got torch.int8"),
+        (lambda: jagged.prepare(**SIZES, mask=too_many), ValueError, "mask.num_targets must be at most the segment's length, got 9 of 2"),
         (lambda: jagged.prepare(**SIZES, rows_per_candidate=-1), ValueError, "rows_per_candidate must be at least 1, got -1"),
     ]  # fmt: skip
 

@@ -68,11 +68,11 @@ def make_case(name, lengths, offsets_of, dtype=torch.float32):
     return run, lambda *x: bounds(*x[:-1], *offsets, x[-1], **options), tensors
 
 
-PRODUCTS = ["jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "transposed"]
+MATMULS = ["jagged_dense_bmm", "jagged_jagged_bmm", "jagged_jagged_bmm_jagged_out", "array_jagged_bmm_jagged_out", "transposed"]
 SOFTMAXES = ["jagged_softmax", "jagged2_softmax", "jagged2_softmax-columns"]
 
 
-@pytest.fixture(params=[*PRODUCTS, *SOFTMAXES])
+@pytest.fixture(params=[*MATMULS, *SOFTMAXES])
 def name(request):
     return request.param
 
@@ -82,7 +82,7 @@ def implementation(request):
     return request.param
 
 
-# -- products and softmaxes ------------------------------------------------------------------------------------------------------
+# -- matrix multiplication and softmax --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -119,7 +119,7 @@ def test_gradcheck(name, lengths, implementation, offsets_of):
     assert torch.autograd.gradcheck(lambda *x: run(*x, implementation=implementation), inputs)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("name", MATMULS)
 def test_second_derivatives(name, offsets_of):
     run, _, tensors = make_case(name, ([2, 0, 3], [1, 2, 2]), offsets_of, torch.float64)
     assert torch.autograd.gradgradcheck(run, [x.requires_grad_() for x in tensors.values()])
@@ -138,7 +138,7 @@ def test_second_derivatives_of_the_softmaxes_are_those_of_the_reference(name, of
 
 @given(data=st.data())
 def test_anything(data, offsets_of):
-    name = data.draw(st.sampled_from([*PRODUCTS, *SOFTMAXES]))
+    name = data.draw(st.sampled_from([*MATMULS, *SOFTMAXES]))
     lengths = data.draw(st.lists(st.tuples(*[st.sampled_from([0, 1, 2, 3, 30, 70])] * 2), max_size=8))
     run, bounds, tensors = make_case(name, [*zip(*lengths)] or ([], []), offsets_of, data.draw(st.sampled_from([*DTYPES.values()])))
     accuracy.check(run, bounds, tensors)
@@ -193,9 +193,9 @@ def test_host_work_does_not_grow_with_the_segments_nor_padding_with_the_longest(
 
 def test_groups_cover_every_row_once(offsets_of):
     lengths = [GATHERED + 1, 2, 0, 2, 3, GATHERED + 1, 3, 2, GATHERED + 1]
-    offsets, places = offsets_of(lengths), offsets_of([7] * len(lengths))
+    offsets, padded = offsets_of(lengths), offsets_of([7] * len(lengths))
     counts, numbers = torch.zeros(sum(lengths)), torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    for rows, others in groups(offsets, places):
+    for rows, others in groups(offsets, padded):
         block = rows.take(counts)
         rows.put(counts, block + 1)
         assert torch.equal(rows.take(numbers)[:, 0], others.take(torch.arange(63) // 7)[:, 0])
@@ -214,7 +214,7 @@ def test_segments_one_after_the_other_are_not_copied():
 @pytest.mark.parametrize("rows, columns", [(700, 3), (3, 700)])
 def test_gradients_of_one_segment_much_longer_than_all_others(rows, columns, offsets_of):
     """A published gradient of array_jagged_bmm is wrong where a segment exceeds max_seq_len; here no operator takes one."""
-    for name in PRODUCTS:
+    for name in MATMULS:
         run, bounds, tensors = make_case(name, ([2, rows, 1], [1, columns, 2]), offsets_of)
         accuracy.check(run, bounds, tensors)
 
@@ -236,7 +236,7 @@ def test_softmax_is_not_divided_by_a_length(offsets_of):
     torch.testing.assert_close(torch.cat([first.sum(0), second.sum(0)]), torch.ones(7))
 
 
-def test_causal_keeps_no_future(offsets_of):
+def test_causal_scores_see_no_later_row(offsets_of):
     """Scores masked by hand, the only way to a causal softmax here: no later row changes an earlier result."""
     plan = F.ScorePlan.from_offsets(offsets_of([4, 3]))
     hidden = torch.cat([torch.ones(n, n).triu(1).flatten() for n in (4, 3)]).bool()

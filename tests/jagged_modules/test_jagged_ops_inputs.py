@@ -149,6 +149,7 @@ BAD_CALLS = [
     (F.jagged_concat, (3, [OFFSETS]), TypeError, "values must be a sequence of tensors, got int"),
     (F.jagged_concat, ([X], OFFSETS), TypeError, "offsets must be a sequence of tensors, got Tensor"),
     (F.jagged_to_padded, (X, OFFSETS, 4, "0"), TypeError, "padding_value must be a number, got str"),
+    (F.jagged_to_padded, (X.long(), OFFSETS, 4, 0.5), ValueError, "padding_value must be an integer for values of torch.int64, got 0.5"),
     (F.jagged_to_padded, (X, OFFSETS, 3.0), TypeError, "max_seqlen must be an int, got float"),
     (F.jagged_to_padded, (X[0, 0], OFFSETS, 4), ValueError, r"values must have shape \[L, ...\], got \[\]"),
     (F.jagged_to_padded, (OFFSETS.tolist(), OFFSETS, 4), TypeError, "values must be a torch.Tensor, got list"),
@@ -195,7 +196,7 @@ def test_torch_func_transforms(offsets_of):
 
 
 def test_containers_of_split_rows(offsets_of):
-    """Pairs, as every layer takes them."""
+    """They are pairs, which every layer accepts."""
     (head, _), tail = F.jagged_split(torch.randn(5, 4), offsets_of([2, 3]), 1)
     assert head.shape == (2, 4) and jm.Jagged.wrap(tail).num_segments == 2
 

@@ -70,14 +70,6 @@ def called(layer, call, seed=3):
 # -- the meta device -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def nan_memory():
-    """Memory that is allocated and not written is NaN."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def reset_by_torchrec(layer):
     """As DistributedModelParallel does: parameters and buffers on meta module by module, reset where a module owns such parameters."""
     parallel = pytest.importorskip("torchrec.distributed.model_parallel").DistributedModelParallel
@@ -113,7 +105,7 @@ def assert_same_distribution(x, expected):
 
 @pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
 @every_layer
-def test_a_layer_built_on_meta_becomes_a_direct_build(build, call, materialise, nan_memory):
+def test_a_layer_built_on_meta_equals_a_direct_build(build, call, materialise, poisoned_memory):
     layer = build("meta")
     assert all(x.is_meta for x in layer.parameters())
     layer, expected = materialise(layer), build()
@@ -178,7 +170,7 @@ def replaced(layer, names, replace):
 
 @every_layer_with_linears
 def test_lora_instead_of_linears(build, call):
-    """Of each Linear by itself, then of all: the addition is part of the result and learns, and resetting reaches what is wrapped."""
+    """Each Linear alone is replaced, then all. The addition is part of the result and learns. Resetting reaches the wrapped Linear."""
     layer = build()
     names = linears(layer)
     expected = called(layer, call)
@@ -304,7 +296,7 @@ STEPS = {
 
 @pytest.mark.parametrize("call", STEPS.values(), ids=STEPS)
 def test_training_steps_of_a_sharded_hstu(one_process, call):
-    """Backward needs the parameters whole again, of which fully_shard learns from tensors in the layers' outputs."""
+    """The backward needs whole parameters again. fully_shard sees from tensors in the layers' outputs when it does."""
     stack = jm.HSTUStack(WIDTH, HEADS, 2, HSTU)
     ours = training_step(sharded(stack, ["layers.0", "layers.1"]), call)
     torch.testing.assert_close(ours, training_step(stack, call))  # "score" adds the gradients of both uses of the rows in either order

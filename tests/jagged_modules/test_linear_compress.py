@@ -40,7 +40,7 @@ def compress(implementation, indices):
 
 
 def check(weights, embeddings, indices, implementation="auto", maps=None, grad=None, operator=None):
-    """Hold the function, or an operator of (*weights, *embeddings), to the accuracy rule; maps: the indices as tensors."""
+    """Check the function, or an operator of (*weights, *embeddings), by the accuracy rule. maps: the indices as tensors."""
     levels = {f"weights[{i}]": x for i, x in enumerate(weights)} | {f"embeddings[{i}]": x for i, x in enumerate(embeddings)}
 
     def bounds(*x):
@@ -55,7 +55,7 @@ def check(weights, embeddings, indices, implementation="auto", maps=None, grad=N
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["fp64", "fp32", "bf16"])
 @pytest.mark.parametrize("levels", LEVELS)
-def test_equals_the_replicated_product(levels, dtype, implementation):
+def test_equals_the_replicated_gemm(levels, dtype, implementation):
     weights, embeddings, indices = random_levels(*LEVELS[levels], dtype=dtype)
     check(weights, embeddings, indices, implementation)
 
@@ -135,8 +135,8 @@ def test_padding_of_k_is_neutral(levels):
 
 
 def test_nothing_is_replicated(tensor_sizes):
-    """No embedding of a user once per candidate [B, Ku, N], no gradient of a weight once per row [B, M, K]: nothing is made that is
-    larger than the larger of the output and the candidates' embeddings."""
+    """No tensor is larger than the output and the candidates' embeddings: not a user's embeddings once per candidate [B, Ku, N], and not
+    a weight's gradient once per row [B, M, K]."""
     users, candidates, user_size, size, compressed, width = 4, 500, 256, 24, 32, 16
     weights, embeddings, indices = random_levels([users, candidates], [user_size, size], num_compressed=compressed, width=width)
     leaves = [x.requires_grad_() for x in (*weights, *embeddings)]
@@ -279,6 +279,9 @@ def test_bad_keyed_tensors():
     keyed = keyed_tensor(torchrec, torch.randn(2, 3, 4), ["a", "b", "c"])
     with pytest.raises(ValueError, match=r"candidate_embeddings must be a torch.Tensor .* no candidate_features, .* \['a', 'b', 'c'\]"):
         jm.LinearCompressEmbedding(3, 2)(keyed)
+    transposed = torchrec.KeyedTensor(["a", "b"], [4, 4], torch.randn(8, 8), key_dim=0)
+    with pytest.raises(ValueError, match="candidate_embeddings must be a KeyedTensor with key_dim 1, .*got key_dim 0"):
+        jm.LinearCompressEmbedding(2, 2, candidate_features=["a", "b"])(transposed)
     uneven = torchrec.KeyedTensor(["a", "b"], [9, 18], torch.randn(7, 27))
     with pytest.raises(ValueError, match=r"candidate_embeddings must have features of one width, got \[9, 18\]"):
         jm.LinearCompressEmbedding(2, 2, candidate_features=["a", "b"])(uneven)

@@ -51,7 +51,7 @@ def intervals(row: list[bool]) -> int:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("limits", LIMITS, ids=str)
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
-def test_every_small_mask_is_the_written_rule(causal, limits, window):
+def test_every_small_mask_equals_the_written_rule(causal, limits, window):
     for group, c in itertools.product([1, 2, 3], [0, 1, 2, 3]):
         mask = AttentionMask(causal, window, None, group, c, *limits)
         for n, t in SIZES:
@@ -64,7 +64,7 @@ def test_every_small_mask_is_the_written_rule(causal, limits, window):
 @pytest.mark.parametrize("num_queries", [0, 1, 3, 5, 8])
 @pytest.mark.parametrize("mask", [AttentionMask(True), AttentionMask(window=(1, 0)), AttentionMask(True, None, None, 2, 2, 1, 1)], ids=repr)
 def test_queries_are_aligned_with_the_end_of_the_keys(mask, num_queries):
-    """Rows before the first column, where queries are more than keys, follow the same rule."""
+    """With more queries than keys, rows before the first column follow the same rule."""
     n, t = 5, 2
     expected = [[seen(mask, i + n - num_queries, j, n, t) for j in range(n)] for i in range(num_queries)]
     assert mask.keep(num_queries, n, t).tolist() == expected

@@ -34,14 +34,14 @@ def test_opcheck_of_strided_low_precision_inputs(offsets_of):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_opcheck_of_jagged_products(dtype, offsets_of):
+def test_opcheck_of_jagged_matmuls(dtype, offsets_of):
     operators = torch.ops.jagged_modules
     plan = F.ScorePlan.from_offsets(offsets_of([2, 0, 3], torch.int32), offsets_of([4, 5, 1]))
     shapes = (plan.x_rows, 4), (plan.y_rows, 4), (plan.total,)
     x, y, p = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
     library.opcheck(operators.outer_cpu.default, (x, y, *plan.offsets, plan.total))
-    library.opcheck(operators.product_cpu.default, (p, y, *plan.offsets, plan.x_rows, False))
-    library.opcheck(operators.product_cpu.default, (p, x, *plan.offsets, plan.y_rows, True))
+    library.opcheck(operators.matmul_cpu.default, (p, y, *plan.offsets, plan.x_rows, False))
+    library.opcheck(operators.matmul_cpu.default, (p, x, *plan.offsets, plan.y_rows, True))
     for columns in (False, True):
         library.opcheck(operators.softmax_cpu.default, (p, *plan.offsets, columns))
         library.opcheck(operators.softmax_backward_cpu.default, (p.detach(), p.detach().exp(), *plan.offsets, columns))

@@ -70,7 +70,7 @@ WAYS = {
 
 
 def assert_same(x, y) -> None:
-    """Equal in all that they hold; the name of a segmentation included."""
+    """Equal in everything that they hold, including segmentation ids."""
     assert type(x) is type(y)
     if isinstance(x, torch.Tensor):
         assert torch.equal(x, y)

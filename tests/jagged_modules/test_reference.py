@@ -8,7 +8,7 @@ from jagged_modules.reference import attention_reference
 
 
 def dense_attention(q, k, v, q_lengths, kv_lengths, scale, function=None, mask=None, targets=None, output_scale=None):
-    """Every query row against every key row, the pairs of different segments, and those that the mask hides, masked out.
+    """Every query row against every key row. Pairs of different segments, and pairs that the mask hides, are masked out.
 
     function: of the scores, softmax if None. targets, output_scale: of each segment.
     """

@@ -23,7 +23,7 @@ def assert_close(results, expected) -> None:
 
 
 def test_streams():
-    """Steps queued in turn on streams of their own, none of which waits for another."""
+    """Steps are queued alternately on separate streams, and no stream waits for another."""
     steps = make_steps("cuda")
     expected = [run_steps(steps, seed, 3, "cuda") for seed in range(4)]
     streams = [torch.cuda.Stream() for _ in range(4)]
@@ -39,7 +39,7 @@ def test_streams():
 
 
 def test_one_history_on_several_streams():
-    """What the first stream has kept with a history, its schedule and the users of its candidates, serves the others."""
+    """The schedule and the users of candidates, which the first stream cached with a history, serve the others."""
     offsets = torch.arange(0, 64 * 101, 100)
     history = jm.Jagged(torch.randn(6400, 32), offsets).to("cuda")
     index = jm.CandidateIndex.from_map(torch.randint(64, (500,)), 64).to("cuda")
@@ -129,14 +129,14 @@ def _linear_compress(rows):
     return F.linear_compress(weights, embeddings, index), (*weights, *embeddings)
 
 
-def _products(rows):
+def _matmuls(rows):
     offsets = torch.arange(0, rows + 1, rows // 4, device="cuda")
     x, y = torch.randn(rows, 64, device="cuda", requires_grad=True), torch.randn(4, 64, 256, device="cuda", requires_grad=True)
     return F.jagged_softmax(F.jagged_dense_bmm(x, y, offsets), offsets), (x, y)
 
 
 def allocated_in_the_end(expected: int) -> int:
-    """Bytes allocated on the GPU. Autograd's own thread, in which a backward failed, drops what it holds after the caller has the error."""
+    """Bytes allocated on the GPU. If a backward fails, autograd's thread releases its tensors after the caller has the error."""
     for _ in range(100):
         gc.collect()
         if torch.cuda.memory_allocated() == expected:
@@ -145,9 +145,9 @@ def allocated_in_the_end(expected: int) -> int:
     return torch.cuda.memory_allocated()
 
 
-@pytest.mark.parametrize("make", [_attention, _block_attention, _linear_compress, _products], ids=lambda x: x.__name__[1:])
+@pytest.mark.parametrize("make", [_attention, _block_attention, _linear_compress, _matmuls], ids=lambda x: x.__name__[1:])
 def test_out_of_memory_leaves_nothing_behind(make):
-    """Less memory than a step takes, at ever later places of it; a small step then gives what it gave, and nothing stays allocated."""
+    """Steps run out of memory, each at a later allocation. A small step then has the same results, and nothing stays allocated."""
 
     def step(rows):
         torch.manual_seed(0)

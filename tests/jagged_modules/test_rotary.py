@@ -10,7 +10,7 @@ from jagged_modules import functional as F
 from jagged_modules.rotary import rotary_tables
 
 
-def turned(x, cos, sin):
+def rotated(x, cos, sin):
     """The rotation as a product of complex numbers, in float64."""
     pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * torch.complex(cos.double(), sin.double())[:, None]).flatten(-2)
@@ -27,7 +27,7 @@ def angles(rows, pairs, dtype=torch.float32):
 @pytest.mark.parametrize("shape", [(5, 3, 8), (1, 1, 2), (4, 2, 6), (0, 2, 4), (3, 0, 4)])
 def test_equals_complex_multiplication(shape):
     x, (cos, sin) = torch.randn(shape, dtype=torch.float64), angles(shape[0], shape[2] // 2, torch.float64)
-    torch.testing.assert_close(F.apply_rotary(x, cos, sin), turned(x, cos, sin))
+    torch.testing.assert_close(F.apply_rotary(x, cos, sin), rotated(x, cos, sin))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
@@ -40,7 +40,7 @@ def test_is_computed_in_fp32_or_better_and_rounded_once(dtype, table_dtype):
         assert torch.equal(out, F.apply_rotary(x.float(), *tables).to(dtype))
     else:  # the tables are rounded to x's dtype
         tables = [table.to(dtype) for table in tables]
-        torch.testing.assert_close(out.double(), turned(x, *tables), rtol=0, atol=4 * torch.finfo(dtype).eps * float(x.abs().max()))
+        torch.testing.assert_close(out.double(), rotated(x, *tables), rtol=0, atol=4 * torch.finfo(dtype).eps * float(x.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,7 +97,7 @@ def test_tables_are_the_float64_values_rounded_once(theta):
         assert table.shape == (positions, dim // 2) and table.dtype == torch.float32
         for position in (0, 1, 2, 4095, 100_003, positions - 1):
             exact = torch.tensor([function(position * theta ** (-2 * i / dim)) for i in range(dim // 2)], dtype=torch.float64)
-            rounding = torch.finfo(torch.float32).eps / 4  # half a place of values up to 1
+            rounding = torch.finfo(torch.float32).eps / 4  # half the spacing of numbers up to 1
             assert (table[position] - exact).abs().max() <= rounding + positions * torch.finfo(torch.float64).eps
 
 

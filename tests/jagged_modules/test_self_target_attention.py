@@ -116,7 +116,7 @@ def test_any_users_and_candidates(data, offsets_of):
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (0, 1), (2,)], ids=str)
 def test_gradients_of_some_inputs(needed, offsets_of):
-    """Rows in one buffer are told apart, whichever of them needs a gradient."""
+    """q_user and q_candidates may be rows of one buffer, whichever of them needs a gradient."""
     q, k, v = make_qkv(9, 5)
     inputs = [x.detach().requires_grad_(i in needed) for i, x in enumerate((*q.split([5, 4]), k, v))]
     (q_user, q_candidates, k, v), users, targets = inputs, offsets_of([2, 3]), offsets_of([3, 1])

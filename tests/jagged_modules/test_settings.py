@@ -21,12 +21,12 @@ def setting(request):
 
 @pytest.fixture
 def values(setting):
-    """Two of them, and the default."""
+    """Two values, and the default."""
     return *VALUES[setting], setting.current()
 
 
 def in_a_new_context(function):
-    """Decorator: what a test switches ends with it."""
+    """Decorator: a test's switches end with the test."""
 
     def test(setting, values):
         contextvars.copy_context().run(function, setting, *values)
@@ -53,7 +53,7 @@ def test_a_block_restores_what_was_before(setting, first, second, default):
 
 
 @in_a_new_context
-def test_an_exception_leaves_a_block_as_its_end_does(setting, first, second, default):
+def test_an_exception_restores_the_value(setting, first, second, default):
     with pytest.raises(KeyError), setting(first), setting(second):
         raise KeyError
     assert setting.current() == default
@@ -68,7 +68,7 @@ def test_the_end_of_a_block_undoes_switches_inside(setting, first, second, defau
 
 
 @in_a_new_context
-def test_an_object_enters_again_and_in_itself(setting, first, second, default):
+def test_a_block_can_be_entered_again_and_nested(setting, first, second, default):
     block = setting(first)
     with block:
         pass
@@ -83,7 +83,7 @@ def test_an_object_enters_again_and_in_itself(setting, first, second, default):
 
 
 @in_a_new_context
-def test_an_object_that_another_switch_followed_restores_that_one(setting, first, second, default):
+def test_a_block_restores_a_switch_after_its_construction(setting, first, second, default):
     block = setting(first)
     setting(second)
     with block:
@@ -92,7 +92,7 @@ def test_an_object_that_another_switch_followed_restores_that_one(setting, first
 
 
 @in_a_new_context
-def test_a_decorated_function_runs_with_the_value_and_leaves_the_one_before(setting, first, second, default):
+def test_a_decorated_function_runs_with_the_value_and_restores_the_old_one(setting, first, second, default):
     @setting(first)
     def decorated(x):
         """Documentation."""
@@ -148,7 +148,7 @@ def test_a_generator_that_another_context_ends(setting, first, second, default):
 
 
 @in_a_new_context
-def test_switching_at_every_step_keeps_nothing(setting, first, second, default):
+def test_switching_at_every_step_stores_nothing(setting, first, second, default):
     for _ in range(100):
         setting(first)
         setting(second)
@@ -251,7 +251,7 @@ def test_a_graph_takes_the_mode_in_which_it_is_traced():
         calls = []
 
         def backend(module, _):
-            calls.extend(node for node in module.graph.nodes if node.op == "call_function" and "products_cpu" in str(node.target))
+            calls.extend(node for node in module.graph.nodes if node.op == "call_function" and "batched_matmul_cpu" in str(node.target))
             return module.forward
 
         with jm.batch_invariant(mode):

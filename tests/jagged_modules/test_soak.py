@@ -24,7 +24,7 @@ def resident_bytes() -> int:
 
 
 def soak(steps: int, device, extra=lambda: ()):
-    """Run the steps, and give what is held, after a fifth of them and at their end: caches, objects, bytes, and what `extra` says."""
+    """Run the steps. Return cache sizes, objects, bytes and the result of `extra` after a fifth of them, and at the end."""
     cycle, generator, held = itertools.cycle(make_steps(device).values()), torch.Generator().manual_seed(1), []
     for number in range(1, steps + 1):
         next(cycle)(Batch(generator, device))
@@ -44,7 +44,7 @@ def test_nothing_grows_on_the_cpu():
 
 
 def test_sizes_of_caches_are_seen():
-    """What the test above compares: one batch kept is one entry more."""
+    """The test above would notice growth: one kept batch is one more entry."""
     jm.Jagged(torch.randn(3, 2), torch.tensor([0, 1, 3]))
     before, kept = cache_sizes(), jm.Jagged(torch.randn(3, 2), torch.tensor([0, 1, 3]))
     after = cache_sizes()

@@ -26,7 +26,7 @@ def replicated_attention(q, k, v, candidate_to_user, kv_offsets):
 
 
 def check(candidate_to_user, kv_offsets, operator, q, k, v, **options):
-    """Hold target attention of q `[C, n_q, H, D]` and its gradients to what attention of each user's candidates, put together, gives."""
+    """Check target attention of q `[C, n_q, H, D]` and its gradients against the attention of each user's candidates together."""
     order, rows = torch.argsort(candidate_to_user, stable=True), q.shape[1]
     counts = torch.bincount(candidate_to_user, minlength=len(kv_offsets) - 1)
     q_offsets = rows * torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
@@ -80,7 +80,7 @@ def test_equals_replicated_attention(counts, n_q, shuffled, offsets_of):
 
 @pytest.mark.parametrize("users", [[0, 2, 2], [2, 0, 1, 2, 0], []], ids=str)
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_an_index_tensor_is_as_good_as_a_candidate_index(users, dtype, attention, offsets_of):
+def test_an_index_tensor_gives_the_results_of_a_candidate_index(users, dtype, attention, offsets_of):
     users, offsets = torch.tensor(users, dtype=dtype), offsets_of([4, 0, 6])
     index = jm.CandidateIndex.from_map(users, 3)
     q, k, v = torch.randn(len(users), 2, 2, 8), torch.randn(10, 2, 8), torch.randn(10, 2, 8)

@@ -48,7 +48,7 @@ def test_first_calls(serial, way):
 
 
 def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):
-    """Every thread gets the schedule of its own queries, while the others push it out."""
+    """Every thread gets the schedule of its own queries, while the others evict it."""
     keys = jm.Jagged(torch.randn(70, 4), offsets_of([30, 40]))
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
@@ -66,7 +66,7 @@ def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):
     assert len(keys._segmentation.schedules) <= MAX_SCHEDULES
 
 
-def test_threads_ask_for_one_name():
+def test_threads_get_one_segmentation_id():
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
@@ -78,8 +78,8 @@ def test_threads_ask_for_one_name():
         sys.setswitchinterval(before)
 
 
-def test_what_inference_has_kept_serves_training():
-    """Users of candidates and offsets of queries are kept with the index; autograd refuses tensors made in inference mode."""
+def test_values_cached_in_inference_mode_serve_training():
+    """An index caches users of candidates and offsets of queries. Autograd refuses tensors made in inference mode."""
     index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
     layer = jm.LinearCompressEmbedding(3, 2, 4)
     embeddings = torch.randn(3, 3, 8), torch.randn(2, 4, 8)

@@ -29,7 +29,7 @@ class AttentionTile:
 def attention_tile(head_dim: int, itemsize: int, mean_seqlen: float | None = None) -> AttentionTile:
     """The largest tiles of the portable kernels.
 
-    mean_seqlen: query rows of a segment, None: many. Where they are few, a tile of 128 rows is mostly empty.
+    mean_seqlen: mean query rows of a segment; None: many. With few rows, a tile of 128 rows is mostly empty.
     """
     dim = padded_dim(head_dim)
     if itemsize == 4:
@@ -43,7 +43,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
     Args:
         head_dim: the larger of the query and the value head dim.
         itemsize: bytes of an input element, 2 or 4.
-        capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) parts have 99 KB of shared memory a block, others 163 KB or more.
+        capability: CUDA compute capability; (8, 6), (8, 9) and (12, 0) have 99 KB of shared memory per block, others 163 KB or more.
         query_tile: rows of a query tile, as the schedule has them.
         long: whether tiles loop over many rows, without a mask (`select.LONG`).
     """

@@ -4,8 +4,8 @@
     softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
     pointwise:  dS = activation'(S) ∘ dP
 
-The kernel for dk and dv is hopper_dkdv.py's. Both compute S again, so that each output tile has one owner and results are deterministic.
-Where memory allows, the dk, dv kernel runs first and stores dS, and dq is computed from it by hopper_ds.py's kernel.
+The kernel for dk and dv is in hopper_dkdv.py. Both compute S again, so that each output tile has one owner and results are deterministic.
+Where memory allows, the dk, dv kernel runs first and stores dS, and the kernel in hopper_ds.py computes dq from it.
 
 Roles, at head dim 128 | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue. `_dq_consume`

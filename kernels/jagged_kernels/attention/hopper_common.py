@@ -37,7 +37,7 @@ TILE_SLOTS = gl.constexpr(4)  # tiles of one block follow one another quickly
 class Schedule(NamedTuple):
     """The tiles of a launch and the segments that they belong to.
 
-    num_segments: of keys, None unless there are several query groups. num_targets_ptr: None unless the mask has targets.
+    num_segments: number of key segments; None with one query group. num_targets_ptr: None unless the mask has targets.
     """
 
     tiles_ptr: gl.tensor
@@ -275,7 +275,7 @@ def _constants(
 
 def grid(tiles: Tensor) -> tuple[int, ...]:
     """One thread block per multiprocessor, or per tile if there are fewer; `()`, no launch, without tiles."""
-    blocks = min(device_properties(tiles.device)[1], tiles.shape[0])
+    blocks = min(device_properties(tiles.device).num_sms, tiles.shape[0])
     return (blocks,) if blocks else ()
 
 

@@ -1,10 +1,10 @@
-"""dS stored by Hopper's dk, dv kernel, and the kernel that computes dq from it with one MMA in place of three.
+"""dS stored by Hopper's dk, dv kernel, and the kernel that computes dq from it with one MMA instead of three.
 
     dQ = scale · dS k                                                                 per segment and head
 
 dS is stored in a workspace, in blocks of 64 keys by 64 queries. The blocks of one head and 64 keys follow one another, for all queries. A
 block is in the order of the dk, dv kernel's registers: each thread stores and loads 16 bytes at a time, and no kernel transposes it in
-shared memory. If a segment's blocks have no room, its dS is not stored, and hopper_backward.py's kernel computes its dq.
+shared memory. If a segment's blocks have no room, its dS is not stored, and the kernel in hopper_backward.py computes its dq.
 
 Roles, at head dim 128 | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, epilogue. `_dq_consume`
@@ -135,7 +135,7 @@ def plan_workspace(
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
     """The number of blocks to allocate, and the parts of the batch, (first segment, end), that use them one after the other.
 
-    It follows from shapes, without a sync: as many blocks as segments have whose lengths are uniform up to twice their mean. The limit is
+    It follows from shapes, without a sync: as many blocks as segments of uniform lengths up to twice the mean would need. The limit is
     `workspace` bytes; if it is None, `WORKSPACE` or the size of the gradients, whichever is larger. (0, []) where storing dS is not faster,
     or a few segments exceed the limit.
     """

@@ -213,7 +213,7 @@ def _skips_blocks(mask, consumers, block):
 
 @gluon.jit
 def _q_operand(q, rings, wave, SKIPS: gl.constexpr, OPTIONS: gl.constexpr):
-    """The tile's query rows for one of several branches and loops."""
+    """The tile's query rows, for use in one of several branches or loops."""
     if OPTIONS.q_in_registers or not SKIPS:
         return q
     else:
@@ -290,7 +290,7 @@ def _last_values(p, rings, step, wave, state, OPTIONS: gl.constexpr):
 def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr):
     """acc = P v over a consumer's blocks, and the factor and log-sum-exp of each row as _last_values returns them.
 
-    The first block is handled apart: only it may be cut by the segment's end. If it has at most half a block of keys, its MMAs are half as
+    The first block is computed apart: only it may be cut by the segment's end. If it has at most half a block of keys, its MMAs are half as
     large.
     """
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]

@@ -237,7 +237,7 @@ def _triton_backward(
 
 def _grid(config: LaunchConfig, tiles: Tensor) -> tuple[int, ...]:
     """As many programs as run on the GPU at a time; `()`, no launch, without tiles."""
-    workers = min(device_properties(tiles.device)[1] * config.ctas_per_sm, tiles.shape[0])
+    workers = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
     return (workers,) if workers else ()
 
 

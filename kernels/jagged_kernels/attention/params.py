@@ -34,7 +34,7 @@ class AttentionParams(NamedTuple):
         output_scale: factor of the output.
         batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments.
         num_targets: `[B]`, if the mask has targets.
-        segment_scale: fp32, one factor of the output for each segment of queries; takes the place of output_scale if not None.
+        segment_scale: fp32, one factor of the output for each segment of queries; replaces output_scale if not None.
     """
 
     scale: float

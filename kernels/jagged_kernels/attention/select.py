@@ -18,7 +18,7 @@ from ..common.device import cdiv
 from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, hopper_attention_config
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
-LONG = 768  # mean rows that a tile loops over, from which on larger blocks are faster
+LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
 
 
 class AttentionProblem(NamedTuple):
@@ -36,7 +36,7 @@ class AttentionProblem(NamedTuple):
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
         misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
         schedule: rows of the query tiles and of the key tiles of the given schedule; None for a side that has none.
-        num_kv_heads, num_sms: for the number of query chunks, which only kv_shared has.
+        num_kv_heads, num_sms: used for the number of query chunks, which only kv_shared has.
     """
 
     head_dim: int
@@ -66,9 +66,9 @@ class Selection:
     Attributes:
         backend: "triton", the portable kernels, or "hopper".
         fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of dkdv.
-        dq_from_ds: that of the kernel that reads dS, where the backward may store it; Hopper's alone.
+        dq_from_ds: configuration of the Hopper kernel that reads dS; None with the portable kernels.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
-        query_chunks: with kv_shared, into how many chunks dkdv splits the query rows, each against all keys.
+        query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each chunk reads all keys.
     """
 
     backend: str
@@ -121,7 +121,7 @@ def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capabilit
 
 
 def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: int, activation: str) -> bool:
-    """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Mean segment lengths; None: long ones.
+    """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Lengths are means; None: long segments.
 
     They are slower where tiles are mostly empty: portable kernels took 25 % less time for 25 by 25 rows and 8 % less for 1 by 200; Hopper's
     took 8 % less for 10 by 200 and 13 % less for 50 by 50. They are also slower for activations with many instructions: portable kernels

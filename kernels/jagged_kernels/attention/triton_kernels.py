@@ -9,8 +9,8 @@ Tile: BLOCK_M query rows of a head, over blocks of BLOCK_N keys; for dk and dv, 
 heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles from the zigzag schedule, and reads the next tile's bounds
 while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
 
-Operands that a tile loops over are loaded by TMA if they have a descriptor. Of those that it loads once, TMA loads at most one: two TMA
-loads outside a loop wait for one another. `num_segments` is None unless several query groups read the keys of so many segments (load_tile).
+Operands that a tile loops over are loaded by TMA if they have a descriptor. At most one of those that it loads once is loaded
+by TMA: two TMA loads outside a loop wait for one another. `num_segments` is None with one query group (load_tile).
 """
 
 from typing import NamedTuple

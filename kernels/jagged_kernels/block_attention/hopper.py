@@ -295,7 +295,7 @@ def block_attention_fwd_hopper_kernel(
     HEADS: gl.constexpr, HEADS_PER_CTA: gl.constexpr, DIM: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_D: gl.constexpr,
     BLOCK_SIZE: gl.constexpr, ROTATE: gl.constexpr, ROTATE_V: gl.constexpr, RELATIVE: gl.constexpr, PRECISE: gl.constexpr,
 ):  # fmt: skip
-    """O of one tile, HEADS_PER_CTA heads. Grid: tile indices, groups of heads, which follow one another."""
+    """O of one tile, HEADS_PER_CTA heads. Grid: a program for each tile index and group of heads; a tile's groups are adjacent."""
     DTYPE: gl.constexpr = q_desc.dtype
     QK_DTYPE: gl.constexpr = gl.float16 if PRECISE else DTYPE
     q_full, k_full, v_full = _make_barrier(), _make_barrier(), _make_barrier()
@@ -488,5 +488,5 @@ def _constants(q: Tensor, params: BlockAttentionParams, config: HopperBlockAtten
 
 
 def _descriptors(config: HopperBlockAttentionConfig, *tensors: Tensor) -> list[TensorDescriptor]:
-    """Of `[L, H, D]`, as `[H, L, D]`, in boxes of one head's tile."""
+    """TMA descriptors of `[L, H, D]` as `[H, L, D]`. A box is one head's tile."""
     return [head_descriptor(x, config.block_m) for x in tensors]

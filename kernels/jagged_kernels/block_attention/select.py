@@ -62,6 +62,6 @@ def _hopper_is_supported(problem: BlockAttentionProblem) -> bool:
 def has_kernels(head_dim: int, itemsize: int, capability: tuple[int, int], block_size: int, group: int, implementation: str) -> bool:
     """Whether block attention runs by its own kernels, not by those of jagged attention with a segment for each block.
 
-    group: query heads per key head. An explicit "hopper" does: `select_block_attention` refuses what is not supported.
+    group: query heads per key head. True for an explicit "hopper", which `select_block_attention` refuses if it is not supported.
     """
     return implementation == "hopper" or fits_shared_memory(head_dim, itemsize, capability, block_size, group)

@@ -16,7 +16,7 @@ INVARIANT_SHIFT = 11  # log2 of the length of a long segment's chunks, under bat
 
 def precision(x: Tensor) -> str:
     """Precision of fp32 MMAs, as `tl.dot` takes it. "bf16x6": six bf16 MMAs, which keep all 24 bits in a tenth of the time of fp32 FMAs.
-    "tf32": if the user allows it by torch.set_float32_matmul_precision. "ieee": in Triton's interpreter, which has neither."""
+    "tf32": if the user allows it with torch.set_float32_matmul_precision. "ieee": in Triton's interpreter, which has neither."""
     if x.device.type != "cuda":
         return "ieee"
     return "bf16x6" if torch.get_float32_matmul_precision() == "highest" else "tf32"
@@ -41,7 +41,7 @@ def device_properties(device: torch.device) -> DeviceProperties:
 def gpu_capability() -> tuple[int, int] | None:
     """Compute capability of the machine's first GPU, None without one. Does not initialise CUDA: a data loader's worker must not."""
     if torch.cuda.is_initialized():
-        return device_properties(torch.device("cuda", 0))[0]
+        return device_properties(torch.device("cuda", 0)).capability
     return _driver_capability()
 
 
@@ -97,7 +97,7 @@ def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch
     adds them up.
 
     Args:
-        num_rows: of all segments. max_seqlen: of the longest one, if known. No segment is cut if it is at most the shortest chunk.
+        num_rows: rows of all segments. max_seqlen: rows of the longest, if known. No segment is cut if it is at most the shortest chunk.
         tiles: tiles of the result per chunk.
         batch_invariant: chunks of a fixed length.
     """

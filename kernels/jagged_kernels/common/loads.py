@@ -58,7 +58,7 @@ def zigzag_position(wave, worker, num_workers):
 def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_offsets_ptr, num_segments):
     """`worker`'s ScheduledTile in `wave`. A wave past the last one repeats it, so that tiles can be read ahead.
 
-    num_segments: of keys, where several query groups of as many segments read them; None: one query group.
+    num_segments: number of key segments if there are several query groups; None: one query group.
     """
     tile_ptr = tiles_ptr + zigzag_position(tl.maximum(tl.minimum(wave, waves - 1), 0), worker, num_workers) * 3
     segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)

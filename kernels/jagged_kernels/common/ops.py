@@ -72,7 +72,7 @@ def _on_the_tensors_device(launcher: Callable) -> Callable:
 
 
 def differentiate(op: Callable, apply: Callable) -> None:
-    """Route the operator's calls under autograd through `apply`, that of an autograd function whose forward calls `op` inside
+    """Route the operator's calls under autograd through `apply`, a method of an autograd function. Its forward calls `op` inside
     `below_autograd()`."""
 
     def call(*args):

@@ -100,7 +100,7 @@ class Tile(NamedTuple):
 
 @gluon.constexpr_function
 def has_height(m, height):
-    """Whether there are tiles of so many M tiles: as few tiles as possible, of heights as equal as possible, and tiles of height 1."""
+    """Whether a tile may have `height` M tiles. Tiles are as few as possible and of nearly equal heights; some have height 1."""
     m_tiles = triton.cdiv(m, 64)
     tiles = triton.cdiv(m_tiles, 3)
     return height in (1, m_tiles // tiles, triton.cdiv(m_tiles, tiles))

@@ -55,13 +55,13 @@ def fragment_layout():
 
 @gluon.constexpr_function
 def step_depth(k, block_k, step):
-    """How much of its block a K step multiplies: a part of the last one."""
+    """Depth of a K step: block_k, except that the last step covers the rest of K, rounded up to a multiple of 16."""
     return min(cdiv(k - step * block_k, 16) * 16, block_k)
 
 
 @gluon.constexpr_function
 def free_steps(k, block_k, parts):
-    """K steps before those between which `parts` additions are made, one for each 64 of K."""
+    """Number of K steps before the first of `parts` additions. From there on, there is one addition for each 64 of K."""
     return max(cdiv(k, block_k) - parts * (64 // block_k), 0)
 
 
@@ -174,8 +174,8 @@ def _consumer_release(ring, step, wanted):
 
 @gluon.jit
 def gemm(ring, step, addends, role, K: gl.constexpr):
-    """A consumer's part of a tile of W @ E plus the addends. They are added by parts of 32 columns, one between two of the last K steps;
-    these steps are unrolled, as registers have no index."""
+    """A consumer's part of a tile of W @ E plus the addends. The addends are added 32 columns at a time between the last K steps. These
+    steps are unrolled, as registers cannot be indexed."""
     BLOCK_K: gl.constexpr = ring.e_bufs.shape[2]
     BLOCK_N: gl.constexpr = ring.e_bufs.shape[3]
     STEPS: gl.constexpr = cdiv(K, BLOCK_K)

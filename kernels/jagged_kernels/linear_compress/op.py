@@ -175,7 +175,7 @@ def triton_linear_compress_backward(
 
 
 def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) -> Tensor:
-    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`: a view of K padded rows, without which cuBLAS takes five times as long."""
+    """weightᵀ `[K, M]` @ gradient[b] `[M, N]`, with K padded to a multiple of 8: otherwise cuBLAS takes five times as long."""
     columns = weight.shape[1]
     if columns % 8:
         weight = functional.pad(weight, (0, -columns % 8))
@@ -186,7 +186,7 @@ def _embedding_gradient(weight: Tensor, gradient: Tensor, choice: KernelChoice) 
 
 
 def _weight_gradient(gradient: Tensor, embedding: Tensor, config: GemmConfig) -> Tensor:
-    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`, as a sum of fp32 parts, enough of them to fill the GPU, in a fixed order."""
+    """Σ_b gradient[b] `[M, N]` @ embedding[b]ᵀ `[N, K]`. Fp32 parts, enough to fill the GPU, are added in a fixed order."""
     embedding = contiguous_last_dim(embedding)
     (batch, m, n), k = gradient.shape, embedding.shape[1]
     tiles, steps = cdiv(m, config.block_m) * cdiv(k, config.block_n), batch * cdiv(n, config.block_k)
@@ -212,12 +212,12 @@ def _group(index: Tensor, num_groups: int) -> tuple[Tensor, Tensor]:
 
 
 def _sum_groups(x: Tensor, order: Tensor | None, offsets: Tensor, batch_invariant: bool = False) -> Tensor:
-    """Sums of groups of x's first dimension, with one rounding."""
+    """Sums of groups of x's first dimension, with one rounding. x is contiguous."""
     groups = offsets.shape[0] - 1
     out = x.new_empty((groups, *x.shape[1:]))
     if out.numel() == 0 or x.numel() == 0:
         return out.zero_()
-    size = x.stride(0)
+    size = out.stride(0)  # not x's: a dimension of size 1 may have any stride in a contiguous tensor
     small_blocks = batch_invariant or groups * cdiv(size, 1024) < 4 * device_properties(x.device).num_sms
     block, rows = (256, 16) if small_blocks else (1024, 8)
     sum_groups_kernel[(cdiv(size, block), groups)](x, order, offsets, out, size, ROWS=rows, BLOCK=block, num_warps=4)

@@ -62,7 +62,7 @@ def select_forward(problem: LinearCompressProblem, implementation: str) -> Kerne
 def select_shared_gemm(num_tiles: int, dtype: torch.dtype, device_type: str, num_sms: int, batch_invariant: bool) -> str:
     """Backend of a shared level's GEMM beside the candidates' Triton GEMM: "triton" or "cublas".
 
-    num_tiles: of 128 x 256. With few of them, cuBLAS takes less host time. It chooses its algorithm by the batch size.
+    num_tiles: of 128 x 256. With few of them, cuBLAS takes less host time. cuBLAS chooses its algorithm by the batch size.
     """
     if batch_invariant:
         return "triton"

@@ -261,12 +261,14 @@ class _DenseBmm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        (x, offsets, y, bias), wanted = ctx.saved_tensors, ctx.needs_input_grad
+        x, offsets, y, bias = ctx.saved_tensors
+        wants_x, _, wants_y, wants_bias, *_ = ctx.needs_input_grad
         if ctx.activation is not None:
             grad = triton_jagged_dense_bmm_dact(grad, x, offsets, y, bias, ctx.activation)
-        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.chunking) if wanted[0] else None
-        dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.chunking) if wanted[2] else None
-        return dx, None, dy, triton_jagged_sum(grad, offsets, *ctx.chunking) if wanted[3] else None, None, *(None for _ in ctx.chunking)
+        dx = triton_jagged_dense_bmm(grad, offsets, y.transpose(1, 2), None, None, *ctx.chunking) if wants_x else None
+        dy = triton_jagged_jagged_bmm(x, grad, offsets, *ctx.chunking) if wants_y else None
+        dbias = triton_jagged_sum(grad, offsets, *ctx.chunking) if wants_bias else None
+        return dx, None, dy, dbias, None, *(None for _ in ctx.chunking)
 
 
 class _JaggedBmm(torch.autograd.Function):

@@ -82,8 +82,8 @@ def tile_list(
     """The tiles of `host.zigzag_schedule`, from offsets on the device.
 
     Args:
-        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Those
-            of queries may have several groups, as in `zigzag_schedule`.
+        offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Queries
+            may have several groups, as in `zigzag_schedule`.
         num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
         mask: `MaskParams`, with num_targets `[B]` if it has targets. The list is then built by torch operators, many launches.
 

@@ -30,8 +30,8 @@ class TileList(NamedTuple):
 
 
 class Segments(NamedTuple):
-    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Of queries there may be several groups, `[n · B + 1]`:
-    their segments b, B + b, 2B + b, ... read the keys of segment b."""
+    """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query groups have offsets `[n · B + 1]`: their
+    segments b, B + b, 2B + b, ... read the keys of segment b."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
@@ -127,8 +127,8 @@ def zigzag_schedule(
 
     Args:
         q_lengths, kv_lengths: `[B]` integers per segment, host tensors or sequences. A segment with queries and no keys keeps its
-            tiles, with work 0: its output rows have to be written too. One without queries has none. Queries may have n groups, one after
-            the other: `[n · B]`, of which the segments b, B + b, ... read the keys of segment b.
+            tiles, with work 0: its output rows have to be written too. One without queries has none. n query groups have `[n · B]` lengths:
+            segments b, B + b, ... of the queries then read the keys of segment b.
         num_heads: heads per segment; each has ceil(q_length / block_m) tiles.
         block_m: query rows of a tile. block_n: columns of a key block.
         num_workers: thread blocks that the tiles are assigned to.
@@ -195,9 +195,9 @@ def _tiles(
 
 
 def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None) -> int:
-    """How many groups of query segments read the segments of keys, from the number of segments of the arguments so called.
+    """The number of query groups: num_queries / num_keys, 1 if both are 0. queries, keys: names of the arguments in errors.
 
-    ValueError unless there are as many of queries as of keys, or a multiple, and then no mask.
+    ValueError if it is not an integer, or if there are several groups and a mask.
     """
     if num_queries == num_keys:
         return 1
@@ -240,7 +240,7 @@ def masked_tiles(
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:
-    """Upper bound on the tiles of `num_segments` segments with `total_q` rows together; 0 where there is no segment."""
+    """Upper bound on the number of tiles of `num_segments` segments with `total_q` rows in total; 0 without segments."""
     return num_heads * (cdiv(total_q, block_m) + num_segments) if num_segments else 0
 
 

@@ -45,7 +45,7 @@ def triton_jagged_softmax_backward(
 
 
 def _jagged_softmax(x: Tensor, grad: Tensor | None, offsets: Tensor, max_seqlen: int | None, batch_invariant: bool) -> Tensor:
-    """Forward of x, or with grad the backward, x being the forward's result."""
+    """The forward of x. With grad: the backward, where x is the forward's result."""
     x, grad = contiguous_last_dim(x), None if grad is None else contiguous_last_dim(grad)
     (rows, columns), segments = x.shape, offsets.shape[0] - 1
     out = x.new_empty((rows, columns))

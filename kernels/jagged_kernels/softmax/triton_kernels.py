@@ -33,7 +33,7 @@ class Part(NamedTuple):
 
 
 class LineSums(NamedTuple):
-    """Of each line, forward: the maximum of x so far, and Σ weight · exp(x - max). Backward: no maximum, and Σ weight · x."""
+    """For each line. Forward: the maximum of x so far, and Σ weight · exp(x - max). Backward: no maximum, and Σ weight · x."""
 
     max: tl.tensor
     sum: tl.tensor

@@ -24,7 +24,7 @@ def compile_for(
         capability: of the GPU, for example 90.
         constants: values of `tl.constexpr` arguments; names that are not the kernel's are ignored.
         type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None for "i32".
-        aligned: pointers whose addresses are multiples of 16 bytes, by default all; of a tuple, each element.
+        aligned: pointers whose addresses are multiples of 16 bytes, by default all. A tuple stands for each of its pointers.
         options: of the launch, `num_warps` for example.
     """
     types = {arg: "constexpr" if arg in constants else type_of(arg) for arg in kernel.arg_names}

@@ -25,7 +25,7 @@ def compile_attention(
     name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
     query_groups: int = 1,
 ):  # fmt: skip
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability, for so many query groups."""
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
@@ -76,7 +76,7 @@ def test_attention_kernels_of_long_segments_compile(name, capability, shared_mem
 
 @slow_after(1, "dim", [64, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_fit_parts_with_little_shared_memory(name, dim):
+def test_attention_kernels_fit_gpus_with_little_shared_memory(name, dim):
     assert compile_attention(name, dim, "bf16", 86).metadata.shared <= 99 * 1024
 
 
@@ -105,7 +105,7 @@ def test_attention_kernels_compile_for_several_query_groups(name, query_groups):
 
 
 @slow_after(1, "name", KERNELS)
-def test_gelu_taylor_keeps_off_the_special_function_unit(name):
+def test_gelu_taylor_uses_no_special_function_unit(name):
     special = re.compile(r"\b(ex2|lg2|rcp|rsqrt|sqrt|sin|cos|tanh|div)\.\w*\.?f32")
     assert not special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_taylor").asm["ptx"])
     assert special.search(compile_attention(name, 64, "bf16", 90, tma=True, activation="gelu_tanh").asm["ptx"])

@@ -18,7 +18,7 @@ from jagged_kernels.common.configs import padded_dim  # noqa: E402
 
 from .ahead_of_time import MASKS, compile_for, gluon_descriptor  # noqa: E402
 
-# KiB of buffers in shared memory, as the heads of the kernels' files sum them up; lse and delta apart.
+# KiB of buffers in shared memory, from the headers of the kernels' files, without lse and delta.
 BUFFERS = {
     ("fwd", 64): 152, ("fwd", 128): 224, ("long fwd", 64): 168, ("long fwd", 128): 224, ("dq", 64): 168, ("dq", 128): 224,
     ("dkdv", 64): 160, ("dkdv", 128): 224, ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
@@ -26,7 +26,7 @@ BUFFERS = {
 
 
 def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
-    """The buffers and at most 1.5 KiB more, for the tile queue, barriers and what warps hand over; all of it fits."""
+    """Shared memory is that of the buffers plus at most 1.5 KiB for the tile queue, barriers and arguments of warps. It fits the GPU."""
     buffers = BUFFERS[name, padded_dim(dim)] + lse_and_delta
     assert 0 < compiled.metadata.shared / 1024 - buffers <= 1.5 and compiled.metadata.shared <= 227 * 1024
 

@@ -49,8 +49,8 @@ def test_block_attention_kernels_compile(name, rotate, relative):
 @pytest.mark.parametrize("block_size", [64, 128])
 @slow_after(1, "dtype, precision", [("bf16", "ieee"), ("fp32", "bf16x6"), ("fp32", "tf32")])
 @pytest.mark.parametrize("capability, shared_memory", [(86, 99), (90, 227)])
-def test_what_block_attention_takes_fits_shared_memory(capability, shared_memory, dtype, precision, block_size):
-    """The widest heads that the rule allows, in groups, whose backward needs most."""
+def test_supported_blocks_fit_shared_memory(capability, shared_memory, dtype, precision, block_size):
+    """The widest heads that the rule allows, in groups: their backward needs most."""
     generation, itemsize = divmod(capability, 10), 4 if dtype == "fp32" else 2
     taken = [dim for dim in (32, 64, 128, 256) if fits_shared_memory(dim, itemsize, generation, block_size, 2)]
     for dim in taken[-1:]:
@@ -61,7 +61,7 @@ def test_what_block_attention_takes_fits_shared_memory(capability, shared_memory
 
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_rotated_pairs_are_loaded_sixteen_bytes_at_a_time(name):
-    """As four words, or asynchronously past the L1 cache, which takes no less."""
+    """As four words, or by an asynchronous copy that bypasses L1, which moves 16 bytes."""
     ptx = compile_block_attention(name, 90, "bf16", 128, 64, "qkv").asm["ptx"]
     loads = re.findall(r"ld\.global\S*|cp\.async\.c[ag]\S*", ptx)
     assert sum(".v4." in load or ".cg." in load for load in loads) > 0.7 * len(loads)

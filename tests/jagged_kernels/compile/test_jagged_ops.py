@@ -69,7 +69,7 @@ def test_jagged_matmul_kernels_compile(name, capability, shared_memory):
 
 @pytest.mark.parametrize("name", ["dense", "dense-transposed", "jagged", "outer", "gram"])
 def test_jagged_matmul_kernels_read_sixteen_bytes_at_a_time(name):
-    """Rows of a multiple of 16 bytes, whatever the number of the row: nothing is read by elements."""
+    """Rows are a multiple of 16 bytes long, so none is read element by element."""
     ptx = compile_jagged_matmul(name, 90, "bf16", 128, 128, "ieee").asm["ptx"]
     widths = re.findall(r"cp\.async\.c\w\.shared\.global \[[^\]]*\], \[[^\]]*\], (\w+)", ptx)
     assert widths and set(widths) == {"0x10"}

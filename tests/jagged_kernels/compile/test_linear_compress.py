@@ -131,8 +131,8 @@ def compile_hopper_linear_compress(dtype, sizes, addends):
     ],
 )
 def test_hopper_linear_compress_kernel_compiles(dtype, sizes, addends):
-    """Three groups of warps fill a multiprocessor: accumulators take most of their registers, and nothing spills by the assembler of Triton
-    3.6, which all figures are measured with; that of 3.9 keeps up to 120 bytes of a thread's in memory."""
+    """Three warpgroups fill an SM, and accumulators take most of their registers. Nothing spills with the ptxas of Triton 3.6, with which
+    all figures were measured. That of 3.9 spills up to 120 bytes per thread."""
     compiled = compile_hopper_linear_compress(dtype, sizes, addends)
     assert compiled.metadata.shared <= 227 * 1024
     if sizes[1]:  # the sum at the head of hopper.py, without its barriers

@@ -1,4 +1,4 @@
-"""The kernel that groups tiles on the device compiles for the GPU generations that we support."""
+"""The kernel that lists tiles on the device compiles for the GPU generations that we support."""
 
 import pytest
 

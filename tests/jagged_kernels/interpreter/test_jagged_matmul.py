@@ -1,4 +1,4 @@
-"""The products of jagged tensors in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
+"""Matrix multiplication of jagged tensors in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
 
 import accuracy
 import pytest
@@ -16,7 +16,7 @@ import triton.language as tl  # noqa: E402
 from jagged_kernels.common.loads import find_tile  # noqa: E402
 
 DTYPES = [torch.float32, torch.float16]
-PRODUCTS = ["dense", "dense-bias", "dense-gelu_tanh", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
+MATMULS = ["dense", "dense-bias", "dense-gelu_tanh", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
 FAMILY = ["dense", "dense-bias", "jagged", "sum", "outer", "gram", "array", "array-transposed"]
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -24,35 +24,35 @@ pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
 @slow_after(1, "dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("lengths", ["mixed", "empty-ends"])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_forward_and_gradients(jagged_products, name, lengths, dtype):
-    jagged_products(name, lengths, dtype, "cpu").check()
+@pytest.mark.parametrize("name", MATMULS)
+def test_forward_and_gradients(jagged_matmuls, name, lengths, dtype):
+    jagged_matmuls(name, lengths, dtype, "cpu").check()
 
 
 @slow_after(4, "lengths", ["no-columns", "no-rows", "nothing", "no-segments", "skewed"])
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_lengths(jagged_products, name, lengths):
-    jagged_products(name, lengths, torch.float32, "cpu").check()
+@pytest.mark.parametrize("name", MATMULS)
+def test_lengths(jagged_matmuls, name, lengths):
+    jagged_matmuls(name, lengths, torch.float32, "cpu").check()
 
 
 @pytest.mark.parametrize("depth, columns", [(1, 1), (64, 130), (70, 8), (8, 64), (0, 5), (5, 0)], ids=str)
 @pytest.mark.parametrize("name", ["dense-bias", "jagged", "outer", "array"])
-def test_sizes(jagged_products, name, depth, columns):
-    jagged_products(name, ([3, 0, 66], [1, 2, 65]), torch.float16, "cpu", depth, columns).check()
+def test_sizes(jagged_matmuls, name, depth, columns):
+    jagged_matmuls(name, ([3, 0, 66], [1, 2, 65]), torch.float16, "cpu", depth, columns).check()
 
 
 @pytest.mark.parametrize("activation", ["identity", "relu", "silu", "gelu", "sigmoid", "hardswish", "gelu_taylor"])
-def test_activations(jagged_products, activation):
-    jagged_products(f"dense-{activation}", ([3, 0, 20], [0] * 3), torch.float32, "cpu").check()
+def test_activations(jagged_matmuls, activation):
+    jagged_matmuls(f"dense-{activation}", ([3, 0, 20], [0] * 3), torch.float32, "cpu").check()
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_operands_and_gradients_of_any_stride(jagged_products, name):
-    jagged_products(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu").check_strides()
+@pytest.mark.parametrize("name", MATMULS)
+def test_operands_and_gradients_of_any_stride(jagged_matmuls, name):
+    jagged_matmuls(name, ([3, 0, 40, 1], [5, 4, 65, 2]), torch.float32, "cpu").check_strides()
 
 
-def test_a_transposed_dense_operand_is_read_in_place(jagged_products, tensor_sizes):
-    operator, _, (x, y), *_ = jagged_products("dense", "mixed", torch.float32, "cpu")
+def test_a_transposed_dense_operand_is_read_in_place(jagged_matmuls, tensor_sizes):
+    operator, _, (x, y), *_ = jagged_matmuls("dense", "mixed", torch.float32, "cpu")
     expected = operator(x, y)
     y = y.transpose(1, 2).contiguous().transpose(1, 2)
     with tensor_sizes() as sizes:
@@ -63,7 +63,7 @@ def test_a_transposed_dense_operand_is_read_in_place(jagged_products, tensor_siz
 
 @given(st.lists(st.integers(0, 40), max_size=30), st.integers(1, 12))
 def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
-    """What `jagged_jagged_bmm_kernel` and `sum_chunks_kernel` rely on."""
+    """`jagged_jagged_bmm_kernel` and `sum_chunks_kernel` rely on this."""
     starts = [sum(lengths[:i]) for i in range(len(lengths))]
     long = [i for i, length in enumerate(lengths) if length > chunk]
     slots = [2 * (starts[i] // chunk) + part for i in long for part in range(-(-lengths[i] // chunk))]
@@ -75,12 +75,12 @@ def test_chunks_of_long_segments_share_no_slot(lengths, chunk):
 
 @pytest.mark.parametrize("shift", [0, 3, 6])
 @pytest.mark.parametrize("name", ["jagged", "sum"])
-def test_sums_of_chunks(jagged_products, monkeypatch, name, shift):
+def test_sums_of_chunks(jagged_matmuls, monkeypatch, name, shift):
     from jagged_kernels.matmul import op as jagged_matmul
 
     monkeypatch.setattr(jagged_matmul, "chunk_shift", lambda *_: shift)
     lengths = [3, 0, 16, 1, 9, 0, 0, 8, 33] if shift < 6 else [64, 65, 0, 300, 1, 63]
-    jagged_products(name, (lengths, [0] * len(lengths)), torch.float16, "cpu").check()
+    jagged_matmuls(name, (lengths, [0] * len(lengths)), torch.float16, "cpu").check()
 
 
 def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
@@ -101,9 +101,9 @@ def test_one_launch_where_no_segment_can_be_long(offsets, monkeypatch):
 
 
 @triton.jit
-def find_tiles_kernel(places_ptr, offsets_ptr, out_ptr, num_segments, SHIFT: tl.constexpr):
-    place = tl.load(places_ptr + tl.program_id(0))
-    segment, start, num_rows, row = find_tile(place, offsets_ptr, num_segments, SHIFT)
+def find_tiles_kernel(indices_ptr, offsets_ptr, out_ptr, num_segments, SHIFT: tl.constexpr):
+    index = tl.load(indices_ptr + tl.program_id(0))
+    segment, start, num_rows, row = find_tile(index, offsets_ptr, num_segments, SHIFT)
     out_ptr += tl.program_id(0) * 4
     tl.store(out_ptr, segment)
     tl.store(out_ptr + 1, start)
@@ -112,19 +112,19 @@ def find_tiles_kernel(places_ptr, offsets_ptr, out_ptr, num_segments, SHIFT: tl.
 
 
 @pytest.mark.parametrize("num_segments", [1, 2, 31, 32, 33, 1023, 1024, 1025, 40000])
-def test_the_tile_of_a_place(offsets, num_segments):
+def test_the_tile_of_a_virtual_index(offsets, num_segments):
     lengths = torch.randint(0, 40, (num_segments,)) * torch.randint(0, 2, (num_segments,))
     bounds, tile = offsets(lengths.tolist()), 16
     first = bounds[:-1] // tile + torch.arange(num_segments)
-    num_places = int(bounds[-1]) // tile + num_segments
-    owner = torch.arange(num_segments).repeat_interleave(torch.cat([first[1:], torch.tensor([num_places])]) - first)
-    places = torch.randint(0, num_places, (50,))
-    places[:2] = torch.tensor([0, num_places - 1])
-    expected = torch.stack([owner, bounds[owner], lengths[owner], (torch.arange(num_places) - first[owner]) * tile], 1)[places]
+    num_indices = int(bounds[-1]) // tile + num_segments
+    owner = torch.arange(num_segments).repeat_interleave(torch.cat([first[1:], torch.tensor([num_indices])]) - first)
+    indices = torch.randint(0, num_indices, (50,))
+    indices[:2] = torch.tensor([0, num_indices - 1])
+    expected = torch.stack([owner, bounds[owner], lengths[owner], (torch.arange(num_indices) - first[owner]) * tile], 1)[indices]
     out = torch.empty(50, 4, dtype=torch.int64)
-    find_tiles_kernel[(50,)](places, bounds, out, num_segments, SHIFT=4)
+    find_tiles_kernel[(50,)](indices, bounds, out, num_segments, SHIFT=4)
     assert torch.equal(out, expected)
-    row = (torch.arange(num_places) - first[owner]) * tile  # every row has a tile
+    row = (torch.arange(num_indices) - first[owner]) * tile  # every row has a tile
     assert (torch.bincount(owner[row < lengths[owner]], minlength=num_segments) == (lengths + tile - 1) // tile).all()
 
 
@@ -139,20 +139,20 @@ def test_offsets_of_both_kinds(offsets, dtype):
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_second_derivatives(jagged_products, assert_second_derivatives, name):
-    operator, reference, tensors, *_ = jagged_products(name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4)
+def test_second_derivatives(jagged_matmuls, assert_second_derivatives, name):
+    operator, reference, tensors, *_ = jagged_matmuls(name, ([3, 0, 33, 1], [2, 4, 65, 0]), torch.float32, "cpu", 5, 4)
     assert_second_derivatives(operator, reference, tensors, rtol=1e-5, atol=1e-4)
 
 
-def test_no_second_derivative_of_an_activation(jagged_products):
-    operator, _, (x, *others), *_ = jagged_products("dense-silu", "mixed", torch.float32, "cpu")
+def test_no_second_derivative_of_an_activation(jagged_matmuls):
+    operator, _, (x, *others), *_ = jagged_matmuls("dense-silu", "mixed", torch.float32, "cpu")
     x.requires_grad_()
     (gradient,) = torch.autograd.grad(operator(x, *others).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="not differentiable twice"):
         gradient.sum().backward()
 
 
-def test_a_neighbours_nan_stays_where_it_is(jagged_products, jagged_pair, assert_neighbours_kept):
+def test_a_neighbours_nan_stays_where_it_is(jagged_matmuls, jagged_pair, assert_neighbours_kept):
     lengths = [3, 70, 0, 33], [5, 33, 2, 67]
     (x_offsets, y_offsets, p_offsets), (x_rows, y_rows, total) = jagged_pair(lengths, "cpu")
     squares = torch.nn.functional.pad((x_offsets.diff() ** 2).cumsum(0), (1, 0))
@@ -163,15 +163,15 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_products, jagged_pair, assert
         mask[offsets[1] : offsets[2]] = True
         return mask
 
-    for name in PRODUCTS:
-        operator, _, tensors, *_ = jagged_products(name, lengths, torch.float32, "cpu")
+    for name in MATMULS:
+        operator, _, tensors, *_ = jagged_matmuls(name, lengths, torch.float32, "cpu")
         spoil = lambda x: x.masked_fill_(second_segment(x).view(-1, *[1] * (x.dim() - 1)), float("nan"))  # noqa: E731
         assert_neighbours_kept(operator, tensors, spoil, second_segment)
 
 
-@pytest.mark.parametrize("name", PRODUCTS)
-def test_only_the_gradients_asked_for(jagged_products, name):
-    operator, reference, tensors, *_ = jagged_products(name, ([3, 0, 9], [5, 4, 7]), torch.float32, "cpu")
+@pytest.mark.parametrize("name", MATMULS)
+def test_only_the_gradients_asked_for(jagged_matmuls, name):
+    operator, reference, tensors, *_ = jagged_matmuls(name, ([3, 0, 9], [5, 4, 7]), torch.float32, "cpu")
     for chosen in range(len(tensors)):
         inputs = [x.clone().requires_grad_(i == chosen) for i, x in enumerate(tensors)]
         operator(*inputs).sum().backward()
@@ -182,7 +182,7 @@ def test_only_the_gradients_asked_for(jagged_products, name):
 
 @pytest.mark.parametrize("kind", ["itself", "detached", "another-plan"])
 def test_scores_of_rows_with_themselves(monkeypatch, kind):
-    """The same tensor twice has an operator of its own, but where one of them has no gradient, or the plan is of two offsets."""
+    """The same tensor twice uses its own operator, unless one of the two is detached or the plan has two offsets."""
     from jagged_kernels.matmul import op as jagged
 
     lengths, calls, gram = torch.tensor([3, 0, 70, 130]), [], jagged.triton_jagged_gram

@@ -75,7 +75,7 @@ def test_functions(offsets, name, dtype):
 
 
 def test_attention_in_three_steps(offsets):
-    """Scores, their softmax and their product with values are jagged attention, in value and gradient."""
+    """Scores, their softmax and the multiplication with values equal jagged attention, with its gradients."""
     segments = offsets(LENGTHS)
     plan, scale = F.ScorePlan.from_offsets(segments), 8**-0.5
     q, k, v = (torch.randn(sum(LENGTHS), 8, requires_grad=True) for _ in range(3))

@@ -64,7 +64,7 @@ def test_one_launch_where_no_segment_is_said_to_be_long(offsets, monkeypatch, le
 
 @pytest.mark.parametrize("shift", [6, 9])
 def test_infinite_elements(jagged_softmaxes, monkeypatch, shift):
-    """-inf before and after finite elements, and alone; +inf; as torch has them."""
+    """-inf before and after finite elements, and alone; +inf. Results are those of torch."""
     from jagged_kernels.softmax import op as jagged_softmax
 
     monkeypatch.setattr(jagged_softmax, "chunk_shift", lambda *_: shift)
@@ -97,8 +97,8 @@ def test_a_neighbours_nan_stays_where_it_is(jagged_softmaxes, jagged_pair, asser
     start, end = (x_offsets if name == "softmax" else p_offsets)[1:3].tolist()
 
     def second_segment(x):
-        places = torch.arange(len(x))
-        return (start <= places) & (places < end)
+        rows = torch.arange(len(x))
+        return (start <= rows) & (rows < end)
 
     def spoil(x):
         x[start:end] = float("nan")

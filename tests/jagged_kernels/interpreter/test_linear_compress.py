@@ -21,14 +21,25 @@ def test_sizes(check_linear_compress, num_compressed, width):
     check_linear_compress([2, 3], [8, 70], num_compressed, width, torch.float16, "cpu")
 
 
+@pytest.mark.parametrize("num_compressed, width", [(4, 8), (1, 1)], ids=str)
+def test_gradient_of_one_candidate_with_any_stride(check_linear_compress, num_compressed, width):
+    """A dimension of size 1 may have any stride in a contiguous tensor. Those of a sum and of a concatenation have unusual ones."""
+
+    def grad(out):
+        wide = torch.randn(1, num_compressed + 6, width)
+        return wide[:, :num_compressed] if width > 1 else out.new_ones(()).expand_as(out)
+
+    check_linear_compress([3, 1], [3, 5], num_compressed, width, torch.float32, "cpu", grad=grad)
+
+
 @pytest.mark.parametrize("batches, depths", [([0, 0], [3, 4]), ([2, 0], [3, 4]), ([3, 2], [0, 4]), ([3, 2], [4, 0])], ids=str)
 def test_nothing_to_multiply(check_linear_compress, batches, depths):
     check_linear_compress(batches, depths, 5, 8, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("rows", [5, 64, 150])
-def test_a_shared_levels_own_product(rows):
-    """What the kernel makes of a shared level of many rows: fp32, with nothing added."""
+def test_gemm_of_a_shared_level(rows):
+    """The kernel computes a shared level with many rows in fp32, and adds nothing."""
     from jagged_kernels.common.configs import GemmConfig
     from jagged_kernels.linear_compress.op import _gemm
 
@@ -41,7 +52,7 @@ def test_a_shared_levels_own_product(rows):
 
 @pytest.mark.parametrize("groups", [2, 600])
 def test_sums_of_few_and_of_many_groups(groups):
-    """Blocks are small where groups are few."""
+    """Few groups use small blocks."""
     from jagged_kernels.linear_compress.op import _group, _sum_groups
 
     x, index = torch.randn(50, 7, 40), torch.randint(0, groups, (50,))

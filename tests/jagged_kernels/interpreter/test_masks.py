@@ -78,7 +78,7 @@ def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
 
 @pytest.mark.parametrize("causal_window", [None, 100])
 def test_causal_tiles_skip_what_is_hidden(causal_window):
-    """Of 8 x 8 blocks a causal mask shows 36, and a window of 100 columns back at most 3 to a tile."""
+    """A causal mask leaves 36 of 8 x 8 blocks. A window of 100 columns back leaves at most 3 blocks per tile."""
     mask = jm.AttentionMask(causal=True, window=None if causal_window is None else (causal_window, None))
     visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
     _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=False, BLOCK_M=64, BLOCK_N=64)

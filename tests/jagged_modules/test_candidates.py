@@ -1,4 +1,4 @@
-"""CandidateIndex: every way to say which user a candidate belongs to says the same."""
+"""CandidateIndex: all ways to build it give the same index."""
 
 import pickle
 
@@ -32,7 +32,7 @@ def test_a_map_in_any_order(counts, data):
         assert all((candidates.diff() > 0).all() for candidates in grouped), "a user's candidates keep their order"
 
 
-def test_an_index_or_what_it_is_made_of():
+def test_an_index_or_a_map():
     index = jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3)
     assert jm.CandidateIndex.wrap(index, 5) is index
     assert_same_index(jm.CandidateIndex.wrap(torch.tensor([2, 0, 2]), 3), index)
@@ -58,7 +58,7 @@ def test_from_torchrec_containers_with_lengths_only():
     assert_same_index(jm.CandidateIndex.from_jagged(keyed), expected)
 
 
-def test_several_keys_are_no_users():
+def test_several_keys_are_refused():
     torchrec = pytest.importorskip("torchrec")
     keyed = torchrec.KeyedJaggedTensor(["a", "b"], torch.arange(6), lengths=torch.tensor([3, 0, 2, 1]))
     with pytest.raises(ValueError, match=r"x must have one key, the candidates, got \['a', 'b'\]; pass x\[key\]"):
@@ -81,7 +81,7 @@ def test_query_rows_of_a_user():
 
 @given(counts=st.lists(st.integers(0, 5), max_size=8), data=st.data())
 def test_users_where_the_number_of_candidates_is_known(counts, data):
-    """Of candidates in any order, users without candidates among them."""
+    """Candidates are in any order, and some users have none."""
     candidate_to_user = torch.tensor(data.draw(st.permutations([user for user, count in enumerate(counts) for _ in range(count)])))
     candidate_to_user = candidate_to_user.to(data.draw(st.sampled_from([torch.int32, torch.int64])))
     index = jm.CandidateIndex.from_map(candidate_to_user, len(counts))
@@ -108,9 +108,9 @@ def test_users_under_compile():
         assert index.users(len(candidate_to_user)) is not made, "nothing made in a graph is kept"
 
 
-def test_copies_keep_the_name_of_the_segmentation():
+def test_copies_keep_the_segmentation_id():
     index = jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2)
-    assert pickle.loads(pickle.dumps(index)).segmentation_id != index.segmentation_id, "nobody had asked for the name when it was pickled"
+    assert pickle.loads(pickle.dumps(index)).segmentation_id != index.segmentation_id, "nobody had asked for the id when it was pickled"
     assert pickle.loads(pickle.dumps(index)).segmentation_id == index.segmentation_id
     assert index.to("meta").segmentation_id == index.segmentation_id
     assert index.to("meta").host_counts.tolist() == [1, 2]
@@ -130,6 +130,8 @@ BAD = [
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor([1, 2])), ValueError, "candidate_offsets must start at 0, got 1"),
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 1])), ValueError, "candidate_offsets must not decrease, got 2 then 1"),
     (lambda: jm.CandidateIndex.from_offsets(torch.tensor(0)), ValueError, r"candidate_offsets must be 1-D, got shape \[\]"),
+    (lambda: jm.CandidateIndex.from_offsets(torch.tensor([0, 2, 5])).users(7), ValueError, "describe 5 candidates, num_candidates is 7"),
+    (lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0]), 2).users(3), ValueError, "describe 2 candidates, num_candidates is 3"),
     (lambda: jm.CandidateIndex.from_jagged(torch.tensor([0])), TypeError, "x must be a JaggedTensor.*got Tensor"),
 ]
 
