@@ -223,7 +223,7 @@ class RankingHead(nn.Module):
         if self.compress is not None:
             vectors = self.compress(candidates, users, jm.CandidateIndex.from_offsets(x.item_offsets))
         else:
-            vectors = torch.cat([candidates, per_candidate(users, targets)], dim=1)
+            vectors = torch.cat([candidates, per_candidate(users, x.item_offsets, candidates.shape[0])], dim=1)
         products = (vectors @ vectors.mT).flatten(1)
         return self.over(torch.cat([items, interest, products], dim=1))[:, 0]
 
@@ -310,7 +310,7 @@ class MeanPooling(nn.Module):
         targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
         values, lengths = self.v_proj(history.values), history.offsets.diff().long()
         means = torch.segment_reduce(values, "mean", lengths=lengths, axis=0, unsafe=True, initial=0)
-        return targets.unwrap(per_candidate(self.out_proj(means), targets))
+        return targets.unwrap(per_candidate(self.out_proj(means), targets.offsets, targets.values.shape[0]))
 
 
 class PaddedTargetAttention(nn.Module):
@@ -325,8 +325,8 @@ class PaddedTargetAttention(nn.Module):
         # Each candidate sees at least one column, because softmax over none is undefined. Results without a history are replaced below.
         lengths = history.offsets.diff()
         longest = max([1, *lengths.tolist()])
-        padded = per_candidate(jm.functional.jagged_to_padded(history.values, history.offsets, longest), targets)  # [C, longest, E]
-        lengths = per_candidate(lengths, targets)[:, None]
+        padded = jm.functional.jagged_to_padded(history.values, history.offsets, longest)
+        padded, lengths = (per_candidate(rows, targets.offsets, targets.values.shape[0]) for rows in (padded, lengths[:, None]))
         hidden = torch.arange(longest, device=lengths.device) >= lengths.clamp(min=1)
         output, _ = self.attention(targets.values[:, None], padded, padded, key_padding_mask=hidden, need_weights=False)
         return targets.unwrap(torch.where(lengths > 0, output[:, 0], self.attention.out_proj.bias))
@@ -339,9 +339,9 @@ class MultiheadAttention(nn.MultiheadAttention):
         self._reset_parameters()
 
 
-def per_candidate(rows: torch.Tensor, targets: jm.Jagged) -> torch.Tensor:
-    """Row b of `rows` [B, ...], repeated for each of the n_b targets of b: [C, ...]."""
-    return rows.repeat_interleave(targets.offsets.diff(), dim=0, output_size=targets.values.shape[0])
+def per_candidate(rows: torch.Tensor, offsets: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Row b of `rows` [B, ...], repeated for each candidate of user b, which has those from offsets[b] to offsets[b + 1]: [C, ...]."""
+    return rows.repeat_interleave(offsets.diff(), dim=0, output_size=num_candidates)
 
 
 # -- implementations of the layers -------------------------------------------------------------------------------------------------------
