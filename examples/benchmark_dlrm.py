@@ -154,18 +154,20 @@ def make_config(options: argparse.Namespace) -> RankingConfig:
 
 
 class Step:
-    """A training step of a model with Adam. On a GPU, tables are updated in their backward: FBGEMM has no such kernels for the CPU."""
+    """A training step of a model with Adam, from the parameters `initial`.
 
-    def __init__(self, name: str, tables: TableSizes, options: argparse.Namespace):
+    On a GPU, tables are updated in their backward. TorchRec has this for unsharded collections on GPUs only.
+    """
+
+    def __init__(self, name: str, tables: TableSizes, options: argparse.Namespace, initial: dict[str, torch.Tensor]):
         layers, compiled = MODELS[name]
         device = options.device
-        torch.manual_seed(options.seed)
         self.model = RankingModel(tables, make_config(options), layers, device)
         parameters, on_gpu = self.model.parameters(), device.type == "cuda"
         if on_gpu:
-            initial, parameters = self.model.state_dict(), self.model.head.parameters()
             self.model = fuse_embedding_optimizer(self.model, torch.optim.Adam, {"lr": 1e-3}, device)
-            self.model.load_state_dict(initial)
+            parameters = self.model.head.parameters()
+        self.model.load_state_dict(initial)
         self.optimizer = torch.optim.Adam(parameters, fused=on_gpu)
         self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_gpu and not options.fp32)
         if compiled:
@@ -350,9 +352,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tables, batches = log_batches(options) if options.data else random_batches(options)
     lengths = length_statistics(batches)
     batches = [batch.to(device) for batch in batches]
-    steps = {}
+    torch.manual_seed(options.seed)
+    initial, steps = RankingModel(tables, make_config(options), device=device).state_dict(), {}
     for name in options.models:
-        steps[name] = Step(name, tables, options)
+        steps[name] = Step(name, tables, options, initial)
         for batch in batches[:3]:  # compiles; the second batch may be of other shapes
             steps[name](batch)
     seconds = time_steps(steps, batches, device)
