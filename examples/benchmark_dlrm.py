@@ -1,14 +1,14 @@
-"""Measures the training step of train_dlrm.py's model against the same model by hand, with padding: python examples/benchmark_dlrm.py
+"""Measures the training step of train_dlrm.py's model, and of the same model by hand with padding: python examples/benchmark_dlrm.py
 
-Both models have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused into their backward).
-padded_layers.py says what "by hand" means. Prints samples/s (a sample is a candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of each layer,
-beside three published claims, and writes them as JSON.
+Both have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused into their backward). padded_layers.py
+says what "by hand" means. Prints samples/s (a sample is a candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of
+each layer, beside three published claims, and writes them as JSON.
 
-Lengths are log-normal with the given means and maxima, or those of a rating log (--data). Defaults are small on a CPU. On a GPU, the step has
-thousands of samples in bfloat16.
+Lengths are log-normal with the given means and maxima, or those of a rating log (--data). Defaults are small on a CPU. On a GPU, a step has
+thousands of samples, in bfloat16.
 
-FLOPs are those of the forward on rows that exist, 2 per multiply-add of a GEMM, times 3 for forward and backward. MFU is relative to the speed
-of a large GEMM on the same machine in the same dtype. Padding and recomputation are not counted as useful.
+FLOPs are those of the forward on rows that exist, 2 per multiply-add of a GEMM, times 3 for forward and backward. MFU is relative to the
+speed of a large GEMM on the same machine in the same dtype. Padding and recomputation are not counted.
 """
 
 import argparse
@@ -65,7 +65,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     by_device = "; ".join(f"{device}: {sizes}" for device, sizes in SIZES.items())
     parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
     for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
-        parser.add_argument(f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; with --data only MAX is used")
+        parser.add_argument(
+            f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; with --data only MAX is used"
+        )
     parser.add_argument("--items", type=int, help="rows of the table of items")
     parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
     parser.add_argument("--embedding-dim", type=int)
@@ -202,8 +204,8 @@ def in_range(name: str, function: Callable) -> Callable:
 def time_by_stage(step: Step, batches: list[RankingBatch], device: torch.device) -> dict[str, float]:
     """Milliseconds of a step in each of `STAGES`, under the profiler, which slows the host.
 
-    On a GPU, these are kernels; `host` is the time in which the GPU waits. On a CPU, these are operators; `host` is the time outside of them.
-    `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
+    On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time outside
+    of them. `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:

@@ -4,8 +4,8 @@ Each class has the parameters of the layer that it derives from, so a state_dict
 
 - Events are padded once, after the pointwise layers, to the maximum length, which needs no synchronisation and keeps shapes static.
 - A user's candidates are queries of one padded history, which is not repeated.
-- Attention is torch's `scaled_dot_product_attention` with a mask. It has no GELU: that is two batched GEMMs, which torch.compile can fuse with
-  the activation.
+- Softmax attention is torch's `scaled_dot_product_attention` with a mask. GELU attention is two batched GEMMs. torch.compile can fuse what is
+  between them.
 - Blocks of a stream are rows of a batch, so that block attention does no work outside the blocks.
 - Linear compression multiplies the users' vectors once per user, and adds the result to those of the candidates.
 
@@ -13,11 +13,9 @@ Layers without a mask for padding (norms, projections) compute the padding too. 
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from ranking_model import InterFormerBlock, Layers, RankingConfig, StreamEncoder, per_candidate
-from torch import nn
 from torch.nn import functional
 from torchrec import EmbeddingBagCollection  # noqa: F401  (loads FBGEMM's operators)
 

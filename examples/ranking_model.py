@@ -67,7 +67,7 @@ class RankingConfig:
 
 
 class Inputs(NamedTuple):
-    """What the model computes with, after the lookups: plain tensors. B users have L events of history, S of the stream and C candidates."""
+    """The embeddings that the model computes with. B users have L events in their histories, S in their streams, and C candidates."""
 
     history: torch.Tensor  # [L, E]
     history_offsets: torch.Tensor  # [B + 1]
@@ -232,7 +232,7 @@ class RankingHead(nn.Module):
 
 
 class EventTokens(nn.Module):
-    """norm(x + MLP(x)) of the sum x of an event's embeddings [N, E]. The MLP can encode "liked such an item", so a mean of tokens can too."""
+    """norm(x + MLP(x)) of the sums x [N, E] of events' embeddings. The MLP can encode "liked such an item", so a mean of tokens can too."""
 
     def __init__(self, embedding_dim: int, device: torch.device | None = None):
         super().__init__()
@@ -266,8 +266,8 @@ class StreamEncoder(nn.Module):
 class InterFormerBlock(nn.Module):
     """Events of the history and the user's vectors update one another (InterFormer, arXiv:2411.09852; Kunlun, arXiv:2602.10016).
 
-        events + GELU(q(events) k(users)ᵀ) v(users)       a feed-forward (PFFN) whose weights are the user's
-        users + attention(users → events)                  target attention: the user's vectors are the queries
+    events + GELU(q(events) k(users)ᵀ) v(users)       a feed-forward (PFFN) whose weights are the user's
+    users + attention(users → events)                  target attention: the user's vectors are the queries
     """
 
     def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
@@ -368,9 +368,7 @@ init_table = partial(nn.init.normal_, std=0.05)
 
 def embedding_bags(cardinalities: dict[str, int], embedding_dim: int, device: torch.device | None = None) -> EmbeddingBagCollection:
     configs = [
-        EmbeddingBagConfig(
-            name=f"{name}_table", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[name], init_fn=init_table
-        )
+        EmbeddingBagConfig(name=f"{name}_table", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[name], init_fn=init_table)
         for name, rows in cardinalities.items()
     ]
     return EmbeddingBagCollection(configs, device=device)

@@ -26,7 +26,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--interaction", choices=INTERACTIONS, default="attention", help="how a candidate uses its user's history")
     parts = "; ".join(f"{name}: {text}" for name, text in PARTS.items())
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help=f"parts of the model. {parts}")
-    parser.add_argument("--ablation", action="store_true", help="train the model, and without each part in turn, and print them side by side")
+    parser.add_argument(
+        "--ablation", action="store_true", help="train the model, and without each part in turn, and print them side by side"
+    )
     parser.add_argument("--chunk-size", type=int, default=8, help="maximum number of candidates that share a history")
     parser.add_argument("--max-stream", type=int, default=1000, help="maximum number of ratings in a stream")
     parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64, help="ratings of a stream that see one another")

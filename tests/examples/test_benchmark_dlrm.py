@@ -9,8 +9,8 @@ from padded_layers import PADDED
 from ranking_model import PARTS, RankingModel
 from torch.utils.flop_counter import FlopCounterMode
 
-TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 2 --embedding-dim 16 --num-heads 2
-    --block-size 16 --num-batches 2 --num-compressed 4""".split()
+TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 2 --embedding-dim 16
+    --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4""".split()
 
 
 @pytest.mark.parametrize(("mean", "longest"), [(30, 100), (600, 2000), (1, 5), (4, 4)])
@@ -55,7 +55,12 @@ def test_claims_compare_the_fastest_of_each_kind():
     def result(step_ms, memory, utilisation):
         return {"step_ms": step_ms, "samples_per_second": 1000 / step_ms, "peak_memory_mb": memory, "layer_mfu": {"stream": utilisation}}
 
-    results = {"jagged": result(5, 40, 0.2), "jagged-compiled": result(4, 60, 0.1), "padded": result(8, 99, 0.1), "padded-compiled": result(6, 80, 0.08)}
+    results = {
+        "jagged": result(5, 40, 0.2),
+        "jagged-compiled": result(4, 60, 0.1),
+        "padded": result(8, 99, 0.1),
+        "padded-compiled": result(6, 80, 0.08),
+    }
     assert [claim["ours"] for claim in bench.compare_with_claims(results)] == ["+50.0 %", "+50.0 %", "-25.0 %", "+100.0 %"]
     assert bench.compare_with_claims({"jagged": result(5, 40, 0.2)}) == []
 
@@ -83,7 +88,9 @@ def test_program_measures_both_models(tmp_path, capsys):
 
 
 def test_program_measures_the_lengths_of_a_log(tmp_path, capsys):
-    rows = [f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(5) for step in range(10 * user + 5)]
+    rows = [
+        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(5) for step in range(10 * user + 5)
+    ]
     (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
     bench.main([*TINY, "--data", str(tmp_path / "u.data"), "--models", "jagged", "padded", "--out", str(tmp_path / "report.json")])
     report = check_report(tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out)

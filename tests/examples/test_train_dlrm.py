@@ -105,7 +105,12 @@ def test_settings_of_the_checkpoint_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--embedding-dim", "10"], "not a multiple of --num-heads 4"), (["--epochs", "0"], "at least 1"), (["--compare", "--ablation"], "give one of them")]
+    ("arguments", "message"),
+    [
+        (["--embedding-dim", "10"], "not a multiple of --num-heads 4"),
+        (["--epochs", "0"], "at least 1"),
+        (["--compare", "--ablation"], "give one of them"),
+    ],
 )
 def test_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit):
