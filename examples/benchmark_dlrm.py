@@ -204,8 +204,8 @@ def in_range(name: str, function: Callable) -> Callable:
 def time_by_stage(step: Step, batches: list[RankingBatch], device: torch.device) -> dict[str, float]:
     """Milliseconds of a step in each of `STAGES`, under the profiler, which slows the host.
 
-    On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time outside
-    of them. `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
+    On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time
+    outside of them. `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
     """
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:

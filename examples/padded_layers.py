@@ -4,8 +4,8 @@ Each class has the parameters of the layer that it derives from, so a state_dict
 
 - Events are padded once, after the pointwise layers, to the maximum length, which needs no synchronisation and keeps shapes static.
 - A user's candidates are queries of one padded history, which is not repeated.
-- Softmax attention is torch's `scaled_dot_product_attention` with a mask. GELU attention is two batched GEMMs. torch.compile can fuse what is
-  between them.
+- Softmax attention is torch's `scaled_dot_product_attention` with a mask. GELU attention is two batched GEMMs. torch.compile can fuse what
+  is between them.
 - Blocks of a stream are rows of a batch, so that block attention does no work outside the blocks.
 - Linear compression multiplies the users' vectors once per user, and adds the result to those of the candidates.
 
