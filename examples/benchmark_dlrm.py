@@ -17,7 +17,7 @@ import dataclasses
 import json
 import platform
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -276,7 +276,7 @@ def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
     return {name: int(count) for name, count in flops.items() if getattr(head, name) is not None}
 
 
-def captured_inputs(step: Step, batch: RankingBatch, names: Iterator[str]) -> dict[str, tuple]:
+def captured_inputs(step: Step, batch: RankingBatch, names: Iterable[str]) -> dict[str, tuple]:
     """The arguments of the head's layers in a forward of the batch."""
     found: dict[str, tuple] = {}
     hooks = [
@@ -307,7 +307,7 @@ def result_tensors(x: Any) -> list[torch.Tensor]:
     return [x if isinstance(x, torch.Tensor) else x.values]
 
 
-def time_layers(step: Step, batch: RankingBatch, names: Iterator[str], device: torch.device, repeats: int = 10) -> dict[str, float]:
+def time_layers(step: Step, batch: RankingBatch, names: Iterable[str], device: torch.device, repeats: int = 10) -> dict[str, float]:
     """Seconds of forward and backward of each layer, mean of `repeats` after a warm-up."""
     seconds = {}
     for name, inputs in captured_inputs(step, batch, names).items():
@@ -367,7 +367,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     flops = layer_flops(next(iter(steps.values())).model, batches[0])
     results = {}
     for name, step in steps.items():
-        times = time_layers(step, batches[0], iter(flops), device)
+        times = time_layers(step, batches[0], flops, device)
         results[name] = {
             "step_ms": 1e3 * seconds[name],
             "samples_per_second": samples / seconds[name],

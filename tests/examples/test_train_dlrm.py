@@ -32,9 +32,9 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
 
 def test_ablation_prints_a_row_without_each_part(tmp_path, capsys):
     metrics = train(tmp_path, "--ablation", "--epochs", "1", "--users", "15", "--parts", "stream", "compress")
-    assert list(metrics["results"]) == ["whole", "no-stream", "no-compress", "no-attention"]
+    assert list(metrics["results"]) == ["whole", "no-stream", "no-compress", "no-attention", "no-parts"]
     table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
-    rows = [line.split() for line in table.splitlines()[:4]]
+    rows = [line.split() for line in table.splitlines()[:5]]
     for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
         values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
         assert row[0] == name
@@ -43,11 +43,12 @@ def test_ablation_prints_a_row_without_each_part(tmp_path, capsys):
 
 
 def test_variants_of_an_ablation():
-    variants = train_dlrm.variants(train_dlrm.parse_arguments(["--ablation", "--parts", *PARTS]))
+    variants = train_dlrm.variants(train_dlrm.parse_arguments(["--ablation"]))
     assert {name: (options.interaction, tuple(options.parts)) for name, options in variants.items()} == {
         "whole": ("attention", tuple(PARTS)),
         **{f"no-{part}": ("attention", tuple(other for other in PARTS if other != part)) for part in PARTS},
         "no-attention": ("mean", tuple(PARTS)),
+        "no-parts": ("attention", ()),
     }
 
 
