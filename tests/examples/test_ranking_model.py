@@ -4,17 +4,14 @@ import pytest
 import torch
 from generated_log import generate_log
 from padded_layers import PADDED
-from ranking_data import RankingBatch, RankingDataset, TableSizes, add_popularity, keyed, make_chunks, split_by_time
-from ranking_model import INTERACTIONS, PARTS, RankingConfig, RankingModel, make_interaction
+from ranking_data import RankingBatch, RankingDataset, add_popularity, make_chunks, split_by_time
+from ranking_model import INTERACTIONS, PARTS, RankingModel, make_interaction
 from torch import nn
 from torchrec import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.distributed.train_pipeline.tracing import Tracer
 
-EMBEDDING_DIM, NUM_HEADS = 16, 2
-CONFIG = RankingConfig(
-    embedding_dim=EMBEDDING_DIM, num_heads=NUM_HEADS, dropout=0.0, block_size=16, max_history=12, max_stream=50, max_candidates=4
-)
-TABLES = TableSizes(items=50, ratings=5, ages=6, user_features={"user": 9, "city": 7}, item_features={"genre": 8, "price": 5})
+from .ranking_batches import BATCHES, CONFIG, EMBEDDING_DIM, NUM_HEADS, TABLES, make_batch
+
 # The whole model, each part left out, the other interactions, and the model without any part.
 VARIANTS = {
     "whole": {},
@@ -34,34 +31,6 @@ def dataset():
 def make_model(tables=TABLES, layers=None, device=None, **changes):
     torch.manual_seed(0)
     return RankingModel(tables, dataclasses.replace(CONFIG, **changes), layers, device)
-
-
-def make_batch(past, stream, targets, seed=0):
-    """A batch of random ids, with these numbers of events in histories and streams, and of candidates."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def ids(rows, lengths):
-        return torch.randint(rows, (sum(lengths),), generator=generator).numpy(), torch.tensor(lengths).numpy()
-
-    sequences = {
-        **{f"history_{name}": ids(getattr(TABLES, f"{name}s"), past) for name in ("item", "rating", "age")},
-        **{f"stream_{name}": ids(getattr(TABLES, f"{name}s"), stream) for name in ("item", "rating")},
-        "target_item": ids(TABLES.items, targets),
-    }
-    return RankingBatch(
-        ids=keyed(sequences),
-        users=keyed({name: ids(rows, [1] * len(past)) for name, rows in TABLES.user_features.items()}),
-        items=keyed({name: ids(rows, [1] * (sum(past) + sum(targets))) for name, rows in TABLES.item_features.items()}),
-        labels=torch.randint(2, (sum(targets),), generator=generator).float(),
-    )
-
-
-BATCHES = {  # events of histories, of streams, candidates
-    "of all lengths": ([5, 0, 12, 1], [33, 0, 50, 16], [2, 1, 4, 3]),
-    "without candidates of a user": ([5, 7, 2], [20, 7, 17], [2, 0, 3]),
-    "of one user": ([9], [40], [3]),
-    "without events": ([0, 0], [0, 0], [1, 2]),
-}
 
 
 def jagged(lengths, seed):
