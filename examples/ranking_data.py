@@ -194,7 +194,11 @@ def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups do not synchronise with a device."""
+    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups do not synchronise with a device.
+
+    Without rows it gets one row without ids, because TorchRec's collections do not take a batch of 0 rows.
+    """
+    features = {key: (values, lengths if len(lengths) else np.zeros(1, np.int64)) for key, (values, lengths) in features.items()}
     values, lengths = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*features.values(), strict=True))
     return KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths.to(torch.int32)).sync()
 

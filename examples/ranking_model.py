@@ -137,7 +137,8 @@ class Unpack(nn.Module):
         """The item bags are those of the events of the histories, then of the candidates [L + C]."""
         past, targets = sequences["history_item"], sequences["target_item"]
         sides = stack_bags(item_bags, self.item_features)
-        past_sides, sides = sides.split([past.values().shape[0], targets.values().shape[0]])
+        num_past, num_targets = past.values().shape[0], targets.values().shape[0]
+        past_sides, sides = sides[:num_past], sides[num_past : num_past + num_targets]  # without any item, there is a row without ids
         stream, stream_offsets = None, None
         if self.stream:
             events = sequences["stream_item"]

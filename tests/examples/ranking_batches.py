@@ -16,7 +16,7 @@ def make_batch(past, stream, targets, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def ids(rows, lengths):
-        return torch.randint(rows, (sum(lengths),), generator=generator).numpy(), torch.tensor(lengths).numpy()
+        return torch.randint(rows, (sum(lengths),), generator=generator).numpy(), torch.tensor(lengths, dtype=torch.int64).numpy()
 
     sequences = {
         **{f"history_{name}": ids(getattr(TABLES, f"{name}s"), past) for name in ("item", "rating", "age")},
@@ -36,4 +36,5 @@ BATCHES = {  # events of histories, of streams, candidates
     "without candidates of a user": ([5, 7, 2], [20, 7, 17], [2, 0, 3]),
     "of one user": ([9], [40], [3]),
     "without events": ([0, 0], [0, 0], [1, 2]),
+    "without anything": ([0], [0], [0]),
 }

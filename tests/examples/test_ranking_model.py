@@ -93,7 +93,7 @@ def test_model_by_hand_computes_the_same(lengths):
         results.append({"logits": logits} | {name: parameter.grad for name, parameter in model.named_parameters()})
     for name, expected in results[0].items():
         # fp32 sums of up to some hundred terms, in another order: relative to the largest element, because terms cancel.
-        scale = expected.abs().max().item()
+        scale = max(expected.abs().flatten().tolist(), default=0.0)
         torch.testing.assert_close(
             results[1][name], expected, rtol=0, atol=2e-5 * max(scale, 1e-3), msg=lambda text, at=name: f"{at}: {text}"
         )
