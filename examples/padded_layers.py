@@ -39,6 +39,13 @@ def pad(values: torch.Tensor, offsets: torch.Tensor, max_seqlen: int) -> Padded:
     return Padded(torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], 0.0), offsets.diff())
 
 
+def unpad(x: torch.Tensor, offsets: torch.Tensor, total: int) -> torch.Tensor:
+    """The rows [total, E] of x [B, N, E] that exist."""
+    users = per_candidate(torch.arange(x.shape[0], device=x.device), offsets, total)
+    rows = torch.arange(total, device=x.device) - offsets[users] + users * x.shape[1]
+    return x.flatten(0, 1).index_select(0, rows)  # unlike x[...], its backward does not sort
+
+
 def split_heads(x: torch.Tensor, head_dim: int) -> torch.Tensor:
     """[B, N, H · D] → [B, H, N, D]."""
     return x.unflatten(-1, (-1, head_dim)).transpose(1, 2)
@@ -88,9 +95,7 @@ class TargetAttention(jm.JaggedTargetAttention):
 
     def forward(self, targets: jm.Jagged, history: Padded) -> jm.Jagged:
         queries = pad(targets.values, targets.offsets, targets.max_seqlen).values
-        out = self.attend(queries, history)
-        total = targets.values.shape[0]
-        return targets.with_values(torch.ops.fbgemm.dense_to_jagged(out, [targets.offsets], total)[0])
+        return targets.with_values(unpad(self.attend(queries, history), targets.offsets, targets.values.shape[0]))
 
 
 def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> TargetAttention:

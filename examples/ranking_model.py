@@ -207,7 +207,7 @@ class RankingHead(nn.Module):
         if self.stream is not None:
             stream = self.dropout(self.stream_events(x.stream))
             summary = self.stream(self.sequence(stream, x.stream_offsets, config.max_stream))
-            users = torch.cat([users, summary.to(users.dtype)], dim=1)  # [B, user vectors, E]
+            users = torch.cat([users, summary], dim=1)  # [B, user vectors, E]
 
         history = self.sequence(self.dropout(self.events(x.history)), x.history_offsets, config.max_history)
         if self.gdpa is not None:
@@ -220,7 +220,7 @@ class RankingHead(nn.Module):
         interest = self.interaction(targets, history).values
 
         users = self.dropout(users)
-        candidates = self.dropout(torch.stack([items, interest.to(items.dtype), *x.item_features.unbind(dim=1)], dim=1))
+        candidates = self.dropout(torch.cat([items[:, None], interest[:, None], x.item_features], dim=1))
         if self.compress is not None:
             vectors = self.compress(candidates, users, jm.CandidateIndex.from_offsets(x.item_offsets))
         else:
