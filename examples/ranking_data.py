@@ -87,12 +87,24 @@ def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_h
     return Chunks(np.maximum(first[start], history_end - max_history), history_end, start, np.minimum(start + chunk_size, run_end))
 
 
+@dataclass(frozen=True)
+class TableSizes:
+    """Numbers of rows of the embedding tables: items, ratings, ages of events, and each side feature by name."""
+
+    items: int
+    ratings: int
+    ages: int
+    user_features: dict[str, int]
+    item_features: dict[str, int]
+
+
 @dataclass
 class RankingBatch(Pipelineable):
     """A batch of B chunks, with L history ratings and C candidates in total.
 
     Args:
-        ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each) and `target_item` (n_b ids) per row, stride B.
+        ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each), `target_item` (n_b ids) and, if the dataset has streams,
+            `stream_item` and `stream_rating` (S_b ids each) per row, stride B.
         users: the users' side features, stride B.
         items: side features of the items of the histories, then of the candidates, stride L + C.
         labels: float32 [C], 1 if the user liked the candidate, else 0.
@@ -121,13 +133,23 @@ class RankingDataset(Dataset):
     """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of these three chunks.
 
     Users have the log's side features and their own number as features; items have the log's side features.
+
+    Args:
+        log: the ratings.
+        chunks: chunks of the log.
+        max_stream: maximum number of ratings in a stream, which are the latest ones before a chunk as in its history. 0: no streams.
     """
 
-    def __init__(self, log: RatingLog, chunks: Chunks):
-        self.log, self.chunks = log, chunks
+    def __init__(self, log: RatingLog, chunks: Chunks, max_stream: int = 0):
+        self.log, self.chunks, self.max_stream, self.first = log, chunks, max_stream, first_of_equal(log.user)
         ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
         self.num_ratings, self.num_ages = len(ratings), int(np.log2(len(log))) + 1
         self.user_features = {"user": Categorical.single(np.arange(log.num_users)), **log.user_features}
+
+    @property
+    def tables(self) -> TableSizes:
+        features = ({name: feature.cardinality for name, feature in x.items()} for x in (self.user_features, self.log.item_features))
+        return TableSizes(self.log.num_items, self.num_ratings, self.num_ages, *features)
 
     def labels(self) -> np.ndarray:
         """Whether the candidates of all chunks were liked, bool [candidates]."""
@@ -148,6 +170,10 @@ class RankingDataset(Dataset):
             "history_age": (age, history_lengths),
             "target_item": (log.item[targets], target_lengths),
         }
+        if self.max_stream:
+            end = chunks.history_end[pick]
+            stream, stream_lengths = ranges(np.maximum(self.first[chunks.start[pick]], end - self.max_stream), end)
+            ids |= {"stream_item": (log.item[stream], stream_lengths), "stream_rating": (self.rating_index[stream], stream_lengths)}
         return RankingBatch(
             ids=keyed(ids),
             users=keyed({name: bags(feature, log.user[chunks.start[pick]]) for name, feature in self.user_features.items()}),

@@ -267,7 +267,7 @@ def train_all(trainers: dict[str, Trainer], options: argparse.Namespace, baselin
     """Resume (with --resume), train, test and write the files. Returns the content of metrics.json.
 
     Args:
-        trainers: trainers by name. With --compare, their steps are measured too.
+        trainers: trainers by name. If there are several, their steps are measured too.
         baselines: test metrics of baselines without training, by name.
     """
     if options.resume:
@@ -280,7 +280,7 @@ def train_all(trainers: dict[str, Trainer], options: argparse.Namespace, baselin
     for name, trainer in trainers.items():
         trainer.fit()
         results[name] = {"epochs": trainer.epochs, "test": trainer.test()}
-    if options.compare:
+    if len(trainers) > 1:
         measure_steps(trainers, results)
     trainer = next(iter(trainers.values()))
     curves = {name: result["epochs"] for name, result in results.items()}

@@ -123,10 +123,10 @@ def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], d
     for _ in range(rounds):
         for batch in batches:
             for name, step in steps.items():
-                _synchronize(device)
+                synchronize(device)
                 begin = time.perf_counter()
                 step(batch)
-                _synchronize(device)
+                synchronize(device)
                 seconds[name].append(time.perf_counter() - begin)
     return {name: torch.tensor(values).median().item() for name, values in seconds.items()}
 
@@ -154,6 +154,7 @@ def peak_memory(step: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

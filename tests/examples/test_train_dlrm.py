@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import train_dlrm
-from ranking_model import INTERACTIONS
+from ranking_model import INTERACTIONS, PARTS
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2"]
@@ -30,6 +30,28 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
     assert f"{result['test']['auc']:.4f}" in capsys.readouterr().out
 
 
+def test_ablation_prints_a_row_without_each_part(tmp_path, capsys):
+    metrics = train(tmp_path, "--ablation", "--epochs", "1", "--users", "15", "--parts", "stream", "compress")
+    assert list(metrics["results"]) == ["whole", "no-stream", "no-compress", "no-attention", "no-parts"]
+    table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
+    rows = [line.split() for line in table.splitlines()[:5]]
+    for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
+        values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
+        assert row[0] == name
+        assert [float(value) for value in row[1:]] == pytest.approx(values, abs=0.051)
+    assert metrics["results"]["no-stream"]["peak_memory_mb"] < metrics["results"]["whole"]["peak_memory_mb"]
+
+
+def test_variants_of_an_ablation():
+    variants = train_dlrm.variants(train_dlrm.parse_arguments(["--ablation"]))
+    assert {name: (options.interaction, tuple(options.parts)) for name, options in variants.items()} == {
+        "whole": ("attention", tuple(PARTS)),
+        **{f"no-{part}": ("attention", tuple(other for other in PARTS if other != part)) for part in PARTS},
+        "no-attention": ("mean", tuple(PARTS)),
+        "no-parts": ("attention", ()),
+    }
+
+
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, assert_equal_checkpoints):
     whole = train(tmp_path / "whole", "--epochs", "3")
     train(tmp_path / "parts", "--epochs", "1")
@@ -43,7 +65,7 @@ def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
 
 
 def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
-    metrics = train(tmp_path, "--compare", "--epochs", "1")
+    metrics = train(tmp_path, "--compare", "--epochs", "1", "--parts")
     assert list(metrics["results"]) == list(INTERACTIONS)
     table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
     rows = [line.split() for line in table.splitlines()[:3]]
@@ -84,7 +106,12 @@ def test_settings_of_the_checkpoint_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--embedding-dim", "10"], "not a multiple of --num-heads 4"), (["--epochs", "0"], "at least 1")]
+    ("arguments", "message"),
+    [
+        (["--embedding-dim", "10"], "not a multiple of --num-heads 4"),
+        (["--epochs", "0"], "at least 1"),
+        (["--compare", "--ablation"], "give one of them"),
+    ],
 )
 def test_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit):
