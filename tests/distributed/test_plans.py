@@ -126,7 +126,7 @@ def first_weights(folder, plan: str) -> tuple[torch.Tensor, torch.Tensor]:
     """This rank's rows of the table of items, and a dense weight, before training."""
     weights = make_trainer("dlrm", folder, plan).model.state_dict()
     items = weights["sequences.embeddings.item.weight"]
-    return (items if plan == "data_parallel" else items.local_tensor()).detach(), weights["head.token_mlp.0.weight"].detach()
+    return (items if plan == "data_parallel" else items.local_tensor()).detach(), weights["head.over.0.weight"].detach()
 
 
 @pytest.mark.parametrize("plan", ["row_wise", "data_parallel"])
