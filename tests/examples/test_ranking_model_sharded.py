@@ -13,7 +13,6 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
-from ..distributed.ranks import run_ranks
 from .ranking_batches import BATCHES, CONFIG, TABLES, make_batch
 
 SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
@@ -67,5 +66,5 @@ def train_in_pipelines() -> None:
 
 
 @pytest.mark.slow
-def test_whole_model_in_the_pipelines():
-    run_ranks(train_in_pipelines)
+def test_whole_model_in_the_pipelines(two_ranks):
+    two_ranks.run(train_in_pipelines)
