@@ -7,13 +7,15 @@ share one history, the ratings before the chunk, so a history is in the batch on
 of the chunk's first candidate are not in its history, because they are not strictly earlier.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from movielens import Categorical, RatingLog
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, SequentialSampler
 from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 LIKED = 4.0
 SPLITS = ("train", "valid", "test")
@@ -85,12 +87,24 @@ def make_chunks(log: RatingLog, selected: np.ndarray, chunk_size: int = 8, max_h
     return Chunks(np.maximum(first[start], history_end - max_history), history_end, start, np.minimum(start + chunk_size, run_end))
 
 
+@dataclass(frozen=True)
+class TableSizes:
+    """Numbers of rows of the embedding tables: items, ratings, ages of events, and each side feature by name."""
+
+    items: int
+    ratings: int
+    ages: int
+    user_features: dict[str, int]
+    item_features: dict[str, int]
+
+
 @dataclass
-class RankingBatch:
+class RankingBatch(Pipelineable):
     """A batch of B chunks, with L history ratings and C candidates in total.
 
     Args:
-        ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each) and `target_item` (n_b ids) per row, stride B.
+        ids: keys `history_item`, `history_rating`, `history_age` (N_b ids each), `target_item` (n_b ids) and, if the dataset has streams,
+            `stream_item` and `stream_rating` (S_b ids each) per row, stride B.
         users: the users' side features, stride B.
         items: side features of the items of the histories, then of the candidates, stride L + C.
         labels: float32 [C], 1 if the user liked the candidate, else 0.
@@ -104,27 +118,38 @@ class RankingBatch:
     def __len__(self) -> int:
         return len(self.labels)
 
-    def to(self, device: torch.device) -> "RankingBatch":
-        move = dict(non_blocking=True)
-        return RankingBatch(
-            self.ids.to(device, **move), self.users.to(device, **move), self.items.to(device, **move), self.labels.to(device, **move)
-        )
+    def to(self, device: torch.device, non_blocking: bool = True) -> "RankingBatch":
+        return RankingBatch(*(x.to(device, non_blocking=non_blocking) for x in vars(self).values()))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        for x in vars(self).values():
+            x.record_stream(stream)
 
     def pin_memory(self) -> "RankingBatch":
-        return RankingBatch(self.ids.pin_memory(), self.users.pin_memory(), self.items.pin_memory(), self.labels.pin_memory())
+        return RankingBatch(*(x.pin_memory() for x in vars(self).values()))
 
 
 class RankingDataset(Dataset):
     """Batches of chunks: `dataset[[4, 0, 7]]` is the batch of these three chunks.
 
     Users have the log's side features and their own number as features; items have the log's side features.
+
+    Args:
+        log: the ratings.
+        chunks: chunks of the log.
+        max_stream: maximum number of ratings in a stream, which are the latest ones before a chunk as in its history. 0: no streams.
     """
 
-    def __init__(self, log: RatingLog, chunks: Chunks):
-        self.log, self.chunks = log, chunks
+    def __init__(self, log: RatingLog, chunks: Chunks, max_stream: int = 0):
+        self.log, self.chunks, self.max_stream, self.first = log, chunks, max_stream, first_of_equal(log.user)
         ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
         self.num_ratings, self.num_ages = len(ratings), int(np.log2(len(log))) + 1
         self.user_features = {"user": Categorical.single(np.arange(log.num_users)), **log.user_features}
+
+    @property
+    def tables(self) -> TableSizes:
+        features = ({name: feature.cardinality for name, feature in x.items()} for x in (self.user_features, self.log.item_features))
+        return TableSizes(self.log.num_items, self.num_ratings, self.num_ages, *features)
 
     def labels(self) -> np.ndarray:
         """Whether the candidates of all chunks were liked, bool [candidates]."""
@@ -134,7 +159,7 @@ class RankingDataset(Dataset):
         return len(self.chunks)
 
     def __getitem__(self, indices: list[int]) -> RankingBatch:
-        log, chunks, pick = self.log, self.chunks, np.asarray(indices)
+        log, chunks, pick = self.log, self.chunks, np.asarray(indices, dtype=np.int64)
         history, history_lengths = ranges(chunks.history_start[pick], chunks.history_end[pick])
         targets, target_lengths = ranges(chunks.start[pick], chunks.end[pick])
         # floor(log2) of how many ratings ago: 0 is the last rating before the chunk.
@@ -145,6 +170,10 @@ class RankingDataset(Dataset):
             "history_age": (age, history_lengths),
             "target_item": (log.item[targets], target_lengths),
         }
+        if self.max_stream:
+            end = chunks.history_end[pick]
+            stream, stream_lengths = ranges(np.maximum(self.first[chunks.start[pick]], end - self.max_stream), end)
+            ids |= {"stream_item": (log.item[stream], stream_lengths), "stream_rating": (self.rating_index[stream], stream_lengths)}
         return RankingBatch(
             ids=keyed(ids),
             users=keyed({name: bags(feature, log.user[chunks.start[pick]]) for name, feature in self.user_features.items()}),
@@ -166,18 +195,47 @@ def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def keyed(features: dict[str, tuple[np.ndarray, np.ndarray]]) -> KeyedJaggedTensor:
-    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups do not synchronise with a device."""
+    """A KeyedJaggedTensor of (values, lengths) by key. It caches its sizes per key, so that lookups do not synchronise with a device.
+
+    Without rows it gets one row without ids, because TorchRec's collections do not take a batch of 0 rows.
+    """
+    features = {key: (values, lengths if len(lengths) else np.zeros(1, np.int64)) for key, (values, lengths) in features.items()}
     values, lengths = (torch.from_numpy(np.concatenate(arrays)) for arrays in zip(*features.values(), strict=True))
     return KeyedJaggedTensor(keys=list(features), values=values, lengths=lengths.to(torch.int32)).sync()
 
 
+class RankShare(Sampler[list[int]]):
+    """The part of each batch of indices that one rank takes: every `world_size`-th index, starting from index `rank`.
+
+    All ranks have the same number of batches, because each step is a step of all ranks. The last one may be empty on some of them.
+    """
+
+    def __init__(self, batches: BatchSampler, rank: int, world_size: int):
+        self.batches, self.rank, self.world_size = batches, rank, world_size
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return (indices[self.rank :: self.world_size] for indices in self.batches)
+
+
 def make_loader(
-    dataset: Dataset, batch_size: int, shuffle_seed: int | None = None, num_workers: int = 0, pin_memory: bool = False
+    dataset: Dataset,
+    batch_size: int,
+    shuffle_seed: int | None = None,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
 ) -> DataLoader:
-    """A loader of `dataset[indices]` with `batch_size` indices each: in order, or shuffled by `shuffle_seed` only."""
+    """A loader of this rank's shares of batches: `dataset[indices]`, in order, or shuffled by `shuffle_seed` only.
+
+    `batch_size` is that of all ranks together, so any number of ranks trains on the same batches.
+    """
     if shuffle_seed is None:
         sampler = SequentialSampler(dataset)
     else:
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(shuffle_seed))
-    batches = BatchSampler(sampler, batch_size, drop_last=False)
-    return DataLoader(dataset, sampler=batches, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)
+    shares = RankShare(BatchSampler(sampler, batch_size, drop_last=False), rank, world_size)
+    return DataLoader(dataset, sampler=shares, batch_size=None, num_workers=num_workers, pin_memory=pin_memory)

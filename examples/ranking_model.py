@@ -1,141 +1,380 @@
-"""A DLRM-style ranking model in TorchRec, with a choice of three interactions between a candidate and its user's history."""
+"""A DLRM-style ranking model in TorchRec that uses each layer of jagged_modules where it belongs.
+
+    user features ──────────────────────────────┐
+    stream of events ── stream: block attention, ┴─ user's vectors ─┬─────────────┐
+                        pooled by learned queries                   │             │
+    history of events ── gdpa: self-attention ── interformer: PFFN ─┴─ history    ├─ compress ── dot products, MLP ── logit
+                                                                       │          │
+    candidates ─────────────────────────── interaction: target attention ─────────┘
+
+Each part can be left out; see `PARTS` and `INTERACTIONS`. Nothing of a user is repeated per candidate, unless `compress` is left out.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from movielens import Categorical
-from ranking_data import RankingBatch, RankingDataset
+from ranking_data import RankingBatch, TableSizes
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, JaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedTensor
 
-from jagged_modules import JaggedTargetAttention
+import jagged_modules as jm
 
 INTERACTIONS = ("attention", "mean", "padded")
+PARTS = {
+    "stream": "BlockDiagonalSelfAttention over the user's long stream of events, which learned queries pool to a few user vectors",
+    "gdpa": "GDPABlock, GELU self-attention of the events of the history",
+    "interformer": "InterFormerBlock: a feed-forward on the history, personalised by the user's vectors, and their update from the history",
+    "compress": "LinearCompressEmbedding of the vectors of users and candidates; without it, users' vectors are repeated per candidate",
+}
 
 
-class MeanPooling(nn.Module):
-    """The baseline without attention: each candidate gets the mean of its user's history, after a value and an output projection."""
+@dataclass(frozen=True)
+class RankingConfig:
+    """Options of the ranking model.
 
-    def __init__(self, embedding_dim: int):
-        super().__init__()
-        self.v_proj = nn.Linear(embedding_dim, embedding_dim)
-        self.out_proj = nn.Linear(embedding_dim, embedding_dim)
+    Args:
+        interaction: how a candidate uses its user's history, one of `INTERACTIONS`.
+        parts: the parts of the model, of `PARTS`.
+        embedding_dim: width E of all vectors, a multiple of 2 · num_heads.
+        num_heads: attention heads.
+        dropout: dropout probability of events, vectors and the MLP's hidden layer.
+        block_size: events of the stream that attend to one another: 16, 32, 64 or 128.
+        num_seeds: vectors that the stream is pooled to.
+        num_compressed: vectors that those of a user and a candidate are compressed to.
+        max_history, max_stream, max_candidates: maximum numbers of events in a history and a stream, and of candidates of a user.
+    """
 
-    def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
-        lengths, counts = history.lengths(), targets.lengths()
-        means = torch.segment_reduce(self.v_proj(history.values()), "mean", lengths=lengths.long(), axis=0, unsafe=True, initial=0)
-        return JaggedTensor(values=per_candidate(self.out_proj(means), targets), lengths=counts)
+    interaction: str = "attention"
+    parts: Sequence[str] = tuple(PARTS)
+    embedding_dim: int = 64
+    num_heads: int = 4
+    dropout: float = 0.3
+    block_size: int = 64
+    num_seeds: int = 4
+    num_compressed: int = 8
+    max_history: int = 200
+    max_stream: int = 1000
+    max_candidates: int = 8
 
-
-class PaddedTargetAttention(nn.Module):
-    """The usual implementation: pad the histories, repeat each once per candidate, mask the padding, call `nn.MultiheadAttention`."""
-
-    def __init__(self, embedding_dim: int, num_heads: int):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(embedding_dim, num_heads, batch_first=True)
-
-    def forward(self, targets: JaggedTensor, history: JaggedTensor) -> JaggedTensor:
-        # Each candidate sees at least one column, because softmax over none is undefined. Results without a history are replaced below.
-        longest = max(int(history.lengths().max()), 1)
-        padded = per_candidate(history.to_padded_dense(longest), targets)  # [C, longest, E]
-        lengths = per_candidate(history.lengths(), targets)[:, None]
-        hidden = torch.arange(longest, device=lengths.device) >= lengths.clamp(min=1)
-        output, _ = self.attention(targets.values()[:, None], padded, padded, key_padding_mask=hidden, need_weights=False)
-        output = torch.where(lengths > 0, output[:, 0], self.attention.out_proj.bias)
-        return JaggedTensor(values=output, lengths=targets.lengths())
-
-
-def make_interaction(name: str, embedding_dim: int, num_heads: int) -> nn.Module:
-    """A module from (targets, history), JaggedTensors of B rows with values [C, E] and [L, E], to a JaggedTensor of values [C, E]."""
-    if name == "attention":
-        return JaggedTargetAttention(embedding_dim, num_heads)
-    if name == "mean":
-        return MeanPooling(embedding_dim)
-    if name == "padded":
-        return PaddedTargetAttention(embedding_dim, num_heads)
-    raise ValueError(f"interaction must be one of {INTERACTIONS}, not {name!r}")
+    def __post_init__(self) -> None:
+        if self.interaction not in INTERACTIONS:
+            raise ValueError(f"interaction must be one of {INTERACTIONS}, not {self.interaction!r}")
+        if unknown := set(self.parts) - set(PARTS):
+            raise ValueError(f"parts must be of {tuple(PARTS)}, not {sorted(unknown)}")
 
 
-def per_candidate(rows: torch.Tensor, targets: JaggedTensor) -> torch.Tensor:
-    """Row b of `rows` [B, ...], repeated for each of the n_b targets of b: [C, ...]."""
-    return rows.repeat_interleave(targets.lengths(), dim=0, output_size=len(targets.values()))
+class Inputs(NamedTuple):
+    """The embeddings that the model computes with. B users have L events in their histories, S in their streams, and C candidates."""
+
+    history: torch.Tensor  # [L, E]
+    history_offsets: torch.Tensor  # [B + 1]
+    stream: torch.Tensor | None  # [S, E]
+    stream_offsets: torch.Tensor | None  # [B + 1]
+    items: torch.Tensor  # [C, E]
+    item_features: torch.Tensor  # [C, features, E]
+    item_offsets: torch.Tensor  # [B + 1]
+    users: torch.Tensor  # [B, features, E]
 
 
 class RankingModel(nn.Module):
-    """Predicts the log-odds that the user likes the candidate.
+    """Predicts the log-odds that the user likes the candidate: lookups, then a `RankingHead`.
 
-    - Embeddings: histories and candidates share one table of items. Histories also have tables of ratings and ages. Side features are bags.
-    - An item vector is the item's embedding plus those of its side features.
-    - A past rating becomes a token x + MLP(x), with x = item + rating + age. The MLP can encode "liked such an item", so a mean of tokens
-      can too.
-    - The interaction combines the candidate with the tokens.
-    - An MLP takes the dot products of all pairs of vectors, the candidate's vector and the interaction's result.
+    Histories, streams and candidates share one table of items. Histories and streams share a table of ratings. Side features are bags.
 
     Args:
-        dataset: defines the sizes of the tables and the side features.
-        interaction: one of `INTERACTIONS`.
-        embedding_dim: width E of all embeddings, a multiple of num_heads.
-        num_heads: attention heads.
-        dropout: dropout probability of tokens, vectors and the MLP's hidden layer.
+        tables: sizes of the tables, and names of the side features.
+        config: options; `RankingConfig()` if None.
+        layers: implementation of the layers; `JAGGED` if None.
+        device: device of the parameters; `torch.device("meta")` for DistributedModelParallel.
     """
 
-    def __init__(self, dataset: RankingDataset, interaction: str, embedding_dim: int = 64, num_heads: int = 4, dropout: float = 0.3):
+    def __init__(
+        self,
+        tables: TableSizes,
+        config: RankingConfig | None = None,
+        layers: "Layers | None" = None,
+        device: torch.device | None = None,
+    ):
         super().__init__()
-        log = dataset.log
+        config = RankingConfig() if config is None else config
+        stream = "stream" in config.parts
         sequences = {  # table: rows, features
-            "item": (log.num_items, ["history_item", "target_item"]),
-            "rating": (dataset.num_ratings, ["history_rating"]),
-            "age": (dataset.num_ages, ["history_age"]),
+            "item": (tables.items, ["history_item", "target_item", *["stream_item"] * stream]),
+            "rating": (tables.ratings, ["history_rating", *["stream_rating"] * stream]),
+            "age": (tables.ages, ["history_age"]),
         }
-        self.sequences = EmbeddingCollection(
-            [
-                EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=embedding_dim, feature_names=features)
-                for name, (rows, features) in sequences.items()
-            ]
-        )
-        self.user_bags = embedding_bags(dataset.user_features, embedding_dim)
-        self.item_bags = embedding_bags(log.item_features, embedding_dim)
-        for table in self.tables():
-            nn.init.normal_(table, std=0.05)
-
-        self.token_mlp = nn.Sequential(nn.Linear(embedding_dim, embedding_dim), nn.ReLU(), nn.Linear(embedding_dim, embedding_dim))
-        self.token_norm, self.target_norm = nn.LayerNorm(embedding_dim), nn.LayerNorm(embedding_dim)
-        self.interaction = make_interaction(interaction, embedding_dim, num_heads)
-        num_vectors = 2 + len(dataset.user_features) + len(log.item_features)
-        self.register_buffer("pairs", torch.triu_indices(num_vectors, num_vectors, offset=1), persistent=False)
-        self.over = nn.Sequential(nn.Linear(2 * embedding_dim + self.pairs.shape[1], 64), nn.ReLU(), nn.Dropout(dropout), nn.Linear(64, 1))
-        self.dropout = nn.Dropout(dropout)
+        configs = [
+            EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=config.embedding_dim, feature_names=features, init_fn=init_table)
+            for name, (rows, features) in sequences.items()
+        ]
+        self.sequences = EmbeddingCollection(configs, device=device)
+        self.user_bags = embedding_bags(tables.user_features, config.embedding_dim, device)
+        self.item_bags = embedding_bags(tables.item_features, config.embedding_dim, device)
+        self.unpack = Unpack(list(tables.user_features), list(tables.item_features), stream)
+        self.head = RankingHead(config, len(tables.user_features), len(tables.item_features), layers, device)
 
     def tables(self) -> list[nn.Parameter]:
         return [table for collection in (self.sequences, self.user_bags, self.item_bags) for table in collection.parameters()]
 
     def forward(self, batch: RankingBatch) -> torch.Tensor:
         """Logits [C] of the batch's candidates, in the order of the rows."""
-        embedded = self.sequences(batch.ids)
-        past, candidates = embedded["history_item"], embedded["target_item"]
-        sides = split_bags(self.item_bags(batch.items))  # [L + C, features, E]
-        past_sides, sides = sides.split([len(past.values()), len(candidates.values())])
+        # Only lookups: TorchRec's pipelines trace this method to find the inputs of the collections.
+        sequences = self.sequences(batch.ids)
+        return self.head(self.unpack(sequences, self.user_bags(batch.users), self.item_bags(batch.items)))
 
-        tokens = past.values() + past_sides.sum(dim=1) + embedded["history_rating"].values() + embedded["history_age"].values()
-        tokens = self.dropout(self.token_norm(tokens + self.token_mlp(tokens)))
-        items = self.dropout(self.target_norm(candidates.values() + sides.sum(dim=1)))
-        history = JaggedTensor(values=tokens, lengths=past.lengths())
-        targets = JaggedTensor(values=items, lengths=candidates.lengths())
-        interest = self.interaction(targets, history).values()
 
-        users = per_candidate(split_bags(self.user_bags(batch.users)), targets)
-        vectors = self.dropout(torch.cat([items[:, None], interest[:, None], users, sides], dim=1))
-        products = (vectors @ vectors.mT)[:, self.pairs[0], self.pairs[1]]
+class Unpack(nn.Module):
+    """Turns the results of the collections into `Inputs`. Features are taken by name: a sharded collection returns its plan's order."""
+
+    def __init__(self, user_features: list[str], item_features: list[str], stream: bool):
+        super().__init__()
+        self.user_features, self.item_features, self.stream = user_features, item_features, stream
+
+    def forward(self, sequences: dict[str, JaggedTensor], user_bags: KeyedTensor, item_bags: KeyedTensor) -> Inputs:
+        """The item bags are those of the events of the histories, then of the candidates [L + C]."""
+        past, targets = sequences["history_item"], sequences["target_item"]
+        sides = stack_bags(item_bags, self.item_features)
+        num_past, num_targets = past.values().shape[0], targets.values().shape[0]
+        past_sides, sides = sides[:num_past], sides[num_past : num_past + num_targets]  # without any item, there is a row without ids
+        stream, stream_offsets = None, None
+        if self.stream:
+            events = sequences["stream_item"]
+            stream, stream_offsets = events.values() + sequences["stream_rating"].values(), events.offsets()
+        return Inputs(
+            history=past.values() + past_sides.sum(dim=1) + sequences["history_rating"].values() + sequences["history_age"].values(),
+            history_offsets=past.offsets(),
+            stream=stream,
+            stream_offsets=stream_offsets,
+            items=targets.values() + sides.sum(dim=1),
+            item_features=sides,
+            item_offsets=targets.offsets(),
+            users=stack_bags(user_bags, self.user_features),
+        )
+
+
+class RankingHead(nn.Module):
+    """The dense part of the ranking model. See the picture at the top of this file.
+
+    The last step is an MLP of the candidate, its interaction's result, and the dot products of all pairs of vectors.
+
+    Args:
+        config: options.
+        num_user_features, num_item_features: numbers of side features.
+        layers, device: as in `RankingModel`.
+    """
+
+    def __init__(
+        self,
+        config: RankingConfig,
+        num_user_features: int,
+        num_item_features: int,
+        layers: "Layers | None" = None,
+        device: torch.device | None = None,
+    ):
+        super().__init__()
+        layers = JAGGED if layers is None else layers
+        self.config, self.sequence = config, layers.sequence
+        dim, heads, parts = config.embedding_dim, config.num_heads, config.parts
+        num_users, num_candidates = num_user_features, 2 + num_item_features  # vectors of a user and of a candidate
+
+        self.dropout = nn.Dropout(config.dropout)
+        self.events, self.item_norm = EventTokens(dim, device), nn.LayerNorm(dim, device=device)
+        self.stream = self.gdpa = self.interformer = self.compress = None
+        if "stream" in parts:
+            self.stream_events, self.stream = EventTokens(dim, device), layers.stream(config, device)
+            num_users += config.num_seeds
+        if "gdpa" in parts:
+            # GELU weights do not sum to 1, so sums over a history are divided by its maximum length.
+            gelu = jm.GDPAConfig(qk_norm=True, output_scale=1 / config.max_history)
+            self.gdpa = layers.gdpa(dim, heads, "gelu_tanh", config=gelu, device=device)
+        if "interformer" in parts:
+            self.interformer = layers.interformer(dim, heads, device)
+        self.interaction = layers.interaction(config.interaction, dim, heads, device=device)
+        num_vectors = num_users + num_candidates
+        if "compress" in parts:
+            self.compress = layers.compress(num_candidates, config.num_compressed, num_users, device=device)
+            num_vectors = config.num_compressed
+        self.over = nn.Sequential(
+            nn.Linear(2 * dim + num_vectors**2, 64, device=device), nn.ReLU(), nn.Dropout(config.dropout), nn.Linear(64, 1, device=device)
+        )
+
+    def forward(self, x: Inputs) -> torch.Tensor:
+        """Logits [C]."""
+        config, users = self.config, x.users
+        if self.stream is not None:
+            stream = self.dropout(self.stream_events(x.stream))
+            summary = self.stream(self.sequence(stream, x.stream_offsets, config.max_stream))
+            users = torch.cat([users, summary], dim=1)  # [B, user vectors, E]
+
+        history = self.sequence(self.dropout(self.events(x.history)), x.history_offsets, config.max_history)
+        if self.gdpa is not None:
+            history = self.gdpa(history)
+        if self.interformer is not None:
+            history, users = self.interformer(history, users)
+
+        items = self.dropout(self.item_norm(x.items))
+        targets = jm.Jagged(items, x.item_offsets, config.max_candidates)
+        interest = self.interaction(targets, history).values
+
+        users = self.dropout(users)
+        candidates = self.dropout(torch.cat([items[:, None], interest[:, None], x.item_features], dim=1))
+        if self.compress is not None:
+            vectors = self.compress(candidates, users, jm.CandidateIndex.from_offsets(x.item_offsets))
+        else:
+            vectors = torch.cat([candidates, per_candidate(users, x.item_offsets, candidates.shape[0])], dim=1)
+        products = (vectors @ vectors.mT).flatten(1)
         return self.over(torch.cat([items, interest, products], dim=1))[:, 0]
 
 
-def embedding_bags(features: dict[str, Categorical], embedding_dim: int) -> EmbeddingBagCollection:
-    return EmbeddingBagCollection(
-        [
-            EmbeddingBagConfig(name=f"{name}_table", num_embeddings=feature.cardinality, embedding_dim=embedding_dim, feature_names=[name])
-            for name, feature in features.items()
-        ]
-    )
+# -- parts -------------------------------------------------------------------------------------------------------------------------------
 
 
-def split_bags(bags) -> torch.Tensor:
-    """The values [rows, features, E] of a KeyedTensor whose features have the same width."""
-    return bags.values().unflatten(1, (len(bags.keys()), -1))
+class EventTokens(nn.Module):
+    """norm(x + MLP(x)) of the sums x [N, E] of events' embeddings. The MLP can encode "liked such an item", so a mean of tokens can too."""
+
+    def __init__(self, embedding_dim: int, device: torch.device | None = None):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(embedding_dim, embedding_dim, device=device), nn.ReLU(), nn.Linear(embedding_dim, embedding_dim, device=device)
+        )
+        self.norm = nn.LayerNorm(embedding_dim, device=device)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.mlp(x))
+
+
+class StreamEncoder(nn.Module):
+    """Summarises a user's long stream of events in a few vectors [B, num_seeds, E], in time that is linear in its length.
+
+    Each event attends to those of its block. Then learned queries attend to all events (PMA).
+    """
+
+    def __init__(self, config: RankingConfig, device: torch.device | None = None):
+        super().__init__()
+        dim, heads = config.embedding_dim, config.num_heads
+        self.norm = nn.RMSNorm(dim, device=device)
+        self.attention = jm.BlockDiagonalSelfAttention(dim, heads, config.block_size, device=device, max_seqlen=config.max_stream)
+        self.pool = jm.JaggedGDPA(dim, heads, "softmax", config=jm.GDPAConfig(num_seeds=config.num_seeds), device=device)
+
+    def forward(self, stream: jm.Jagged) -> torch.Tensor:
+        update = self.attention(stream.with_values(self.norm(stream.values)))
+        return self.pool(stream.with_values(stream.values + update.values))
+
+
+class InterFormerBlock(nn.Module):
+    """Events of the history and the user's vectors update one another (InterFormer, arXiv:2411.09852; Kunlun, arXiv:2602.10016).
+
+    events + GELU(q(events) k(users)ᵀ) v(users)       a feed-forward (PFFN) whose weights are the user's
+    users + attention(users → events)                  target attention: the user's vectors are the queries
+    """
+
+    def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
+        super().__init__()
+        self.users_norm = nn.RMSNorm(embedding_dim, device=device)
+        self.feed_forward = jm.GDPABlock(embedding_dim, num_heads, "gelu_tanh", config=jm.GDPAConfig(qk_norm=True), device=device)
+        self.summary = jm.JaggedTargetAttention(embedding_dim, num_heads, device=device)
+
+    def forward(self, history: jm.Jagged, users: torch.Tensor) -> tuple[jm.Jagged, torch.Tensor]:
+        """The new history [L, E] and the new vectors of the users [B, K, E]."""
+        normed, (batch, count, _) = self.users_norm(users), users.shape
+        offsets = torch.arange(batch + 1, dtype=history.offsets.dtype, device=users.device) * count
+        history = self.feed_forward(history, jm.Jagged(normed.flatten(0, 1), offsets, count))
+        return history, users + self.summary(normed, history)
+
+
+# -- interactions of a candidate with its user's history ---------------------------------------------------------------------------------
+
+
+def make_interaction(name: str, embedding_dim: int, num_heads: int, device: torch.device | None = None) -> nn.Module:
+    """A module from (targets, history), containers of B rows with values [C, E] and [L, E], to the targets' container of values [C, E]."""
+    if name == "attention":
+        return jm.JaggedTargetAttention(embedding_dim, num_heads, device=device)
+    if name == "mean":
+        return MeanPooling(embedding_dim, device=device)
+    if name == "padded":
+        return PaddedTargetAttention(embedding_dim, num_heads, device=device)
+    raise ValueError(f"interaction must be one of {INTERACTIONS}, not {name!r}")
+
+
+class MeanPooling(nn.Module):
+    """The baseline without attention: each candidate gets the mean of its user's history, after a value and an output projection."""
+
+    def __init__(self, embedding_dim: int, device: torch.device | None = None):
+        super().__init__()
+        self.v_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def forward(self, targets: Any, history: Any) -> Any:
+        targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
+        values, lengths = self.v_proj(history.values), history.offsets.diff().long()
+        means = torch.segment_reduce(values, "mean", lengths=lengths, axis=0, unsafe=True, initial=0)
+        return targets.unwrap(per_candidate(self.out_proj(means), targets.offsets, targets.values.shape[0]))
+
+
+class PaddedTargetAttention(nn.Module):
+    """The usual implementation: pad the histories, repeat each once per candidate, mask the padding, call `nn.MultiheadAttention`."""
+
+    def __init__(self, embedding_dim: int, num_heads: int, device: torch.device | None = None):
+        super().__init__()
+        self.attention = MultiheadAttention(embedding_dim, num_heads, batch_first=True, device=device)
+
+    def forward(self, targets: Any, history: Any) -> Any:
+        targets, history = jm.Jagged.wrap(targets), jm.Jagged.wrap(history)
+        # Each candidate sees at least one column, because softmax over none is undefined. Results without a history are replaced below.
+        lengths = history.offsets.diff()
+        longest = max([1, *lengths.tolist()])
+        padded = jm.functional.jagged_to_padded(history.values, history.offsets, longest)
+        padded, lengths = (per_candidate(rows, targets.offsets, targets.values.shape[0]) for rows in (padded, lengths[:, None]))
+        hidden = torch.arange(longest, device=lengths.device) >= lengths.clamp(min=1)
+        output, _ = self.attention(targets.values[:, None], padded, padded, key_padding_mask=hidden, need_weights=False)
+        return targets.unwrap(torch.where(lengths > 0, output[:, 0], self.attention.out_proj.bias))
+
+
+class MultiheadAttention(nn.MultiheadAttention):
+    """With the method by which DistributedModelParallel initialises what was built on the meta device."""
+
+    def reset_parameters(self) -> None:
+        self._reset_parameters()
+
+
+def per_candidate(rows: torch.Tensor, offsets: torch.Tensor, num_candidates: int) -> torch.Tensor:
+    """Row b of `rows` [B, ...], repeated for each candidate of user b, which has those from offsets[b] to offsets[b + 1]: [C, ...]."""
+    return rows.repeat_interleave(offsets.diff(), dim=0, output_size=num_candidates)
+
+
+# -- implementations of the layers -------------------------------------------------------------------------------------------------------
+
+
+class Layers(NamedTuple):
+    """Constructors of the layers. `JAGGED` has those of jagged_modules; padded_layers.py has the same layers by hand, with padding."""
+
+    sequence: Callable[[torch.Tensor, torch.Tensor, int], Any]  # the layers' input, from values [L, E], offsets and the maximum length
+    interaction: Callable[..., nn.Module]
+    stream: Callable[..., nn.Module]
+    gdpa: Callable[..., nn.Module]
+    interformer: Callable[..., nn.Module]
+    compress: Callable[..., nn.Module]
+
+
+JAGGED = Layers(jm.Jagged, make_interaction, StreamEncoder, jm.GDPABlock, InterFormerBlock, jm.LinearCompressEmbedding)
+
+
+# -- embeddings --------------------------------------------------------------------------------------------------------------------------
+
+init_table = partial(nn.init.normal_, std=0.05)
+
+
+def embedding_bags(cardinalities: dict[str, int], embedding_dim: int, device: torch.device | None = None) -> EmbeddingBagCollection:
+    configs = [
+        EmbeddingBagConfig(name=f"{name}_table", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[name], init_fn=init_table)
+        for name, rows in cardinalities.items()
+    ]
+    return EmbeddingBagCollection(configs, device=device)
+
+
+def stack_bags(bags: KeyedTensor, features: list[str]) -> torch.Tensor:
+    """The embeddings [rows, features, E] of the features, by name: a sharded collection has them in the order of its plan."""
+    return torch.stack([bags[name] for name in features], dim=1)

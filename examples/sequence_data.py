@@ -12,6 +12,7 @@ from movielens import RatingLog
 from ranking_data import SPLITS, first_of_equal, keyed, ranges
 from torch.utils.data import Dataset
 from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
 
 
 @dataclass(frozen=True)
@@ -48,29 +49,56 @@ def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
 
 
 @dataclass
-class SequenceBatch:
+class SequenceBatch(Pipelineable):
     """A batch of B windows with L inputs in total.
 
     Args:
-        ids: keys `item` and `position` (in the window), N_b ids per row, and `seen`, the user's items up to the window's last input.
-        targets: int64 [L], the item that follows each input.
+        ids: keys `item`, `position` (in the window) and `target` (the item that follows each input), N_b ids per row, and with `add_rivals`
+            also `rival`.
+        seen: key `seen`, the user's items up to the window's last input.
     """
 
     ids: KeyedJaggedTensor
-    targets: torch.Tensor
+    seen: KeyedJaggedTensor
 
     def __len__(self) -> int:
         return len(self.targets)
 
+    @property
+    def targets(self) -> torch.Tensor:
+        """The item that follows each input, int64 [L]."""
+        return self.ids["target"].values()
+
+    @property
+    def rivals(self) -> torch.Tensor:
+        """The items that all targets of the batch compete with, int64 [N]."""
+        return self.ids["rival"].values()
+
+    def last_inputs(self) -> torch.Tensor:
+        """The index of the last input of each window, int64 [B]. The row without ids of an empty batch is no window."""
+        inputs = self.ids["item"]
+        return inputs.offsets()[1:][inputs.lengths() > 0].long() - 1
+
     def next_items(self) -> torch.Tensor:
         """The item that follows each window, int64 [B]."""
-        return self.targets[self.ids["item"].offsets()[1:].long() - 1]
+        return self.targets[self.last_inputs()]
 
-    def to(self, device: torch.device) -> "SequenceBatch":
-        return SequenceBatch(self.ids.to(device, non_blocking=True), self.targets.to(device, non_blocking=True))
+    def add_rivals(self, items: torch.Tensor) -> "SequenceBatch":
+        """The batch with the key `rival`: `items` [N], in the first row."""
+        lengths = torch.zeros(self.ids.stride(), dtype=torch.int32)
+        lengths[0] = len(items)
+        rivals = KeyedJaggedTensor(keys=["rival"], values=items, lengths=lengths)
+        return SequenceBatch(KeyedJaggedTensor.concat([self.ids, rivals]).sync(), self.seen)
+
+    def to(self, device: torch.device, non_blocking: bool = True) -> "SequenceBatch":
+        return SequenceBatch(self.ids.to(device, non_blocking=non_blocking), self.seen.to(device, non_blocking=non_blocking))
+
+    def record_stream(self, stream: torch.Stream) -> None:
+        self.ids.record_stream(stream)
+        self.seen.record_stream(stream)
 
     def pin_memory(self) -> "SequenceBatch":
-        return SequenceBatch(self.ids.pin_memory(), self.targets.pin_memory())
+        return SequenceBatch(self.ids.pin_memory(), self.seen.pin_memory())
 
 
 class SequenceDataset(Dataset):
@@ -83,12 +111,13 @@ class SequenceDataset(Dataset):
         return len(self.windows)
 
     def __getitem__(self, indices: list[int]) -> SequenceBatch:
-        item, start, end = self.log.item, self.windows.start[indices], self.windows.end[indices]
+        item, pick = self.log.item, np.asarray(indices, dtype=np.int64)
+        start, end = self.windows.start[pick], self.windows.end[pick]
         inputs, lengths = ranges(start, end)
         seen, seen_lengths = ranges(self.first[start], end)
         position = inputs - np.repeat(start, lengths)
-        ids = keyed({"item": (item[inputs], lengths), "position": (position, lengths), "seen": (item[seen], seen_lengths)})
-        return SequenceBatch(ids, torch.from_numpy(item[inputs + 1]))
+        ids = {"item": (item[inputs], lengths), "position": (position, lengths), "target": (item[inputs + 1], lengths)}
+        return SequenceBatch(keyed(ids), keyed({"seen": (item[seen], seen_lengths)}))
 
 
 def make_datasets(log: RatingLog, max_history: int = 200) -> dict[str, SequenceDataset]:

@@ -1,9 +1,13 @@
-"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, sampled softmax and full ranking."""
+"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, sampled softmax."""
+
+from functools import partial
+from typing import NamedTuple
 
 import torch
+from sequence_data import SequenceBatch
 from torch import nn
 from torch.nn import functional
-from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor, KeyedJaggedTensor
+from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 
 import jagged_modules as jm
 
@@ -13,16 +17,16 @@ ENCODERS = ("hstu", "sasrec")
 class SASRecBlock(nn.Module):
     """A transformer block of SASRec (Kang and McAuley 2018): causal softmax attention, then a feed-forward, each after a layer norm."""
 
-    def __init__(self, embedding_dim: int, num_heads: int, dropout: float):
+    def __init__(self, embedding_dim: int, num_heads: int, dropout: float, device: torch.device | None = None):
         super().__init__()
         mask, config = jm.AttentionMask(causal=True), jm.GDPAConfig(dropout=dropout)
-        self.attention_norm, self.feed_forward_norm = nn.LayerNorm(embedding_dim), nn.LayerNorm(embedding_dim)
-        self.attention = jm.JaggedGDPA(embedding_dim, num_heads, activation="softmax", mask=mask, config=config)
+        self.attention_norm, self.feed_forward_norm = (nn.LayerNorm(embedding_dim, device=device) for _ in range(2))
+        self.attention = jm.JaggedGDPA(embedding_dim, num_heads, activation="softmax", mask=mask, config=config, device=device)
         self.feed_forward = nn.Sequential(
-            nn.Linear(embedding_dim, embedding_dim),
+            nn.Linear(embedding_dim, embedding_dim, device=device),
             nn.ReLU(),
             nn.Dropout(dropout),
-            nn.Linear(embedding_dim, embedding_dim),
+            nn.Linear(embedding_dim, embedding_dim, device=device),
             nn.Dropout(dropout),
         )
 
@@ -32,27 +36,47 @@ class SASRecBlock(nn.Module):
         return JaggedTensor(values=rows + self.feed_forward(self.feed_forward_norm(rows)), lengths=lengths)
 
 
-def make_encoder(name: str, embedding_dim: int, num_heads: int, num_layers: int, dropout: float, max_history: int) -> nn.Module:
+def make_encoder(
+    name: str,
+    embedding_dim: int,
+    num_heads: int,
+    num_layers: int,
+    dropout: float,
+    max_history: int,
+    device: torch.device | None = None,
+) -> nn.Module:
     """A causal encoder: a module from a JaggedTensor with values [L, E] to another. A row depends on itself and earlier rows only."""
     if name == "hstu":
-        return jm.HSTUStack(embedding_dim, num_heads, num_layers, jm.HSTUConfig(dropout=dropout, scaling_seqlen=max_history))
+        config = jm.HSTUConfig(dropout=dropout, scaling_seqlen=max_history)
+        return jm.HSTUStack(embedding_dim, num_heads, num_layers, config, device=device)
     if name == "sasrec":
-        return nn.Sequential(*(SASRecBlock(embedding_dim, num_heads, dropout) for _ in range(num_layers)))
+        return nn.Sequential(*(SASRecBlock(embedding_dim, num_heads, dropout, device) for _ in range(num_layers)))
     raise ValueError(f"encoder must be one of {ENCODERS}, not {name!r}")
 
 
-class SequenceModel(nn.Module):
-    """Scores items as a user's next item.
+class Vectors(NamedTuple):
+    """Vectors of norm 1; a score is the cosine of a query and an item.
 
-    An input is the sum of its item's and its position's embedding. The encoder turns it into a query. A score is the cosine of a query and
-    an item's embedding, divided by the temperature in the loss.
+    Args:
+        queries: [L, E], one for each input.
+        targets: [L, E], the item that follows each input.
+        rivals: [N, E], the items that all targets compete with.
+    """
+
+    queries: torch.Tensor
+    targets: torch.Tensor
+    rivals: torch.Tensor
+
+
+class SequenceModel(nn.Module):
+    """Queries for a user's next item: embeddings, then a `QueryEncoder`.
 
     Args:
         num_items: number of items.
         encoder: one of `ENCODERS`.
         embedding_dim, num_heads, num_layers, dropout: sizes and dropout probability of the encoder.
         max_history: maximum number of inputs in a sequence.
-        temperature: divisor of the cosines in the loss.
+        device: device of the parameters; `torch.device("meta")` for DistributedModelParallel.
     """
 
     def __init__(
@@ -64,50 +88,53 @@ class SequenceModel(nn.Module):
         num_layers: int = 2,
         dropout: float = 0.2,
         max_history: int = 200,
-        temperature: float = 0.15,
+        device: torch.device | None = None,
     ):
         super().__init__()
-        if not temperature > 0:
-            raise ValueError(f"temperature must be positive, not {temperature}")
-        self.num_items, self.temperature = num_items, temperature
-        tables = {"item": num_items, "position": max_history}
-        self.embeddings = EmbeddingCollection(
-            [
-                EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=embedding_dim, feature_names=[name])
-                for name, rows in tables.items()
-            ]
-        )
-        for table in self.tables():
-            nn.init.normal_(table, std=0.02)
-        self.dropout = nn.Dropout(dropout)
-        self.encoder = make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history)
+        tables = {"item": (num_items, ["item", "target", "rival"]), "position": (max_history, ["position"])}  # table: rows, features
+        configs = [
+            EmbeddingConfig(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=embedding_dim,
+                feature_names=features,
+                init_fn=partial(nn.init.normal_, std=0.02),
+            )
+            for name, (rows, features) in tables.items()
+        ]
+        self.embeddings = EmbeddingCollection(configs, device=device)
+        self.encoder = QueryEncoder(make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, device), dropout)
 
     def tables(self) -> list[nn.Parameter]:
         return list(self.embeddings.parameters())
 
-    def forward(self, ids: KeyedJaggedTensor) -> JaggedTensor:
-        """A query of norm 1 for each input: values [L, E]."""
-        embedded = self.embeddings(ids)
-        items = embedded["item"].values()
-        rows = items * items.shape[1] ** 0.5 + embedded["position"].values()
-        encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=embedded["item"].lengths()))
-        return JaggedTensor(values=functional.normalize(encoded.values(), dim=1), lengths=encoded.lengths())
+    def forward(self, batch: SequenceBatch) -> Vectors:
+        # Only lookups: TorchRec's pipelines trace this method to find the inputs of the collection.
+        return self.encoder(self.embeddings(batch.ids))
 
-    def vectors(self, items: torch.Tensor) -> torch.Tensor:
-        """Normalised embeddings [..., E] of `items` [...]."""
-        return functional.normalize(functional.embedding(items, self.embeddings.embeddings["item"].weight), dim=-1)
 
-    def loss(self, ids: KeyedJaggedTensor, targets: torch.Tensor, num_negatives: int) -> torch.Tensor:
-        """Sampled softmax: the mean cross-entropy of each input's target against `num_negatives` items, sampled uniformly per batch."""
-        queries = self(ids).values()
-        negatives = torch.randint(self.num_items, (num_negatives,), device=targets.device)
-        positive = (queries * self.vectors(targets)).sum(dim=1, keepdim=True)
-        negative = (queries @ self.vectors(negatives).T).masked_fill(targets[:, None] == negatives, -torch.inf)
-        logits = torch.cat([positive, negative], dim=1).float() / self.temperature
-        return functional.cross_entropy(logits, torch.zeros_like(targets))
+class QueryEncoder(nn.Module):
+    """The dense part of the model. The encoder turns the sums of an item's and its position's embedding into queries."""
 
-    def scores(self, ids: KeyedJaggedTensor) -> torch.Tensor:
-        """Cosines [B, num_items] of all items with the query of each sequence's last input."""
-        queries = self(ids)
-        last = queries.values()[queries.offsets()[1:].long() - 1]
-        return last @ self.vectors(torch.arange(self.num_items, device=last.device)).T
+    def __init__(self, encoder: nn.Module, dropout: float):
+        super().__init__()
+        self.encoder, self.dropout = encoder, nn.Dropout(dropout)
+
+    def forward(self, embedded: dict[str, JaggedTensor]) -> Vectors:
+        item = embedded["item"]
+        rows = item.values() * item.values().shape[1] ** 0.5 + embedded["position"].values()
+        encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=item.lengths()))
+        vectors = encoded.values(), embedded["target"].values(), embedded["rival"].values()
+        return Vectors(*(functional.normalize(x, dim=1) for x in vectors))
+
+
+def sampled_softmax(vectors: Vectors, targets: torch.Tensor, rivals: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Cross-entropies [L] of each input's target against the rivals other than the target, of the cosines divided by the temperature.
+
+    Args:
+        targets, rivals: int64 [L] and [N], the items of `vectors.targets` and `vectors.rivals`.
+    """
+    positive = (vectors.queries * vectors.targets).sum(dim=1, keepdim=True)
+    negative = (vectors.queries @ vectors.rivals.T).masked_fill(targets[:, None] == rivals, -torch.inf)
+    logits = torch.cat([positive, negative], dim=1).float() / temperature
+    return functional.cross_entropy(logits, torch.zeros_like(targets), reduction="none")

@@ -8,7 +8,7 @@ not rated before.
 """
 
 import argparse
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from generated_log import generate_log
 from movielens import read_log
 from ranking_data import make_loader
 from sequence_data import SequenceBatch, SequenceDataset, make_datasets
-from sequence_model import ENCODERS, SequenceModel
-from torchrec import KeyedJaggedTensor
+from sequence_model import ENCODERS, SequenceModel, Vectors, sampled_softmax
 from training import next_item_metrics, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
@@ -42,25 +41,32 @@ class Trainer(trainer.Trainer):
     metrics = {"ndcg@10": "NDCG@10", "hr@10": "HR@10"}
     own_settings = ("num_layers", "num_negatives", "temperature")
 
-    def make_model(self) -> SequenceModel:
-        sizes = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "temperature")
-        num_items = self.datasets["train"].log.num_items
-        return SequenceModel(num_items, self.name, **{name: getattr(self.options, name) for name in sizes})
+    def make_model(self, device: torch.device) -> SequenceModel:
+        sizes = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history")
+        return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in sizes}, device=device)
 
-    def loss(self, batch: SequenceBatch) -> torch.Tensor:
-        with self.autocast():
-            return self.model.loss(batch.ids, batch.targets, self.options.num_negatives)
+    @property
+    def num_items(self) -> int:
+        return self.datasets["train"].log.num_items
 
-    def evaluate(self, split: str, model: SequenceModel) -> dict[str, float]:
-        with self.autocast():
-            return evaluate(model.scores, (batch.to(self.device) for batch in self.loader(split)))
+    def batches(self, split: str, shuffle_seed: int | None = None) -> Iterator[SequenceBatch]:
+        """Batches whose targets compete with all items, or in training with items that are drawn for each batch, the same on all ranks."""
+        everything = torch.arange(self.num_items)
+        draw = None if shuffle_seed is None else torch.Generator().manual_seed(shuffle_seed)
+        for batch in super().batches(split, shuffle_seed):
+            yield batch.add_rivals(
+                everything if draw is None else torch.randint(self.num_items, (self.options.num_negatives,), generator=draw)
+            )
 
+    def losses(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
+        return sampled_softmax(vectors, batch.targets, batch.rivals, self.options.temperature)
 
-@torch.no_grad()
-def evaluate(scores: Callable[[KeyedJaggedTensor], torch.Tensor], batches: Iterable[SequenceBatch]) -> dict[str, float]:
-    """Metrics of `scores` [B, num_items]: the next item of each sequence is ranked among all items that the user has not rated before."""
-    ranks = [rank_unseen(scores(batch.ids), batch.next_items(), batch.ids["seen"]) for batch in batches]
-    return next_item_metrics(torch.cat(ranks))
+    def predictions(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
+        last = batch.last_inputs()
+        return rank_unseen(vectors.queries[last] @ vectors.rivals.T, batch.targets[last], batch.seen["seen"])
+
+    def score(self, ranks: torch.Tensor) -> dict[str, float]:
+        return next_item_metrics(ranks)
 
 
 def popularity(datasets: dict[str, SequenceDataset]) -> torch.Tensor:
@@ -73,7 +79,9 @@ def popularity(datasets: dict[str, SequenceDataset]) -> torch.Tensor:
 def evaluate_popularity(datasets: dict[str, SequenceDataset]) -> dict[str, float]:
     """Test metrics of the ranking by popularity."""
     counts = popularity(datasets).float()
-    return evaluate(lambda ids: counts.expand(ids.stride(), -1), make_loader(datasets["test"], batch_size=64))
+    batches = make_loader(datasets["test"], batch_size=64)
+    ranks = [rank_unseen(counts.expand(batch.ids.stride(), -1), batch.next_items(), batch.seen["seen"]) for batch in batches]
+    return next_item_metrics(torch.cat(ranks))
 
 
 def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
@@ -91,6 +99,8 @@ def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train the models that the options select and write the files. Returns the content of metrics.json."""
     device = trainer.prepare_device(options)
+    if not options.temperature > 0:
+        raise ValueError(f"temperature must be positive, not {options.temperature}")
     datasets = load_datasets(options)
     names = ENCODERS if options.compare else (options.model,)
     trainers = {name: Trainer(options, name, datasets, device) for name in names}

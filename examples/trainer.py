@@ -1,31 +1,25 @@
 """Code shared by the training programs: options, the loop over epochs, checkpoints, and output files. training.py has the helpers."""
 
 import argparse
-import copy
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import sharding
 import torch
+from checkpoints import check_settings, find_checkpoint, save_checkpoint
 from ranking_data import make_loader
+from sharding import OptimizerSpec
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 from tqdm import tqdm
-from training import (
-    load_checkpoint,
-    peak_memory,
-    pick_device,
-    save_checkpoint,
-    save_curves,
-    save_json,
-    seed_epoch,
-    time_steps,
-)
+from training import peak_memory, pick_device, save_curves, save_json, seed_epoch, time_steps
 
 # Options that must equal those of the checkpoint to resume from it.
 SETTINGS = (
@@ -38,6 +32,7 @@ SETTINGS = (
     "num_heads",
     "dropout",
     "lr",
+    "table_lr",
     "weight_decay",
     "average_decay",
     "bf16",
@@ -56,15 +51,18 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
+    parser.add_argument("--timeout", type=float, default=30, help="seconds that processes of torchrun wait for one another")
     parser.add_argument("--bf16", action="store_true", help="autocast to bfloat16 (GPU only)")
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
-    parser.add_argument("--batch-size", type=int, help="histories per batch")
+    parser.add_argument("--batch-size", type=int, help="histories per batch, of all processes together")
     parser.add_argument("--max-history", type=int, default=200, help="maximum number of ratings in a history")
     parser.add_argument("--embedding-dim", type=int, default=64)
     parser.add_argument("--num-heads", type=int)
     parser.add_argument("--dropout", type=float)
     parser.add_argument("--lr", type=float, default=1e-3)
-    parser.add_argument("--weight-decay", type=float, help="decoupled weight decay of the embeddings (AdamW)")
+    parser.add_argument("--weight-decay", type=float, help="decoupled weight decay of the embeddings (AdamW), without torchrun")
+    parser.add_argument("--table-lr", type=float, default=0.05, help="learning rate of the embeddings (Adagrad), with torchrun")
+    parser.add_argument("--sharding", choices=sharding.PLANS, default="auto", help="how torchrun's processes share the embedding tables")
     parser.add_argument(
         "--average-decay", type=float, default=0.99, help="decay per step of the running average of weights, which is evaluated"
     )
@@ -82,49 +80,89 @@ def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least
     return options
 
 
-class Trainer(ABC):
-    """A model, its optimizer, the running average of its weights, and the best average so far. The average is evaluated.
+class WeightAverage:
+    """The running average of a model's weights, which is evaluated, and the best such average so far.
 
-    Programs subclass it and define the two class attributes, `make_model`, `loss` and `evaluate`.
+    An average is elementwise, so each rank averages what it holds: the dense weights, and its shards of the tables. That takes a pass over
+    the tables at each step. With a decay of 0 the average is the weights themselves, at no cost.
+    """
+
+    def __init__(self, model: nn.Module, decay: float):
+        self.weights = {name: x for name, x in model.state_dict().items() if x.is_floating_point()}
+        self.average = sharding.clone(self.weights) if decay else self.weights
+        self.best = sharding.clone(self.weights)
+        self._update = get_ema_multi_avg_fn(decay) if decay else None
+        self._local = [sharding.local_tensors(weights) for weights in (self.average, self.weights)]
+
+    def update(self) -> None:
+        if self._update is not None:
+            self._update(*self._local, None)
+
+    def keep_as_best(self) -> None:
+        sharding.copy(self.average, self.best)
+
+    @contextmanager
+    def in_model(self, weights: dict[str, Any]) -> Iterator[None]:
+        """The model with these weights, `average` or `best`, which hold the model's own meanwhile."""
+        sharding.swap(self.weights, weights)
+        try:
+            yield
+        finally:
+            sharding.swap(self.weights, weights)
+
+
+class Trainer(ABC):
+    """A model, its optimizer and the running average of its weights.
+
+    Under torchrun the tables are sharded, each rank trains on its share of each batch, and every method is called by all ranks.
+
+    Programs subclass it and define the two class attributes, `make_model`, `losses`, `predictions` and `score`.
 
     Args:
         options: options of the program.
-        name: name of the model and of its checkpoint.
-        datasets: datasets by split. A batch has `len`, the number of its examples, and `to(device)`.
+        name: name of the model and of its checkpoints.
+        datasets: datasets by split. A batch is `Pipelineable`, and `len` is the number of its examples.
         device: device to train on.
     """
 
-    metrics: dict[str, str]  # metric of `evaluate` → label; the first decides which epoch is best, higher is better
+    metrics: dict[str, str]  # metric of `score` → label; the first decides which epoch is best, higher is better
     own_settings: tuple[str, ...]  # further options, besides `SETTINGS`, that must equal those of the checkpoint
 
     def __init__(self, options: argparse.Namespace, name: str, datasets: dict[str, Dataset], device: torch.device):
         self.options, self.name, self.datasets, self.device = options, name, datasets, device
-        self.settings = {"model": name, **{setting: getattr(options, setting) for setting in (*SETTINGS, *self.own_settings)}}
-        self.checkpoint = options.out / f"{name}.pt"
-        torch.manual_seed(options.seed)
-        self.model = self.make_model().to(device)
-        self.optimizer = self._make_optimizer()
-        self.average, self.update_average = copy.deepcopy(self.model).eval(), get_ema_multi_avg_fn(options.average_decay)
-        self.best_average = copy.deepcopy(self.average.state_dict())
+        own = {setting: getattr(options, setting) for setting in (*SETTINGS, *self.own_settings)}
+        self.settings = {"model": name, **own, "torchrun": sharding.is_distributed()}  # which decides about the optimizers
+        self.checkpoints = options.out / name
+        torch.manual_seed(options.seed + sharding.rank())  # a seed per rank, or all shards of a table would start with equal rows
+        self.model, self.optimizer = sharding.build(self.make_model, device, options.sharding, *self.optimizers())
+        self.pipeline = sharding.make_pipeline(self.model, self.optimizer, device, self._forward)
+        self.average = WeightAverage(self.model, options.average_decay)
         self.epochs: list[dict[str, float]] = []
 
     @abstractmethod
-    def make_model(self) -> nn.Module:
-        """The model. Its `tables()` are the embedding tables, which have weight decay."""
+    def make_model(self, device: torch.device) -> nn.Module:
+        """The model. Its `tables()` are the embedding tables."""
 
     @abstractmethod
-    def loss(self, batch) -> torch.Tensor:
-        """The mean loss of the batch's examples."""
+    def losses(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """The loss of each example of the batch, from what the model returns for the batch."""
 
     @abstractmethod
-    def evaluate(self, split: str, model: nn.Module) -> dict[str, float]:
-        """The model's `metrics` on a split."""
+    def predictions(self, outputs: Any, batch: Any) -> torch.Tensor:
+        """What `score` needs to know of the batch: one row for each of the examples that are scored."""
 
-    def _make_optimizer(self) -> torch.optim.Optimizer:
-        tables = self.model.tables()
-        others = [parameter for parameter in self.model.parameters() if parameter not in set(tables)]
-        groups = [{"params": tables, "weight_decay": self.options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-        return torch.optim.AdamW(groups, lr=self.options.lr)
+    @abstractmethod
+    def score(self, predictions: torch.Tensor) -> dict[str, float]:
+        """The `metrics` of the predictions of a split."""
+
+    def optimizers(self) -> tuple[OptimizerSpec, OptimizerSpec]:
+        """The optimizers of the embedding tables and of the other parameters."""
+        options = self.options
+        if sharding.is_distributed():
+            tables = OptimizerSpec(torch.optim.Adagrad, dict(lr=options.table_lr, eps=1e-8))
+        else:
+            tables = OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=options.weight_decay))
+        return tables, OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=0.0))
 
     def fit(self) -> None:
         """Train the remaining epochs, with a checkpoint after each."""
@@ -133,65 +171,93 @@ class Trainer(ABC):
             begin = time.perf_counter()
             loss, examples = self._train_epoch(epoch)
             speed = examples / (time.perf_counter() - begin)
-            held_out = self.evaluate("valid", self.average)
+            held_out = self.evaluate("valid", self.average.average)
             valid = {f"valid_{name}": value for name, value in held_out.items()}
             if valid[first] > max((past[first] for past in self.epochs), default=0.0):
-                self.best_average = copy.deepcopy(self.average.state_dict())
+                self.average.keep_as_best()
             self.epochs.append({"epoch": epoch + 1, "loss": loss, **valid, "examples_per_second": speed})
-            self.save()
+            save_checkpoint(self.checkpoints, self.settings, self.epochs, self._state())
             values = "  ".join(f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items())
             tqdm.write(f"{self.name:>9}  epoch {epoch + 1}  loss {loss:.4f}  held-out {values}  {speed:,.0f} examples/s")
 
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
+        """The mean loss and the number of examples."""
         self.model.train()
         total, examples = torch.zeros((), device=self.device), 0
-        loader = self.loader("train", shuffle_seed=seed_epoch(self.options.seed, epoch))
-        with tqdm(loader, desc=f"epoch {epoch + 1}", leave=False) as progress:
-            for batch in progress:
-                loss = self.step(batch.to(self.device))
-                total += loss * len(batch)
-                examples += len(batch)
-                if progress.n % 20 == 0:  # not at each step, because reading the loss synchronises with the device
-                    progress.set_postfix(loss=f"{loss.item():.4f}")
-        return total.item() / examples, examples
+        batches = self.batches("train", shuffle_seed=seed_epoch(self.options.seed, epoch, sharding.rank()))
+        hidden = {"disable": True} if sharding.rank() else {}  # otherwise TQDM_DISABLE decides
+        with tqdm(self.run(batches), desc=f"epoch {epoch + 1}", total=self.num_steps("train"), leave=False, **hidden) as progress:
+            for losses in progress:
+                total += losses.sum()
+                examples += len(losses)
+                if progress.n % 20 == 0 and len(losses):  # not at each step, because reading the loss synchronises with the device
+                    progress.set_postfix(loss=f"{losses.mean().item():.4f}")
+        loss, examples = sharding.all_sum(total.item(), examples, device=self.device)
+        return loss / examples, int(examples)
 
-    def step(self, batch) -> torch.Tensor:
-        """Run one optimizer step. Returns the mean loss."""
-        loss = self.loss(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        self.update_average(list(self.average.parameters()), list(self.model.parameters()), None)
-        return loss.detach()
+    def run(self, batches: Iterable) -> Iterator[torch.Tensor]:
+        """Run a step of the pipeline for each batch: in training mode an optimizer step, which gives the losses of this rank's examples, in
+        eval mode a forward, which gives their predictions."""
+        for output in sharding.run_pipeline(self.pipeline, batches):
+            if self.model.training:
+                self.average.update()
+            yield output
 
-    def autocast(self) -> torch.autocast:
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.bf16)
+    def _forward(self, batch: Any) -> tuple[torch.Tensor | None, torch.Tensor]:
+        """The loss to backpropagate, and what `run` gives."""
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.options.bf16):
+            outputs = self.model(batch)
+            if not self.model.training:
+                return None, self.predictions(outputs, batch)
+            losses = self.losses(outputs, batch)
+        return sharding.global_mean(losses), losses.detach()
+
+    def step(self, batch: Any) -> None:
+        """One training step by itself."""
+        self.model.train()
+        list(self.run([batch]))
+
+    @torch.no_grad()
+    def evaluate(self, split: str, weights: dict[str, Any]) -> dict[str, float]:
+        """Metrics on a split of the model with these weights. All ranks return the metrics of all examples."""
+        self.model.eval()
+        with self.average.in_model(weights):
+            predictions = torch.cat(list(self.run(self.batches(split))))
+        return self.score(sharding.gather_rows(predictions))
 
     def test(self) -> dict[str, float]:
         """Metrics on the test split, with the average that was best on the validation split."""
-        best = copy.deepcopy(self.average)
-        best.load_state_dict(self.best_average)
-        return self.evaluate("test", best)
+        return self.evaluate("test", self.average.best)
 
-    def loader(self, split: str, shuffle_seed: int | None = None) -> DataLoader:
+    def batches(self, split: str, shuffle_seed: int | None = None) -> Iterable:
+        """This rank's shares of the batches."""
         options, pin = self.options, self.device.type == "cuda"
-        return make_loader(self.datasets[split], options.batch_size, shuffle_seed, options.num_workers, pin)
+        share = dict(rank=sharding.rank(), world_size=sharding.world_size())
+        return make_loader(self.datasets[split], options.batch_size, shuffle_seed, options.num_workers, pin, **share)
 
-    def save(self) -> None:
-        state = {name: getattr(self, name).state_dict() for name in ("model", "average", "optimizer")}
-        save_checkpoint(self.checkpoint, {"settings": self.settings, "epochs": self.epochs, "best_average": self.best_average, **state})
+    def num_steps(self, split: str) -> int:
+        return -(-len(self.datasets[split]) // self.options.batch_size)
+
+    def _state(self) -> dict[str, Any]:
+        weights = {"model": self.model.state_dict(), "average": self.average.average, "best_average": self.average.best}
+        return {**weights, "optimizer": sharding.optimizer_state(self.optimizer)}
 
     def resume(self) -> None:
-        state = load_checkpoint(self.checkpoint, self.settings, self.device)
-        self.epochs, self.best_average = state["epochs"], state["best_average"]
-        for name in ("model", "average", "optimizer"):
-            getattr(self, name).load_state_dict(state[name])
+        """Continue from the newest checkpoint, if there is one."""
+        checkpoint = find_checkpoint(self.checkpoints)
+        if checkpoint is not None:
+            check_settings(checkpoint, self.settings)
+            sharding.init_optimizer_state(self.optimizer)
+            checkpoint.load_into(self._state())
+            self.epochs = checkpoint.epochs
 
 
 def prepare_device(options: argparse.Namespace) -> torch.device:
-    """Set the number of threads. Returns the device of the options."""
+    """Set the number of threads. Returns the device of the options, of torchrun's processes the one that `process_group` chose."""
     torch.set_num_threads(options.threads)
     device = pick_device(options.device)
+    if device.type == "cuda" and sharding.is_distributed():
+        device = torch.device("cuda", torch.cuda.current_device())
     if options.bf16 and device.type != "cuda":
         raise ValueError(f"--bf16 needs a GPU; the device is {device}")
     return device
@@ -201,36 +267,37 @@ def train_all(trainers: dict[str, Trainer], options: argparse.Namespace, baselin
     """Resume (with --resume), train, test and write the files. Returns the content of metrics.json.
 
     Args:
-        trainers: trainers by name. With --compare, their steps are measured too.
+        trainers: trainers by name. If there are several, their steps are measured too.
         baselines: test metrics of baselines without training, by name.
     """
     if options.resume:
-        resumed = [trainer for trainer in trainers.values() if trainer.checkpoint.exists()]
-        if not resumed:
-            raise FileNotFoundError(f"--resume: no checkpoint {', '.join(f'{name}.pt' for name in trainers)} in {options.out}")
-        for trainer in resumed:
+        if not any(find_checkpoint(trainer.checkpoints) for trainer in trainers.values()):
+            raise FileNotFoundError(f"--resume: no checkpoint {', '.join(trainers)} in {options.out}")
+        for trainer in trainers.values():
             trainer.resume()
 
     results: dict[str, dict[str, Any]] = {}
     for name, trainer in trainers.items():
         trainer.fit()
         results[name] = {"epochs": trainer.epochs, "test": trainer.test()}
-    if options.compare:
+    if len(trainers) > 1:
         measure_steps(trainers, results)
     trainer = next(iter(trainers.values()))
     curves = {name: result["epochs"] for name, result in results.items()}
-    save_curves(options.out / "curves.png", curves, *next(iter(trainer.metrics.items())))
+    if sharding.rank() == 0:
+        save_curves(options.out / "curves.png", curves, *next(iter(trainer.metrics.items())))
     results |= {name: {"test": metrics} for name, metrics in (baselines or {}).items()}
     settings = {name: getattr(options, name) for name in (*SETTINGS, *trainer.own_settings, "epochs")}
     metrics = {"settings": settings, "device": trainer.device.type, "results": results}
-    save_json(options.out / "metrics.json", metrics)
+    if sharding.rank() == 0:
+        save_json(options.out / "metrics.json", metrics)
     return metrics
 
 
 def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any]], num_batches: int = 10) -> None:
     """Add step time and peak memory to the results. Call it last: the measured steps train the models."""
     trainer = next(iter(trainers.values()))
-    batches = [batch.to(trainer.device) for batch, _ in zip(trainer.loader("train", shuffle_seed=0), range(num_batches), strict=False)]
+    batches = [batch.to(trainer.device) for batch, _ in zip(trainer.batches("train", shuffle_seed=0), range(num_batches), strict=False)]
     steps = {name: trainer.step for name, trainer in trainers.items()}
     seconds = time_steps(steps, batches, trainer.device)
     for name, step in steps.items():
@@ -240,13 +307,14 @@ def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any
 
 def main(program: str, run: Callable[[argparse.Namespace], dict], options: argparse.Namespace, columns: dict[str, str]) -> None:
     """Run the program. Print its test metrics, with `columns` (name: heading), and its files, or one line with the error."""
-    try:
-        metrics = run(options)
-    except (ValueError, OSError) as error:
-        sys.exit(f"{program}: {error}")
-    print_table(metrics, columns)
-    written = ["metrics.json", "curves.png", *(f"{name}.pt" for name, result in metrics["results"].items() if "epochs" in result)]
-    print(f"\nwritten to {options.out}: {', '.join(written)}")
+    with sharding.process_group(options.device, options.timeout):
+        try:
+            metrics = run(options)
+        except (ValueError, OSError) as error:
+            sys.exit(f"{program}: {error}")
+        print_table(metrics, columns)
+        written = ["metrics.json", "curves.png", *(f"{name}/" for name, result in metrics["results"].items() if "epochs" in result)]
+        print(f"\nwritten to {options.out}: {', '.join(written)}")
 
 
 def print_table(metrics: dict[str, Any], columns: dict[str, str]) -> None:

@@ -33,10 +33,10 @@ def pick_device(name: str) -> torch.device:
     return device
 
 
-def seed_epoch(seed: int, epoch: int) -> int:
-    """Seed torch from (seed, epoch), so that a resumed run has the same random numbers. Returns the epoch's seed."""
+def seed_epoch(seed: int, epoch: int, rank: int = 0) -> int:
+    """Seed torch from (seed, epoch, rank), so that a resumed run has the same random numbers. Returns the epoch's seed."""
     epoch_seed = seed * 100_003 + epoch
-    torch.manual_seed(epoch_seed)
+    torch.manual_seed(epoch_seed + rank * 1_000_000_007)
     return epoch_seed
 
 
@@ -91,21 +91,6 @@ def save_json(path: Path, content: Any) -> None:
     write_atomically(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> None:
-    write_atomically(path, lambda file: torch.save(state, file))
-
-
-def load_checkpoint(path: Path, settings: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Load a checkpoint. Raises ValueError if the run that wrote it had other `settings`."""
-    state = torch.load(path, map_location=device, weights_only=True)
-    changed = [
-        f"{name} {state['settings'].get(name)!r} -> {value!r}" for name, value in settings.items() if state["settings"].get(name) != value
-    ]
-    if changed:
-        raise ValueError(f"{path} is of a run with other settings: {', '.join(changed)}")
-    return state
-
-
 def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> None:
     write_atomically(path, lambda file: draw_curves(curves, metric, label).savefig(file, dpi=120))
 
@@ -138,10 +123,10 @@ def time_steps(steps: dict[str, Callable[[Any], Any]], batches: Sequence[Any], d
     for _ in range(rounds):
         for batch in batches:
             for name, step in steps.items():
-                _synchronize(device)
+                synchronize(device)
                 begin = time.perf_counter()
                 step(batch)
-                _synchronize(device)
+                synchronize(device)
                 seconds[name].append(time.perf_counter() - begin)
     return {name: torch.tensor(values).median().item() for name, values in seconds.items()}
 
@@ -169,6 +154,7 @@ def peak_memory(step: Callable[[], Any], device: torch.device) -> int:
     return peak
 
 
-def _synchronize(device: torch.device) -> None:
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, if it is a GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 import jagged_modules as jm
 
 from . import gpu_suite
+from .distributed.ranks import Ranks
 
 settings.register_profile("repeatable", deadline=None, derandomize=True, max_examples=30)
 settings.load_profile("repeatable")
@@ -43,6 +44,14 @@ def poisoned_memory():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def two_ranks():
+    """Two processes of one gloo group: `two_ranks.run(function, *args)`."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.stop()
 
 
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:

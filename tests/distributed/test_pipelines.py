@@ -8,8 +8,6 @@ import torch
 from readme import example_with
 from torch import nn
 
-from .ranks import run_ranks
-
 torchrec = pytest.importorskip("torchrec")
 
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
@@ -92,5 +90,5 @@ def train_in_pipelines(plan: str) -> None:
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_readme_model_in_the_pipelines(plan):
-    run_ranks(train_in_pipelines, plan)
+def test_readme_model_in_the_pipelines(two_ranks, plan):
+    two_ranks.run(train_in_pipelines, plan)

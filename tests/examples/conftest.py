@@ -3,9 +3,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 # The programs in examples/ import the modules beside them, as Python does for a script it runs.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
+
+from checkpoints import find_checkpoint  # noqa: E402
 
 # A second thread does not make such small models faster, and on a busy machine threads that wait for one another cost minutes.
 torch.set_num_threads(1)
@@ -28,15 +31,21 @@ def without_speed():
 
 
 def _assert_equal_checkpoints(first, second):
-    first, second = (torch.load(path, weights_only=True) for path in (first, second))
-    assert first["settings"] == second["settings"]
-    for part in ("model", "average", "best_average"):
-        assert first[part].keys() == second[part].keys()
-        for name, tensor in first[part].items():
-            assert torch.equal(tensor, second[part][name]), name
+    first, second = (find_checkpoint(path) for path in (first, second))
+    assert first.settings == second.settings
+    tensors = []
+    for checkpoint in (first, second):
+        stored = FileSystemReader(checkpoint.folder).read_metadata().state_dict_metadata
+        state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items()}
+        checkpoint.load_into(state)
+        tensors.append(state)
+    assert tensors[0].keys() == tensors[1].keys()
+    assert {name.partition(".")[0] for name in tensors[0]} == {"model", "average", "best_average", "optimizer"}
+    for name, tensor in tensors[0].items():
+        assert torch.equal(tensor, tensors[1][name]), name
 
 
 @pytest.fixture(scope="session")
 def assert_equal_checkpoints():
-    """Two paths of checkpoints → fails unless they hold the same settings and weights."""
+    """Two folders of checkpoints → fails unless they hold the same settings, weights and states of the optimizer."""
     return _assert_equal_checkpoints

@@ -55,7 +55,7 @@ def test_batch_equals_a_loop_over_the_log():
         for row, index in enumerate(picked):
             start, end = int(dataset.windows.start[index]), int(dataset.windows.end[index])
             own = np.flatnonzero(log.user == log.user[start])
-            jagged = {key: batch.ids[key].to_dense()[row].tolist() for key in batch.ids.keys()}
+            jagged = {key: ids[key].to_dense()[row].tolist() for ids in (batch.ids, batch.seen) for key in ids.keys()}
             assert jagged["item"] == log.item[start:end].tolist()
             assert jagged["position"] == list(range(end - start))
             assert jagged["seen"] == log.item[own[own < end]].tolist()
@@ -75,7 +75,9 @@ def test_inputs_do_not_depend_on_the_held_out_items():
             altered[datasets[split].windows.end] = 59 - altered[datasets[split].windows.end]
         everything = list(range(len(dataset)))
         before, after = (each[everything] for each in (dataset, SequenceDataset(replace(log, item=altered), dataset.windows)))
-        assert torch.equal(before.ids.values(), after.ids.values())
+        for key in ("item", "position"):
+            assert torch.equal(before.ids[key].values(), after.ids[key].values())
+        assert torch.equal(before.seen.values(), after.seen.values())
         assert torch.equal(before.targets, after.targets) == (name == "train")
 
 
@@ -91,3 +93,10 @@ def test_bad_arguments():
         leave_one_out(log, 0)
     with pytest.raises(ValueError, match="none of the 2 users has 3 ratings"):
         make_datasets(RatingLog.from_columns(np.array([0, 0, 1]), np.arange(3), np.full(3, 3.0), np.arange(3)))
+
+
+def test_an_empty_share_of_a_batch_has_no_examples():
+    dataset = make_datasets(generate_log(num_users=20, num_items=60, mean_length=30, seed=0))["train"]
+    batch = dataset[[]].add_rivals(torch.arange(5))
+    assert len(batch) == len(batch.targets) == len(batch.last_inputs()) == len(batch.next_items()) == 0
+    assert batch.rivals.tolist() == [0, 1, 2, 3, 4]

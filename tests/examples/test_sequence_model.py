@@ -2,12 +2,12 @@ import pytest
 import torch
 from generated_log import generate_log
 from sequence_data import make_datasets
-from sequence_model import ENCODERS, SASRecBlock, SequenceModel
+from sequence_model import ENCODERS, SASRecBlock, SequenceModel, sampled_softmax
 from torch import nn
 from torch.nn import functional
 from torchrec import JaggedTensor
 
-NUM_ITEMS, MAX_HISTORY = 60, 9
+NUM_ITEMS, MAX_HISTORY, TEMPERATURE = 60, 9, 0.15
 PICKED = [3, 0, 11, 4, 30]
 
 
@@ -23,54 +23,59 @@ def model(request):
     return SequenceModel(NUM_ITEMS, request.param, embedding_dim=16, num_heads=2, max_history=MAX_HISTORY).eval()
 
 
+def with_rivals(dataset, picked=PICKED, num_rivals=NUM_ITEMS):
+    return dataset[picked].add_rivals(torch.arange(num_rivals))
+
+
 def test_every_parameter_learns(dataset, model):
-    model.loss(*vars(dataset[PICKED]).values(), num_negatives=20).backward()
+    batch = with_rivals(dataset, num_rivals=20)
+    sampled_softmax(model(batch), batch.targets, batch.rivals, TEMPERATURE).mean().backward()
     idle = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
     assert idle == []
 
 
 def test_sequences_do_not_mix_and_no_query_sees_a_later_item(dataset, model):
-    batch = dataset[PICKED]
-    queries = model(batch.ids).values()
-    alone = torch.cat([model(dataset[[index]].ids).values() for index in PICKED])
+    batch = with_rivals(dataset)
+    queries = model(batch).queries
+    alone = torch.cat([model(with_rivals(dataset, [index])).queries for index in PICKED])
     torch.testing.assert_close(alone, queries, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(queries.norm(dim=1), torch.ones(len(queries)))
 
-    last = batch.ids["item"].offsets()[1:] - 1  # rows of the windows' last inputs, which come first among the ids
+    last = batch.last_inputs()  # the items come first among the ids
     batch.ids.values()[last] = (batch.ids.values()[last] + 1) % NUM_ITEMS
-    changed = (model(batch.ids).values() != queries).any(dim=1)
+    changed = (model(batch).queries != queries).any(dim=1)
     assert changed.nonzero().flatten().tolist() == last.tolist()
 
 
-def test_scores_are_cosines_of_the_last_query_with_every_item(dataset, model):
-    batch = dataset[PICKED]
-    table = dict(model.embeddings.embeddings.items())["item"].weight
-    last = [rows[-1] for rows in model(batch.ids).to_dense()]
-    expected = torch.stack([functional.cosine_similarity(query[None], table) for query in last])
-    torch.testing.assert_close(model.scores(batch.ids), expected)
+def test_vectors_of_items_are_normalised_embeddings(dataset, model):
+    batch = with_rivals(dataset)
+    vectors = model(batch)
+    table = functional.normalize(dict(model.embeddings.embeddings.items())["item"].weight, dim=1)
+    torch.testing.assert_close(vectors.rivals, table)
+    torch.testing.assert_close(vectors.targets, table[batch.targets])
 
 
-def test_loss_is_the_softmax_over_the_target_and_the_drawn_items_but_the_target(dataset, model):
-    batch = dataset[PICKED]
-    torch.manual_seed(3)
-    loss = model.loss(batch.ids, batch.targets, num_negatives=40)
-    torch.manual_seed(3)
-    drawn = torch.randint(NUM_ITEMS, (40,))
-    assert set(drawn.tolist()) & set(batch.targets.tolist())  # so that leaving the target out of the drawn items counts
-    cosines = model(batch.ids).values() @ model.vectors(torch.arange(NUM_ITEMS)).T / model.temperature
+def test_loss_is_the_softmax_over_the_target_and_the_rivals_but_the_target(dataset, model):
+    batch = dataset[PICKED].add_rivals(torch.randint(NUM_ITEMS, (40,)))
+    assert set(batch.rivals.tolist()) & set(batch.targets.tolist())  # so that leaving the target out of the rivals counts
+    vectors = model(batch)
+    cosines = vectors.queries @ functional.normalize(model.embeddings.embeddings["item"].weight, dim=1).T / TEMPERATURE
     losses = []
     for row, target in zip(cosines, batch.targets, strict=True):
-        logits = torch.cat([row[target][None], row[drawn[drawn != target]]])
+        logits = torch.cat([row[target][None], row[batch.rivals[batch.rivals != target]]])
         losses.append(logits.logsumexp(dim=0) - logits[0])
-    torch.testing.assert_close(loss, torch.stack(losses).mean())
+    torch.testing.assert_close(sampled_softmax(vectors, batch.targets, batch.rivals, TEMPERATURE), torch.stack(losses))
 
 
 def test_autocast_gives_nearly_the_same(dataset, model):
-    batch = dataset[PICKED]
-    with torch.autocast("cpu", torch.bfloat16):
-        scores = model.scores(batch.ids)
+    batch = with_rivals(dataset)
+    scores = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            vectors = model(batch)
+            scores.append((vectors.queries @ vectors.rivals.T).float())
     # bf16 keeps 8 bits: 2**-8 relative per rounding, a few roundings of terms of size about 1.
-    torch.testing.assert_close(scores.float(), model.scores(batch.ids), rtol=0, atol=0.05)
+    torch.testing.assert_close(*scores, rtol=0, atol=0.05)
 
 
 def test_sasrec_block_computes_what_a_causal_transformer_layer_computes():
@@ -88,8 +93,6 @@ def test_sasrec_block_computes_what_a_causal_transformer_layer_computes():
     torch.testing.assert_close(block(x).values(), torch.cat(expected))
 
 
-def test_bad_arguments():
+def test_unknown_encoder():
     with pytest.raises(ValueError, match=r"encoder must be one of .*'hstu'.*, not 'gru'"):
         SequenceModel(NUM_ITEMS, "gru")
-    with pytest.raises(ValueError, match="temperature must be positive, not 0"):
-        SequenceModel(NUM_ITEMS, "hstu", temperature=0.0)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import train_dlrm
-from ranking_model import INTERACTIONS
+from ranking_model import INTERACTIONS, PARTS
 
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2"]
@@ -25,9 +25,31 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, interaction, 
     assert last["loss"] < first["loss"]
     assert 0 < result["test"]["auc"] < 1 and result["test"]["normalized_entropy"] > 0
     assert last["examples_per_second"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", f"{interaction}.pt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", interaction])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"{result['test']['auc']:.4f}" in capsys.readouterr().out
+
+
+def test_ablation_prints_a_row_without_each_part(tmp_path, capsys):
+    metrics = train(tmp_path, "--ablation", "--epochs", "1", "--users", "15", "--parts", "stream", "compress")
+    assert list(metrics["results"]) == ["whole", "no-stream", "no-compress", "no-attention", "no-parts"]
+    table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
+    rows = [line.split() for line in table.splitlines()[:5]]
+    for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
+        values = (result["test"]["auc"], result["test"]["normalized_entropy"], result["step_ms"], result["peak_memory_mb"])
+        assert row[0] == name
+        assert [float(value) for value in row[1:]] == pytest.approx(values, abs=0.051)
+    assert metrics["results"]["no-stream"]["peak_memory_mb"] < metrics["results"]["whole"]["peak_memory_mb"]
+
+
+def test_variants_of_an_ablation():
+    variants = train_dlrm.variants(train_dlrm.parse_arguments(["--ablation"]))
+    assert {name: (options.interaction, tuple(options.parts)) for name, options in variants.items()} == {
+        "whole": ("attention", tuple(PARTS)),
+        **{f"no-{part}": ("attention", tuple(other for other in PARTS if other != part)) for part in PARTS},
+        "no-attention": ("mean", tuple(PARTS)),
+        "no-parts": ("attention", ()),
+    }
 
 
 def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, assert_equal_checkpoints):
@@ -35,7 +57,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
     train(tmp_path / "parts", "--epochs", "1")
     resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
     assert without_speed(whole) == without_speed(resumed)
-    assert_equal_checkpoints(tmp_path / "whole" / "attention.pt", tmp_path / "parts" / "attention.pt")
+    assert_equal_checkpoints(tmp_path / "whole" / "attention", tmp_path / "parts" / "attention")
 
 
 def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
@@ -43,7 +65,7 @@ def test_a_run_with_another_seed_ends_elsewhere(tmp_path, without_speed):
 
 
 def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
-    metrics = train(tmp_path, "--compare", "--epochs", "1")
+    metrics = train(tmp_path, "--compare", "--epochs", "1", "--parts")
     assert list(metrics["results"]) == list(INTERACTIONS)
     table = capsys.readouterr().out.partition("test AUC  norm. entropy   step ms   peak MB\n")[2]
     rows = [line.split() for line in table.splitlines()[:3]]
@@ -60,7 +82,7 @@ def test_compare_prints_a_row_of_each_interaction(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "train_dlrm: no file or folder nowhere"),
-        (["--resume"], "--resume: no checkpoint attention.pt in"),
+        (["--resume"], "--resume: no checkpoint attention in"),
         (["--bf16"], "--bf16 needs a GPU"),
         (["--chunk-size", "0"], "chunk_size must be at least 1, not 0"),
     ],
@@ -84,7 +106,12 @@ def test_settings_of_the_checkpoint_must_agree(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"), [(["--embedding-dim", "10"], "not a multiple of --num-heads 4"), (["--epochs", "0"], "at least 1")]
+    ("arguments", "message"),
+    [
+        (["--embedding-dim", "10"], "not a multiple of --num-heads 4"),
+        (["--epochs", "0"], "at least 1"),
+        (["--compare", "--ablation"], "give one of them"),
+    ],
 )
 def test_bad_options(arguments, message, capsys):
     with pytest.raises(SystemExit):

@@ -29,7 +29,7 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, model, capsys
     assert last["loss"] < first["loss"]
     assert list(result["test"]) == ["hr@10", "ndcg@10"] and 0 <= last["valid_ndcg@10"] <= last["valid_hr@10"] <= 1
     assert last["examples_per_second"] > 0
-    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", f"{model}.pt"])
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", model])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert f"{metrics['results']['popularity']['test']['hr@10']:.4f}" in capsys.readouterr().out
 
@@ -39,7 +39,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
     train(tmp_path / "parts", "--epochs", "1")
     resumed = train(tmp_path / "parts", "--epochs", "3", "--resume")
     assert without_speed(whole) == without_speed(resumed)
-    assert_equal_checkpoints(tmp_path / "whole" / "hstu.pt", tmp_path / "parts" / "hstu.pt")
+    assert_equal_checkpoints(tmp_path / "whole" / "hstu", tmp_path / "parts" / "hstu")
 
 
 @pytest.mark.slow
@@ -75,7 +75,7 @@ def test_compare_prints_a_row_of_each_model(tmp_path, capsys):
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "train_hstu: no file or folder nowhere"),
-        (["--resume"], "--resume: no checkpoint hstu.pt in"),
+        (["--resume"], "--resume: no checkpoint hstu in"),
         (["--bf16"], "--bf16 needs a GPU"),
         (["--max-history", "0"], "generated log: max_history must be at least 1, not 0"),
         (["--temperature", "0"], "temperature must be positive, not 0.0"),

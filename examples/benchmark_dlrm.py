@@ -1,0 +1,440 @@
+"""Measures the training step of train_dlrm.py's model, and of the same model by hand with padding: python examples/benchmark_dlrm.py
+
+Both have the same parameters, batches and embeddings (TorchRec's; on a GPU with the optimizer fused into their backward). padded_layers.py
+says what "by hand" means. Prints samples/s (a sample is a candidate), peak memory, time by stage and the model FLOP utilisation (MFU) of
+each layer, beside three published claims, and writes them as JSON.
+
+Lengths are log-normal with the given means and maxima, or those of a rating log (--data). Defaults are small on a CPU. On a GPU, a step has
+thousands of samples, in bfloat16.
+
+FLOPs are those of the forward on rows that exist, 2 per multiply-add of a GEMM, times 3 for forward and backward. MFU is relative to the
+speed of a large GEMM on the same machine in the same dtype. Padding and recomputation are not counted.
+"""
+
+import argparse
+import copy
+import dataclasses
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from movielens import read_log
+from padded_layers import PADDED, Padded
+from ranking_data import RankingBatch, RankingDataset, TableSizes, add_popularity, keyed, make_chunks
+from ranking_model import JAGGED, PARTS, RankingConfig, RankingModel
+from torch import nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile, record_function
+from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
+from training import peak_memory, pick_device, save_json, synchronize, time_steps
+
+import jagged_modules as jm
+
+MODELS = {"jagged": (JAGGED, False), "jagged-compiled": (JAGGED, True), "padded": (PADDED, False), "padded-compiled": (PADDED, True)}
+STAGES = ("embeddings", "our kernels", "optimizer", "dense", "host")
+# Defaults of the options by the type of the device. Lengths are (mean, max).
+SIZES = {
+    "cpu": dict(
+        batch_size=32, history=(30, 100), stream=(60, 200), candidates=(4, 13), items=2000, features=(4, 3), embedding_dim=64, num_batches=3
+    ),
+    "cuda": dict(
+        batch_size=512, history=(150, 500), stream=(600, 2000), candidates=(16, 53), items=1_000_000, features=(32, 8), embedding_dim=256,
+        num_batches=8,
+    ),
+}  # fmt: skip
+CLAIMS = (  # what was published, and our figure that is closest to it
+    ("GDPA kernel (Meta, B200): training throughput of the whole model", "+30 %", "samples_per_second"),
+    ("Jagged feature interaction and Flash Attention (Meta): QPS of production models", "+10 %", "samples_per_second"),
+    ("the same: memory of production models", "-18 %", "peak_memory_mb"),
+    ("TLX block attention (Meta, B200): MFU of the self-attention layers", "+30.6 %", "stream_mfu"),
+)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="parts of the model, as in train_dlrm.py")
+    by_device = "; ".join(f"{device}: {sizes}" for device, sizes in SIZES.items())
+    parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
+    for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
+        parser.add_argument(
+            f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; with --data only MAX is used"
+        )
+    parser.add_argument("--items", type=int, help="rows of the table of items")
+    parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
+    parser.add_argument("--embedding-dim", type=int)
+    parser.add_argument("--num-batches", type=int, help="different batches; each is measured three times")
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
+    parser.add_argument("--num-compressed", type=int, default=16)
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"))
+    options = parser.parse_args(arguments)
+    options.device = pick_device(options.device)
+    for name, value in SIZES[options.device.type].items():
+        if getattr(options, name) is None:
+            setattr(options, name, value)
+    return options
+
+
+# -- batches -----------------------------------------------------------------------------------------------------------------------------
+
+
+def lognormal_lengths(generator: np.random.Generator, size: int, mean: float, longest: int, sigma: float = 1.1) -> np.ndarray:
+    """`size` lengths round(s · exp(sigma · N(0, 1))), clipped to [1, longest], with the factor s that gives the wanted mean."""
+    if not 1 <= mean <= longest:
+        raise ValueError(f"the mean length must be between 1 and the maximum, {longest}, not {mean}")
+    shape, low, high = np.exp(sigma * generator.standard_normal(size)), 1e-6, 1e6 * longest
+    for _ in range(100):  # the mean grows with s: bisection
+        middle = (low * high) ** 0.5
+        low, high = (low, middle) if np.clip(middle * shape, 1, longest).mean() > mean else (middle, high)
+    return np.rint(np.clip(low * shape, 1, longest)).astype(np.int64)
+
+
+def random_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBatch]]:
+    """Batches of random ids, and the sizes of their tables."""
+    users, items = ({f"{who}_{i}": 1000 for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True))
+    tables = TableSizes(options.items, ratings=5, ages=16, user_features=users, item_features=items)
+    generator = np.random.default_rng(options.seed)
+
+    def ids(rows: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return generator.integers(rows, size=lengths.sum()), lengths
+
+    def batch() -> RankingBatch:
+        lengths = (lognormal_lengths(generator, options.batch_size, *getattr(options, x)) for x in ("history", "stream", "candidates"))
+        past, stream, targets = lengths
+        one, each = np.ones(options.batch_size, np.int64), np.ones(past.sum() + targets.sum(), np.int64)
+        sequences = {
+            **{f"history_{name}": ids(getattr(tables, f"{name}s"), past) for name in ("item", "rating", "age")},
+            **{f"stream_{name}": ids(getattr(tables, f"{name}s"), stream) for name in ("item", "rating")},
+            "target_item": ids(tables.items, targets),
+        }
+        return RankingBatch(
+            ids=keyed(sequences),
+            users=keyed({name: ids(rows, one) for name, rows in users.items()}),
+            items=keyed({name: ids(rows, each) for name, rows in items.items()}),
+            labels=torch.from_numpy(generator.integers(2, size=targets.sum()).astype(np.float32)),
+        )
+
+    return tables, [batch() for _ in range(options.num_batches)]
+
+
+def log_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBatch]]:
+    """Batches of a rating log, drawn at random, and the sizes of their tables."""
+    log = read_log(options.data)
+    everything = np.ones(len(log), dtype=bool)
+    chunks = make_chunks(log, everything, options.candidates[1], options.history[1])
+    dataset = RankingDataset(add_popularity(log, everything), chunks, options.stream[1])
+    generator = np.random.default_rng(options.seed)
+    return dataset.tables, [dataset[generator.integers(len(dataset), size=options.batch_size)] for _ in range(options.num_batches)]
+
+
+def length_statistics(batches: list[RankingBatch]) -> dict[str, dict[str, float]]:
+    keys = {"history": "history_item", "stream": "stream_item", "candidates": "target_item"}
+    lengths = {name: torch.cat([batch.ids[key].lengths() for batch in batches]).float() for name, key in keys.items()}
+    return {name: {"mean": x.mean().item(), "max": x.max().item()} for name, x in lengths.items()}
+
+
+# -- models ------------------------------------------------------------------------------------------------------------------------------
+
+
+def make_config(options: argparse.Namespace) -> RankingConfig:
+    names = {field.name for field in dataclasses.fields(RankingConfig)} & vars(options).keys()
+    longest = {f"max_{name}": getattr(options, name)[1] for name in ("history", "stream", "candidates")}
+    return RankingConfig(**{name: getattr(options, name) for name in names}, **longest)
+
+
+class Step:
+    """A training step of a model with Adam, from the parameters `initial`.
+
+    On a GPU, tables are updated in their backward. TorchRec has this for unsharded collections on GPUs only.
+    """
+
+    def __init__(self, name: str, tables: TableSizes, options: argparse.Namespace, initial: dict[str, torch.Tensor]):
+        layers, compiled = MODELS[name]
+        device = options.device
+        self.model = RankingModel(tables, make_config(options), layers, device)
+        parameters, on_gpu = self.model.parameters(), device.type == "cuda"
+        if on_gpu:
+            self.model = fuse_embedding_optimizer(self.model, torch.optim.Adam, {"lr": 1e-3}, device)
+            parameters = self.model.head.parameters()
+        self.model.load_state_dict(initial)
+        self.optimizer = torch.optim.Adam(parameters, fused=on_gpu)
+        self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=on_gpu and not options.fp32)
+        if compiled:
+            self.model.head.compile()
+        self.compiled = compiled
+        for collection in (self.model.sequences, self.model.user_bags, self.model.item_bags):
+            collection.forward = in_range("embeddings", collection.forward)
+
+    def __call__(self, batch: RankingBatch) -> torch.Tensor:
+        with self.autocast():
+            logits = self.model(batch)
+        loss = functional.binary_cross_entropy_with_logits(logits.float(), batch.labels)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.detach()
+
+
+def in_range(name: str, function: Callable) -> Callable:
+    """The function, inside a named range of the profiler."""
+
+    def call(*arguments: Any) -> Any:
+        with record_function(name):
+            return function(*arguments)
+
+    return call
+
+
+# -- time by stage -----------------------------------------------------------------------------------------------------------------------
+
+
+def time_by_stage(step: Step, batches: list[RankingBatch], device: torch.device) -> dict[str, float]:
+    """Milliseconds of a step in each of `STAGES`, under the profiler, which slows the host.
+
+    On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time
+    outside of them. `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
+    """
+    on_gpu = device.type == "cuda"
+    with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:
+        synchronize(device)
+        begin = time.perf_counter()
+        for batch in batches:
+            step(batch)
+        synchronize(device)
+        wall = 1e6 * (time.perf_counter() - begin)
+    events = recorded.events()
+    microseconds = dict.fromkeys(STAGES, 0.0)
+    for event in events:
+        if event.device_type != torch.autograd.DeviceType.CPU:
+            continue
+        if not on_gpu:
+            microseconds[stage_of(event)] += event.self_cpu_time_total
+        elif not event.is_user_annotation:
+            microseconds[stage_of(event)] += sum(kernel.duration for kernel in event.kernels)
+    if on_gpu:  # kernels of compiled code have no operator
+        kernels = [x for x in events if x.device_type == torch.autograd.DeviceType.CUDA and not x.is_user_annotation]
+        busy = sum(kernel.time_range.elapsed_us() for kernel in kernels)
+        microseconds["dense"] = busy - sum(microseconds[name] for name in ("embeddings", "our kernels", "optimizer"))
+    microseconds["host"] = max(wall - sum(microseconds.values()), 0.0)
+    return {name: total / 1e3 / len(batches) for name, total in microseconds.items()}
+
+
+def stage_of(event: Any) -> str:
+    """The stage of an operator, from the names of the operators and ranges around it."""
+    while event is not None:
+        name = event.name.lower()
+        if name.startswith(("jagged_kernels::", "jagged_modules::")):
+            return "our kernels"
+        if "embedding" in name or "lookup" in name:
+            return "embeddings"
+        if name.startswith("optimizer"):
+            return "optimizer"
+        event = event.cpu_parent
+    return "dense"
+
+
+# -- utilisation of the layers -----------------------------------------------------------------------------------------------------------
+
+
+def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
+    """FLOPs of the forward of each layer, on the rows that exist. A GEMM of [m, k] and [k, n] has 2 m k n."""
+    head, config = model.head, model.head.config
+    past, stream, targets = (batch.ids[key].lengths().long().cpu() for key in ("history_item", "stream_item", "target_item"))
+    dim, users = config.embedding_dim, len(past)
+    num_users = len(batch.users.keys()) + config.num_seeds * (head.stream is not None)
+    num_candidates = 2 + len(batch.items.keys())
+    full, rest = stream // config.block_size, stream % config.block_size
+    in_blocks = (full * config.block_size**2 + rest**2).sum()  # pairs of events in the same block
+
+    def projections(rows: Any, count: int) -> Any:  # of E to E
+        return 2 * rows * dim * dim * count
+
+    def attention(pairs: Any) -> Any:  # q kᵀ and weights · v
+        return 4 * pairs * dim
+
+    flops = {
+        "interaction": projections(targets.sum() + past.sum(), 2) + attention((targets * past).sum()),
+        "gdpa": projections(past.sum(), 4) + attention((past**2).sum()),
+        "interformer": projections(past.sum() + users * num_users, 4) + 2 * attention(past.sum() * num_users),
+        "compress": 2 * config.num_compressed * dim * (users * num_users + targets.sum() * num_candidates),
+        "stream": projections(stream.sum(), 6) + attention(in_blocks + config.num_seeds * stream.sum())
+        + projections(users * config.num_seeds, 1),
+    }  # fmt: skip
+    return {name: int(count) for name, count in flops.items() if getattr(head, name) is not None}
+
+
+def captured_inputs(step: Step, batch: RankingBatch, names: Iterable[str]) -> dict[str, tuple]:
+    """The arguments of the head's layers in a forward of the batch."""
+    found: dict[str, tuple] = {}
+    hooks = [
+        getattr(step.model.head, name).register_forward_pre_hook(lambda _, inputs, name=name: found.update({name: inputs}))
+        for name in names
+    ]
+    with torch.no_grad(), step.autocast():
+        model = step.model
+        x = model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
+        step.model.head.forward(x)  # not compiled
+    for hook in hooks:
+        hook.remove()
+    return found
+
+
+def as_leaf(x: Any) -> Any:
+    """The argument of a layer as one that gets a gradient."""
+    if isinstance(x, torch.Tensor):
+        return x.detach().requires_grad_()
+    if isinstance(x, Padded):
+        return Padded(as_leaf(x.values), x.lengths)
+    return x.with_values(as_leaf(x.values)) if isinstance(x, jm.Jagged) else x
+
+
+def result_tensors(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, tuple):
+        return [tensor for part in x for tensor in result_tensors(part)]
+    return [x if isinstance(x, torch.Tensor) else x.values]
+
+
+def time_layers(step: Step, batch: RankingBatch, names: Iterable[str], device: torch.device, repeats: int = 10) -> dict[str, float]:
+    """Seconds of forward and backward of each layer, mean of `repeats` after a warm-up."""
+    seconds = {}
+    for name, inputs in captured_inputs(step, batch, names).items():
+        layer, inputs = copy.deepcopy(getattr(step.model.head, name)).train(), [as_leaf(x) for x in inputs]
+        if step.compiled:
+            layer.compile()
+
+        def run(layer: nn.Module = layer, inputs: list = inputs) -> None:
+            with step.autocast():
+                outputs = result_tensors(layer(*inputs))
+            torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
+
+        for _ in range(3):
+            run()
+        synchronize(device)
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            run()
+        synchronize(device)
+        seconds[name] = (time.perf_counter() - begin) / repeats
+    return seconds
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large GEMM: the best of ten."""
+    size = 8192 if device.type == "cuda" else 1024
+    x = torch.randn(size, size, device=device, dtype=dtype)
+    best = float("inf")
+    for _ in range(10):
+        synchronize(device)
+        begin = time.perf_counter()
+        x @ x
+        synchronize(device)
+        best = min(best, time.perf_counter() - begin)
+    return 2 * size**3 / best
+
+
+# -- program -----------------------------------------------------------------------------------------------------------------------------
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    torch.set_num_threads(options.threads)
+    device = options.device
+    tables, batches = log_batches(options) if options.data else random_batches(options)
+    lengths = length_statistics(batches)
+    batches = [batch.to(device) for batch in batches]
+    torch.manual_seed(options.seed)
+    initial, steps = RankingModel(tables, make_config(options), device=device).state_dict(), {}
+    for name in options.models:
+        steps[name] = Step(name, tables, options, initial)
+        for batch in batches[:3]:  # compiles; the second batch may be of other shapes
+            steps[name](batch)
+    seconds = time_steps(steps, batches, device)
+
+    dtype = torch.bfloat16 if device.type == "cuda" and not options.fp32 else torch.float32
+    peak, samples = peak_flops(device, dtype), sum(map(len, batches)) / len(batches)
+    flops = layer_flops(next(iter(steps.values())).model, batches[0])
+    results = {}
+    for name, step in steps.items():
+        times = time_layers(step, batches[0], flops, device)
+        results[name] = {
+            "step_ms": 1e3 * seconds[name],
+            "samples_per_second": samples / seconds[name],
+            "peak_memory_mb": max(peak_memory(partial(step, batch), device) for batch in batches) / 1e6,
+            "stages_ms": time_by_stage(step, batches, device),
+            "layer_ms": {layer: 1e3 * time for layer, time in times.items()},
+            "layer_mfu": {layer: 3 * flops[layer] / time / peak for layer, time in times.items()},
+        }
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()}, {options.threads} threads",
+        "torch": torch.__version__,
+        "dtype": str(dtype),
+        "settings": settings | {"device": str(device)},
+        "lengths": lengths,
+        "samples_per_step": samples,
+        "head_parameters": sum(parameter.numel() for parameter in next(iter(steps.values())).model.head.parameters()),
+        "gemm_tflops": peak / 1e12,
+        "forward_gflops": {name: count / 1e9 for name, count in flops.items()},
+        "results": results,
+        "claims": compare_with_claims(results),
+    }
+
+
+def compare_with_claims(results: dict[str, Any]) -> list[dict[str, str]]:
+    """The published claims, with the change from the fastest padded model to the fastest jagged one."""
+    best = {}
+    for kind in ("jagged", "padded"):
+        own = [result for name, result in results.items() if name.startswith(kind)]
+        if not own:
+            return []
+        best[kind] = min(own, key=lambda result: result["step_ms"])
+        best[kind]["stream_mfu"] = max(result["layer_mfu"].get("stream", float("nan")) for result in own)
+    return [
+        {"claim": claim, "published": published, "ours": f"{100 * (best['jagged'][key] / best['padded'][key] - 1):+.1f} %", "of": key}
+        for claim, published, key in CLAIMS
+    ]
+
+
+def print_report(report: dict[str, Any]) -> None:
+    lengths = ", ".join(f"{name} {x['mean']:.0f} / {x['max']:.0f}" for name, x in report["lengths"].items())
+    print(f"{report['device']}, torch {report['torch']}, {report['dtype']}; {report['samples_per_step']:.0f} samples per step")
+    print(f"mean / max lengths: {lengths}; {report['head_parameters']:,} dense parameters; GEMM {report['gemm_tflops']:.3g} TFLOP/s")
+    results = report["results"]
+    rows: dict[str, Callable[[dict], str]] = {
+        "step ms": lambda x: f"{x['step_ms']:.1f}",
+        "samples/s": lambda x: f"{x['samples_per_second']:,.0f}",
+        "peak MB": lambda x: f"{x['peak_memory_mb']:,.0f}",
+        **{f"{stage} ms": lambda x, stage=stage: f"{x['stages_ms'][stage]:.1f}" for stage in STAGES},
+        **{f"MFU {name} %": lambda x, name=name: f"{100 * x['layer_mfu'][name]:.1f}" for name in report["forward_gflops"]},
+    }
+    print(f"\n{'':>18}" + "".join(f"{name:>17}" for name in results))
+    for label, value in rows.items():
+        print(f"{label:>18}" + "".join(f"{value(result):>17}" for result in results.values()))
+    if report["claims"]:
+        print(f"\n{'published':>10}{'ours':>12}")
+    for claim in report["claims"]:
+        print(f"{claim['published']:>10}{claim['ours']:>12}  {claim['claim']}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    report = measure(options)
+    print_report(report)
+    save_json(options.out, json.loads(json.dumps(report)))
+    print(f"\nwritten to {options.out}")
+
+
+if __name__ == "__main__":
+    main()

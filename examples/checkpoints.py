@@ -1,0 +1,88 @@
+"""Checkpoints in the format of torch.distributed.checkpoint, which any number of processes and any sharding plan can load.
+
+A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs, the other files have the tensors. It is
+complete once it has the file `.metadata`, which torch writes last. Then the older ones are removed. So an interrupted write leaves the old
+checkpoint intact.
+"""
+
+import json
+import shutil
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import sharding
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import CheckpointException
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint on the disk."""
+
+    folder: Path
+    settings: dict[str, Any]
+    epochs: list[dict[str, float]]
+
+    def load_into(self, state: dict[str, Any]) -> None:
+        """Fill the tensors of a (nested) dictionary, whole ones and this rank's shards. All ranks call it.
+
+        Raises ValueError if the checkpoint lacks some of them or cannot be read.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # notes that one process is one process, and on classes that torch uses itself
+                dcp.load(_without_empty(state), checkpoint_id=self.folder)
+        except CheckpointException as error:  # not an Exception
+            causes = {str(cause) for cause, _ in error.failures.values()}
+            raise ValueError(f"{self.folder} cannot be loaded: {'; '.join(causes)}") from error
+
+
+def find_checkpoint(folder: Path) -> Checkpoint | None:
+    """The newest complete checkpoint in the folder."""
+    complete = [path.parent for path in folder.glob("epoch-*/.metadata")]
+    if not complete:
+        return None
+    newest = max(complete, key=lambda path: int(path.name.removeprefix("epoch-")))
+    return Checkpoint(newest, **json.loads((newest / "run.json").read_text()))
+
+
+def save_checkpoint(folder: Path, settings: dict[str, Any], epochs: list[dict[str, float]], state: dict[str, Any]) -> None:
+    """Write a checkpoint, then remove the older ones. All ranks call it.
+
+    Args:
+        settings, epochs: what JSON can hold.
+        state: (nested) dictionary of tensors. Each rank writes its own shards; one rank writes what all have.
+    """
+    target = folder / f"epoch-{len(epochs)}"
+    if sharding.rank() == 0:
+        _remove(target)  # what an interrupted write left
+        target.mkdir(parents=True)
+        (target / "run.json").write_text(json.dumps({"settings": settings, "epochs": epochs}, indent=2) + "\n")
+    sharding.barrier()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(_without_empty(state), checkpoint_id=target)
+    if sharding.rank() == 0:
+        for old in folder.glob("epoch-*"):
+            if old != target:
+                _remove(old)
+
+
+def check_settings(checkpoint: Checkpoint, settings: dict[str, Any]) -> None:
+    """Raises ValueError if the run that wrote the checkpoint had other settings."""
+    old = checkpoint.settings
+    changed = [f"{name} {old.get(name)!r} -> {value!r}" for name, value in settings.items() if old.get(name) != value]
+    if changed:
+        raise ValueError(f"{checkpoint.folder} is of a run with other settings: {', '.join(changed)}")
+
+
+def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
+    """torch takes an empty dictionary for a value."""
+    return {name: part for name, part in state.items() if not (isinstance(part, dict) and not part)}
+
+
+def _remove(checkpoint: Path) -> None:
+    (checkpoint / ".metadata").unlink(missing_ok=True)  # first, so that what an interruption leaves is not complete
+    shutil.rmtree(checkpoint, ignore_errors=True)

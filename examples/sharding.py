@@ -1,0 +1,294 @@
+"""One program on many processes: `torchrun --nproc-per-node N program.py` shards the embedding tables and replicates the dense layers.
+
+Gradients. Each rank backpropagates `global_mean` of its own losses: their sum times world_size / (number of losses of all ranks). The mean
+over ranks of these is the mean over all losses. Both kinds of parameters average their gradients over ranks: DistributedDataParallel those
+of dense layers and of replicated tables, the backward of TorchRec's collectives (comm_ops.py, GRADIENT_DIVISION) those of sharded tables.
+So every parameter gets the gradient that one process computes from the whole batch, however unequal the shares are.
+
+Optimizers. A sharded table is updated in the backward (a fused optimizer), and only in the rows that the batch reads. Adagrad with an
+accumulator per element gives the same result for any plan: untouched rows stay as they are, and no value depends on the shape of a shard.
+Row-wise Adagrad does not, because a column-wise shard has its own accumulator per row. FBGEMM has no Adam on the CPU.
+"""
+
+import logging
+import os
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
+from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+# Suppress notes of torch and TorchRec about their own code.
+logging.getLogger("torchrec.distributed.planner").setLevel(logging.ERROR)
+for note in ("Please use DTensor instead", "`broadcast_buffers` is deprecated"):
+    warnings.filterwarnings("ignore", note, FutureWarning)
+
+PLANS = ("auto", "row_wise", "column_wise", "table_wise", "data_parallel")
+SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def process_group(device_name: str, timeout: float) -> Iterator[None]:
+    """The processes that torchrun started, as the default group. Without torchrun there is none, and the program is one process.
+
+    Rank 0 alone prints. An error is printed by each rank that has one. If a process ends, torchrun ends the others at once. If one hangs,
+    they end after `timeout` seconds in a collective.
+    """
+    if not dist.is_torchelastic_launched():
+        yield
+        return
+    gpu = None
+    if device_name.startswith("cuda") or (device_name == "auto" and torch.cuda.is_available()):
+        gpu = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(gpu)
+    dist.init_process_group("nccl" if gpu else "gloo", timeout=timedelta(seconds=timeout), device_id=gpu)
+    if rank():
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    try:
+        yield
+    except RuntimeError as error:
+        note = "If another rank ended first, this is the consequence. --resume continues from the last checkpoint."
+        print(f"rank {rank()} of {world_size()} stops: {error}\n{note}", file=sys.stderr, flush=True)
+        raise
+    # After an error the group is left alone: its destruction may wait for a rank that is gone.
+    dist.destroy_process_group()
+
+
+def is_distributed() -> bool:
+    return dist.is_initialized()
+
+
+def rank() -> int:
+    return dist.get_rank() if is_distributed() else 0
+
+
+def world_size() -> int:
+    return dist.get_world_size() if is_distributed() else 1
+
+
+def barrier() -> None:
+    if is_distributed():
+        dist.barrier()
+
+
+def all_sum(*values: float, device: torch.device) -> list[float]:
+    """The sums of the values over all ranks."""
+    sums = torch.tensor(values, dtype=torch.float64, device=device)
+    if is_distributed():
+        dist.all_reduce(sums)
+    return sums.tolist()
+
+
+def gather_rows(rows: torch.Tensor) -> torch.Tensor:
+    """The rows of all ranks, on the CPU. Ranks may have different numbers of rows."""
+    rows = rows.cpu()
+    if not is_distributed():
+        return rows
+    parts: list[Any] = [None] * world_size()
+    dist.all_gather_object(parts, rows)
+    return torch.cat(parts)
+
+
+def global_mean(losses: torch.Tensor) -> torch.Tensor:
+    """This rank's part of the mean of all ranks' losses, times the number of ranks. See the head of this file.
+
+    Args:
+        losses: [n], possibly empty.
+    """
+    count = torch.full((), float(len(losses)), device=losses.device)
+    if is_distributed():
+        dist.all_reduce(count)
+    return losses.sum() / (count / world_size())
+
+
+# -- model and optimizers ----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """A torch.optim class and its keyword arguments."""
+
+    optimizer: type[torch.optim.Optimizer]
+    kwargs: dict[str, Any]
+
+    def __call__(self, parameters: Iterable[Any]) -> torch.optim.Optimizer:
+        return self.optimizer(parameters, **self.kwargs)
+
+
+def build(
+    make_model: Callable[[torch.device], nn.Module], device: torch.device, plan: str, tables: OptimizerSpec, dense: OptimizerSpec
+) -> tuple[nn.Module, CombinedOptimizer]:
+    """The model and its optimizers. With a process group the tables are sharded.
+
+    Seed each rank differently before the call: ranks initialise their own shards. The dense layers of rank 0 are broadcast.
+
+    Args:
+        make_model: makes the model on a device. Its `tables()` are the embedding tables.
+        plan: one of `PLANS`.
+        tables, dense: optimizers of the embedding tables and of all other parameters.
+    """
+    shards_tables = is_distributed() and plan != "data_parallel"
+    model = make_model(torch.device("meta") if shards_tables else device)  # a table that is sharded may fit no single device
+    is_table = set(model.tables())
+    table_names = [name for name, parameter in model.named_parameters() if parameter in is_table]
+    optimizers: list[KeyedOptimizer] = []
+    if shards_tables:
+        apply_optimizer_in_backward(tables.optimizer, is_table, dict(tables.kwargs))  # a copy, because TorchRec adds to it
+    if is_distributed():
+        sharding_plan = make_plan(model, device, plan) if shards_tables else ShardingPlan({})
+        env = ShardingEnv.from_process_group(dist.group.WORLD)
+        model = DistributedModelParallel(model, env, device, sharding_plan, list(SHARDERS))
+        optimizers.append(model.fused_optimizer)
+
+    others = dict(in_backward_optimizer_filter(model.named_parameters()))  # which the fused optimizer does not update
+    replicated = {name: others.pop(name) for name in table_names if name in others}
+    optimizers += [KeyedOptimizerWrapper(group, spec) for group, spec in ((others, dense), (replicated, tables)) if group]
+    return model, CombinedOptimizer(optimizers)
+
+
+def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan:
+    """TorchRec's plan. `plan` is the type of all tables; "auto" leaves the choice to the planner.
+
+    On the CPU TorchRec has no row-wise bags, because gloo cannot gather unequal shares in their backward. They become table-wise.
+    """
+    constraints = {}
+    for module in model.modules():
+        for sharder in SHARDERS:
+            if isinstance(module, sharder.module_type):
+                # Tables are not replicated one by one: FBGEMM's operator for that pools on the CPU where it should not.
+                types = set(sharder.sharding_types(device.type)) - {ShardingType.DATA_PARALLEL.value}
+                if plan != "auto":
+                    types = {plan if plan in types else ShardingType.TABLE_WISE.value}
+                for name, table in sharder.shardable_parameters(module).items():
+                    constraints[name] = ParameterConstraints(
+                        sharding_types=sorted(types),
+                        # Not the kernels that cache a table on the device: averages and checkpoints read the weights in place.
+                        compute_kernels=[EmbeddingComputeKernel.FUSED.value],
+                        min_partition=column_width(name, table.shape[1]),
+                    )
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size(), compute_device=device.type, local_world_size=local_world_size),
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.15),  # a share of the memory for everything but tables
+    )
+    return planner.collective_plan(model, list(SHARDERS), dist.group.WORLD)
+
+
+def column_width(table: str, embedding_dim: int) -> int:
+    """Columns of a column-wise shard: a part for each rank if that is a multiple of 4, which FBGEMM needs, else all of them."""
+    if embedding_dim % 4:
+        raise ValueError(f"table {table}: FBGEMM shards embeddings whose width is a multiple of 4, not {embedding_dim}")
+    width, rest = divmod(embedding_dim, world_size())
+    return embedding_dim if rest or width % 4 else width
+
+
+@dataclass(frozen=True)
+class CustomForward:
+    """What TrainPipelineBase takes for a model: the model's mode, and another forward. The other pipelines have an argument for this."""
+
+    model: nn.Module
+    forward: Callable
+
+    @property
+    def training(self) -> bool:
+        return self.model.training
+
+    def __call__(self, batch: Any) -> Any:
+        return self.forward(batch)
+
+
+def make_pipeline(model: nn.Module, optimizer: KeyedOptimizer, device: torch.device, forward: Callable) -> TrainPipelineBase:
+    """TorchRec's pipeline: copies the next batch ahead and, with sharded tables, exchanges its ids ahead.
+
+    Args:
+        forward: maps a batch to (loss, output).
+    """
+    if any(isinstance(module, ShardedModule) for module in model.modules()):
+        return TrainPipelineSparseDist(model, optimizer, device, custom_model_fwd=forward)
+    return TrainPipelineBase(CustomForward(model, forward), optimizer, device)
+
+
+def run_pipeline(pipeline: TrainPipelineBase, batches: Iterable) -> Iterator[Any]:
+    """The output of each batch: of a training step, or if the model is in eval mode of its forward."""
+    pipeline.reset()
+    batches = iter(batches)
+    while True:
+        try:
+            output = pipeline.progress(batches)
+        except StopIteration:
+            return
+        yield output
+
+
+# -- weights -----------------------------------------------------------------------------------------------------------------------------
+
+
+def local_tensors(weights: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    """What this rank holds of the weights: whole dense tensors, and shards of ShardedTensors."""
+    shards = (x.local_shards() if isinstance(x, ShardedTensor) else [x] for x in weights.values())
+    return [getattr(x, "tensor", x) for parts in shards for x in parts]
+
+
+def clone(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: x.detach().clone(memory_format=torch.preserve_format) for name, x in weights.items()}
+
+
+@torch.no_grad()
+def copy(source: dict[str, torch.Tensor], target: dict[str, torch.Tensor]) -> None:
+    """Copy weights into others of the same names and plan."""
+    for x, own in zip(local_tensors(source), local_tensors(target), strict=True):
+        own.copy_(x)
+
+
+@torch.no_grad()
+def swap(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> None:
+    """Exchange the values of weights of the same names and plan."""
+    if first is not second:
+        for x, y in zip(local_tensors(first), local_tensors(second), strict=True):
+            kept = x.clone()
+            x.copy_(y)
+            y.copy_(kept)
+
+
+def init_optimizer_state(optimizer: CombinedOptimizer) -> None:
+    """Make the tensors of the state, which torch.optim makes in its first step. This changes the weights: load them afterwards."""
+    for _, part in optimizer.optimizers:
+        if isinstance(part, KeyedOptimizerWrapper) and not part.state:
+            part.init_state()
+            part.zero_grad()
+
+
+def optimizer_state(optimizer: CombinedOptimizer) -> dict[str, dict[str, torch.Tensor]]:
+    """The tensors of the state by parameter, under names that do not depend on the plan."""
+    state = optimizer.state_dict()["state"]
+    return {parameter: _by_common_names(tensors) for parameter, tensors in state.items() if tensors}
+
+
+def _by_common_names(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Adagrad's accumulator is "TABLE.momentum1" in FBGEMM and "sum" in torch, beside a count of steps without effect."""
+    for name, x in tensors.items():
+        if name == "sum" or name.endswith(".momentum1"):
+            return {"sum": x}
+    return tensors

@@ -1,0 +1,114 @@
+import json
+from types import SimpleNamespace
+
+import benchmark_dlrm as bench
+import numpy as np
+import pytest
+import torch
+from padded_layers import PADDED
+from ranking_model import PARTS, RankingModel
+from torch.utils.flop_counter import FlopCounterMode
+
+TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 2 --embedding-dim 16
+    --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4""".split()
+
+
+@pytest.mark.parametrize(("mean", "longest"), [(30, 100), (600, 2000), (1, 5), (4, 4)])
+def test_lengths_have_the_stated_mean_and_maximum(mean, longest):
+    lengths = bench.lognormal_lengths(np.random.default_rng(0), 4000, mean, longest)
+    assert lengths.min() >= 1 and lengths.max() <= longest
+    assert lengths.mean() == pytest.approx(mean, abs=0.5)  # of the rounding
+    if 1 < mean < longest:
+        assert lengths.max() == longest and np.median(lengths) < 0.8 * mean  # skewed
+
+
+def test_a_mean_above_the_maximum_is_refused():
+    with pytest.raises(ValueError, match="between 1 and the maximum, 10, not 11"):
+        bench.lognormal_lengths(np.random.default_rng(0), 4, 11, 10)
+
+
+def test_flops_are_those_that_torch_counts_when_nothing_is_padded():
+    options = bench.parse_arguments([*TINY, "--history", "20", "20", "--stream", "48", "48", "--candidates", "6", "6"])
+    tables, (batch, *_) = bench.random_batches(options)
+    model = RankingModel(tables, bench.make_config(options), PADDED)
+    with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(batch)
+    counted = {name: sum(counter.get_flop_counts()[f"RankingModel.head.{name}"].values()) for name in [*PARTS, "interaction"]}
+    assert bench.layer_flops(model, batch) == counted
+
+
+def test_stages_are_found_from_the_operators_around():
+    def operator(*names):
+        event = None
+        for name in names:
+            event = SimpleNamespace(name=name, cpu_parent=event)
+        return bench.stage_of(event)
+
+    assert operator("autograd::engine", "EmbeddingBackward0", "aten::add") == "embeddings"
+    assert operator("embeddings", "aten::index_select") == "embeddings"
+    assert operator("jagged_kernels::attention", "aten::empty") == "our kernels"
+    assert operator("Optimizer.step#Adam.step", "aten::mul") == "optimizer"
+    assert operator("aten::linear", "aten::addmm") == "dense"
+
+
+def test_claims_compare_the_fastest_of_each_kind():
+    def result(step_ms, memory, utilisation):
+        return {"step_ms": step_ms, "samples_per_second": 1000 / step_ms, "peak_memory_mb": memory, "layer_mfu": {"stream": utilisation}}
+
+    results = {
+        "jagged": result(5, 40, 0.2),
+        "jagged-compiled": result(4, 60, 0.1),
+        "padded": result(8, 99, 0.1),
+        "padded-compiled": result(6, 80, 0.08),
+    }
+    assert [claim["ours"] for claim in bench.compare_with_claims(results)] == ["+50.0 %", "+50.0 %", "-25.0 %", "+100.0 %"]
+    assert bench.compare_with_claims({"jagged": result(5, 40, 0.2)}) == []
+
+
+def check_report(path, models, printed, parts=tuple(PARTS)):
+    report = json.loads(path.read_text())
+    assert list(report["results"]) == models
+    for result in report["results"].values():
+        assert result["step_ms"] > 0 and result["peak_memory_mb"] > 0
+        assert result["samples_per_second"] == pytest.approx(1e3 * report["samples_per_step"] / result["step_ms"])
+        assert list(result["stages_ms"]) == list(bench.STAGES) and result["stages_ms"]["embeddings"] > 0
+        assert set(result["layer_mfu"]) == {*parts, "interaction"} and min(result["layer_mfu"].values()) > 0
+    assert report["results"]["jagged"]["stages_ms"]["our kernels"] > 0 == report["results"]["padded"]["stages_ms"]["our kernels"]
+    for claim in report["claims"]:
+        assert claim["published"] in printed and claim["ours"] in printed
+    assert len(report["claims"]) == 4
+    return report
+
+
+def test_program_measures_both_models(tmp_path, capsys):
+    bench.main([*TINY, "--models", "jagged", "padded", "--out", str(tmp_path / "report.json")])
+    report = check_report(tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out)
+    assert report["lengths"]["stream"]["max"] <= 40
+    assert report["results"]["padded"]["peak_memory_mb"] > report["results"]["jagged"]["peak_memory_mb"]
+
+
+def test_program_measures_the_lengths_of_a_log(tmp_path, capsys):
+    rows = [
+        f"{user}\t{(7 * user + 3 * step) % 40}\t{1 + (user + step) % 5}\t{100 * step}" for user in range(5) for step in range(10 * user + 5)
+    ]
+    (tmp_path / "u.data").write_text("\n".join(rows) + "\n")
+    arguments = ["--data", str(tmp_path / "u.data"), "--parts", "compress", "--num-batches", "1", "--models", "jagged", "padded"]
+    bench.main([*TINY, *arguments, "--out", str(tmp_path / "report.json")])
+    report = check_report(tmp_path / "report.json", ["jagged", "padded"], capsys.readouterr().out, parts=("compress",))
+    assert report["settings"]["data"].endswith("u.data")
+
+
+@pytest.mark.slow
+def test_program_measures_compiled_models(tmp_path, capsys):
+    bench.main([*TINY, "--parts", *PARTS, "--out", str(tmp_path / "report.json")])
+    check_report(tmp_path / "report.json", list(bench.MODELS), capsys.readouterr().out)
+
+
+def test_both_take_the_same_steps():
+    options = bench.parse_arguments([*TINY, "--dropout", "0"])
+    tables, batches = bench.random_batches(options)
+    initial = RankingModel(tables, bench.make_config(options)).state_dict()
+    steps = {name: bench.Step(name, tables, options, initial) for name in ("jagged", "padded")}
+    losses = {name: [step(batch).item() for batch in batches for _ in range(2)] for name, step in steps.items()}
+    assert losses["jagged"] == pytest.approx(losses["padded"], abs=1e-5)
+    assert losses["jagged"][1] < losses["jagged"][0]
