@@ -43,13 +43,13 @@ def train(name, wrapper):
 
 
 @feature("DDP")
-def test_ddp(case, ranks):
-    ranks.run(train, case.name, "DDP")
+def test_ddp(case, two_ranks):
+    two_ranks.run(train, case.name, "DDP")
 
 
 @feature("FSDP2")
-def test_fsdp2(case, ranks):
-    ranks.run(train, case.name, "FSDP2")
+def test_fsdp2(case, two_ranks):
+    two_ranks.run(train, case.name, "FSDP2")
 
 
 def save(name, path):
@@ -57,8 +57,8 @@ def save(name, path):
 
 
 @feature("torch.distributed.checkpoint")
-def test_distributed_checkpoint(case, ranks, tmp_path):
-    ranks.run(save, case.name, tmp_path / "checkpoint")
+def test_distributed_checkpoint(case, two_ranks, tmp_path):
+    two_ranks.run(save, case.name, tmp_path / "checkpoint")
     model = case.model(case.build())
     state = model.state_dict()
     dcp.load(state, checkpoint_id=tmp_path / "checkpoint", no_dist=True)

@@ -193,8 +193,8 @@ def on_gpu(tmp_path):
 
 
 @feature("DMP, data_parallel")
-def test_data_parallel(case, ranks):
-    ranks.run(train, case.name, "data_parallel")
+def test_data_parallel(case, two_ranks):
+    two_ranks.run(train, case.name, "data_parallel")
 
 
 @pytest.mark.gpu
@@ -206,28 +206,28 @@ def test_data_parallel_sequences(case, on_gpu):
 
 
 @feature("DMP, table_wise")
-def test_table_wise(case, ranks):
-    ranks.run(train, case.name, "table_wise")
+def test_table_wise(case, two_ranks):
+    two_ranks.run(train, case.name, "table_wise")
 
 
 @feature("DMP, row_wise")
-def test_row_wise(case, ranks):
-    ranks.run(train, case.name, "row_wise")
+def test_row_wise(case, two_ranks):
+    two_ranks.run(train, case.name, "row_wise")
 
 
 @feature("DMP, column_wise")
-def test_column_wise(case, ranks):
-    ranks.run(train, case.name, "column_wise")
+def test_column_wise(case, two_ranks):
+    two_ranks.run(train, case.name, "column_wise")
 
 
 @feature("DMP, table_row_wise")
-def test_table_row_wise(case, ranks):
-    ranks.run(train, case.name, "table_row_wise")
+def test_table_row_wise(case, two_ranks):
+    two_ranks.run(train, case.name, "table_row_wise")
 
 
 @feature("DMP, grid_shard")
-def test_grid_shard(case, ranks):
-    ranks.run(train, case.name, "grid_shard")
+def test_grid_shard(case, two_ranks):
+    two_ranks.run(train, case.name, "grid_shard")
 
 
 class Staged(Steps):
@@ -245,18 +245,18 @@ class Staged(Steps):
 
 
 @feature("TrainPipelineBase")
-def test_base(case, ranks):
-    ranks.run(train, case.name, "row_wise", TrainPipelineBase)
+def test_base(case, two_ranks):
+    two_ranks.run(train, case.name, "row_wise", TrainPipelineBase)
 
 
 @feature("TrainPipelineSparseDist")
-def test_sparse_dist(case, ranks):
-    ranks.run(train, case.name, "row_wise", TrainPipelineSparseDist)
+def test_sparse_dist(case, two_ranks):
+    two_ranks.run(train, case.name, "row_wise", TrainPipelineSparseDist)
 
 
 @feature("TrainPipelineSparseDistLite")
-def test_sparse_dist_lite(case, ranks):
-    ranks.run(train, case.name, "row_wise", TrainPipelineSparseDistLite)
+def test_sparse_dist_lite(case, two_ranks):
+    two_ranks.run(train, case.name, "row_wise", TrainPipelineSparseDistLite)
 
 
 def evaluate_in_pipeline(name):
@@ -268,8 +268,8 @@ def evaluate_in_pipeline(name):
 
 
 @feature("EvalPipelineSparseDist")
-def test_eval(case, ranks):
-    ranks.run(evaluate_in_pipeline, case.name)
+def test_eval(case, two_ranks):
+    two_ranks.run(evaluate_in_pipeline, case.name)
 
 
 @feature("TrainPipelineFusedSparseDist")

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import pickle
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
 
 TIMEOUT = timedelta(seconds=60)
+
+
+class _Error(NamedTuple):
+    """What a process sends instead of a result. error: None if it cannot be sent."""
+
+    error: BaseException | None
+    text: str
 
 
 class Ranks:
@@ -28,24 +36,25 @@ class Ranks:
         self.world_size = world_size
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
+        self.folder: TemporaryDirectory | None = None
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Call `function(*args)`, a function of a module, in each process. Returns the results. Errors are raised here, with the rank."""
+        """Call `function(*args)`, a function of a module, in each process. Returns the results.
+
+        Raises:
+            The error that all processes raised, if it is the same. RuntimeError with the text of each process's error otherwise.
+        """
         if not self.processes:
             self._start()
         for connection in self.connections:
             connection.send((function, args))
-        results, errors = [], []
-        for rank, connection in enumerate(self.connections):
-            try:
-                result, error = connection.recv()
-            except EOFError:
-                result, error = None, "the process ended"
-            results.append(result)
-            errors += [f"rank {rank}: {error}"] if error else []
+        results = [_answer(connection) for connection in self.connections]
+        errors = {rank: result for rank, result in enumerate(results) if isinstance(result, _Error)}
+        if len(errors) == self.world_size and len({repr(x.error) for x in errors.values()}) == 1 and errors[0].error is not None:
+            raise errors[0].error
         if errors:
             self.stop()  # their collectives may not match any more
-            raise RuntimeError("\n".join(errors))
+            raise RuntimeError("\n".join(f"rank {rank}: {x.text}" for rank, x in errors.items()))
         return results
 
     def stop(self) -> None:
@@ -53,19 +62,28 @@ class Ranks:
             process.kill()
             process.join()
         self.processes, self.connections = [], []
+        if self.folder is not None:
+            self.folder.cleanup()
 
     def _start(self) -> None:
         context = get_context("spawn")
-        with TemporaryDirectory() as folder:
-            for rank in range(self.world_size):
-                ours, theirs = context.Pipe()
-                process = context.Process(target=_serve, args=(theirs, f"{folder}/store", rank, self.world_size), daemon=True)
-                process.start()
-                theirs.close()
-                self.processes.append(process)
-                self.connections.append(ours)
-            for connection in self.connections:
-                connection.recv()  # the group is there
+        self.folder = TemporaryDirectory()  # of the store, which later groups of some ranks use too
+        for rank in range(self.world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(theirs, f"{self.folder.name}/store", rank, self.world_size), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+        for connection in self.connections:
+            connection.recv()  # the group is there
+
+
+def _answer(connection: Connection) -> Any:
+    try:
+        return connection.recv() if connection.poll(2 * TIMEOUT.total_seconds()) else _Error(None, "no answer")
+    except EOFError:
+        return _Error(None, "the process ended")
 
 
 def _serve(connection: Connection, store: str, rank: int, world_size: int) -> None:
@@ -75,9 +93,16 @@ def _serve(connection: Connection, store: str, rank: int, world_size: int) -> No
     while True:
         function, args = connection.recv()
         try:
-            connection.send((function(*args), None))
-        except BaseException:  # noqa: BLE001 errors of torch's checkpoints are no Exceptions
-            connection.send((None, traceback.format_exc()))
+            connection.send(function(*args))
+        except BaseException as error:  # noqa: BLE001 errors of torch's checkpoints are no Exceptions
+            connection.send(_Error(_sendable(error), traceback.format_exc()))
+
+
+def _sendable(error: BaseException) -> BaseException | None:
+    try:
+        return pickle.loads(pickle.dumps(error))
+    except Exception:  # noqa: BLE001 whatever its class does
+        return None
 
 
 @contextmanager
