@@ -358,7 +358,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     initial, steps = RankingModel(tables, make_config(options), device=device).state_dict(), {}
     for name in options.models:
         steps[name] = Step(name, tables, options, initial)
-        for batch in batches[:3]:  # compiles; the second batch may be of other shapes
+        for batch in batches:  # compiles, more than once because shapes differ
             steps[name](batch)
     seconds = time_steps(steps, batches, device)
 
