@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Proxy
 
-from .scalars import is_sequence
-
 P = ParamSpec("P")
 R = TypeVar("R")
 C = TypeVar("C", bound=type[Any])
@@ -71,7 +69,7 @@ def call_classmethod(cls: str, name: str, *args: Any, **kwargs: Any) -> Any:
 def _first_proxy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The first proxy among the arguments and their parts, None if there is none. A (values, offsets) pair has parts."""
     for x in (*args, *kwargs.values()):
-        parts: Any = x if is_sequence(x) else (x,)
+        parts: Any = x if type(x) in (tuple, list) else (x,)
         for part in parts:
             if isinstance(part, Proxy):
                 return part
