@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from jagged_kernels.kernels_used import table
 
-from ..marks import SLOW, UNPROVEN
+from ..marks import SLOW, unproven
 from .cases import CASES, Case, Compressed
 
 
@@ -136,7 +136,7 @@ def feature(name: str, fast: int = len(CASES)) -> Callable:
 
         cases = [pytest.param(case, id=case.name, marks=[SLOW] * (i >= fast)) for i, case in enumerate(CASES.values())]
         checked = pytest.mark.parametrize("case", cases)(checked)
-        return pytest.mark.gpu(UNPROVEN(checked)) if row.gpu else checked
+        return unproven(checked) if row.gpu else checked
 
     return decorate
 

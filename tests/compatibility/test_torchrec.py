@@ -10,7 +10,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import jagged_modules as jm
 
-from ..marks import UNPROVEN
+from ..marks import unproven
 from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, Pooled
 from .table import feature
 
@@ -197,8 +197,7 @@ def test_data_parallel(case, two_ranks):
     two_ranks.run(train, case.name, "data_parallel")
 
 
-@pytest.mark.gpu
-@UNPROVEN
+@unproven
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_data_parallel_sequences(case, on_gpu):
     """On the CPU, test_data_parallel leaves EmbeddingCollections out of the plan."""
