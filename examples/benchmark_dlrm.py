@@ -17,10 +17,11 @@ import dataclasses
 import json
 import platform
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -207,12 +208,18 @@ def in_range(name: str, function: Callable) -> Callable:
 # -- time by stage -----------------------------------------------------------------------------------------------------------------------
 
 
-def time_by_stage(step: Step, batches: list[RankingBatch], device: torch.device) -> dict[str, float]:
-    """Milliseconds of a step in each of `STAGES`, under the profiler, which slows the host.
+class Profile(NamedTuple):
+    """Milliseconds of a step, under the profiler, which slows the host.
 
     On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time
     outside of them. `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
     """
+
+    stages: dict[str, float]  # by name of `STAGES`
+    slowest: dict[str, float]  # the kernels or operators that take the most time, by name
+
+
+def profile_steps(step: Step, batches: list[RankingBatch], device: torch.device, num_slowest: int = 15) -> Profile:
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:
         synchronize(device)
@@ -222,20 +229,24 @@ def time_by_stage(step: Step, batches: list[RankingBatch], device: torch.device)
         synchronize(device)
         wall = 1e6 * (time.perf_counter() - begin)
     events = recorded.events()
-    microseconds = dict.fromkeys(STAGES, 0.0)
+    stages, names = dict.fromkeys(STAGES, 0.0), Counter[str]()
     for event in events:
         if event.device_type != torch.autograd.DeviceType.CPU:
-            continue
-        if not on_gpu:
-            microseconds[stage_of(event)] += event.self_cpu_time_total
+            if not event.is_user_annotation:
+                names[event.name] += event.time_range.elapsed_us()
+        elif not on_gpu:
+            stages[stage_of(event)] += event.self_cpu_time_total
+            names[event.name] += event.self_cpu_time_total
         elif not event.is_user_annotation:
-            microseconds[stage_of(event)] += sum(kernel.duration for kernel in event.kernels)
+            stages[stage_of(event)] += sum(kernel.duration for kernel in event.kernels)
     if on_gpu:  # kernels of compiled code have no operator
-        kernels = [x for x in events if x.device_type == torch.autograd.DeviceType.CUDA and not x.is_user_annotation]
-        busy = sum(kernel.time_range.elapsed_us() for kernel in kernels)
-        microseconds["dense"] = busy - sum(microseconds[name] for name in ("embeddings", "our kernels", "optimizer"))
-    microseconds["host"] = max(wall - sum(microseconds.values()), 0.0)
-    return {name: total / 1e3 / len(batches) for name, total in microseconds.items()}
+        stages["dense"] = names.total() - sum(stages[name] for name in ("embeddings", "our kernels", "optimizer"))
+    stages["host"] = max(wall - sum(stages.values()), 0.0)
+
+    def milliseconds(totals: Iterable[tuple[str, float]]) -> dict[str, float]:
+        return {name: total / 1e3 / len(batches) for name, total in totals}
+
+    return Profile(milliseconds(stages.items()), milliseconds(names.most_common(num_slowest)))
 
 
 def stage_of(event: Any) -> str:
@@ -363,22 +374,26 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(options.seed)
     initial, steps = RankingModel(tables, make_config(options), device=device).state_dict(), {}
     for name in options.models:
+        begin = time.perf_counter()
         steps[name] = Step(name, tables, options, initial)
         for batch in batches:  # compiles, more than once because shapes differ
             steps[name](batch)
+        print(f"{name}: first steps took {time.perf_counter() - begin:.0f} s", flush=True)
     seconds = time_steps(steps, batches, device)
+    print("steps in ms: " + ", ".join(f"{name} {1e3 * each:.2f}" for name, each in seconds.items()), flush=True)
 
     dtype = torch.bfloat16 if device.type == "cuda" and not options.fp32 else torch.float32
     peak, samples = peak_flops(device, dtype), sum(map(len, batches)) / len(batches)
     flops = layer_flops(next(iter(steps.values())).model, batches[0])
     results = {}
     for name, step in steps.items():
-        times = time_layers(step, batches[0], flops, device)
+        times, profiled = time_layers(step, batches[0], flops, device), profile_steps(step, batches[:3], device)
         results[name] = {
             "step_ms": 1e3 * seconds[name],
             "samples_per_second": samples / seconds[name],
             "peak_memory_mb": max(peak_memory(partial(step, batch), device) for batch in batches) / 1e6,
-            "stages_ms": time_by_stage(step, batches, device),
+            "stages_ms": profiled.stages,
+            "slowest_ms": profiled.slowest,
             "layer_ms": {layer: 1e3 * time for layer, time in times.items()},
             "layer_mfu": {layer: 3 * flops[layer] / time / peak for layer, time in times.items()},
         }
