@@ -31,6 +31,10 @@ def values_are_checkable(x: Tensor) -> bool:
     return x.device.type == "cpu" or debug_checks.current()
 
 
+def is_number(x: object) -> bool:
+    return isinstance(x, (int, float)) and not isinstance(x, bool)
+
+
 def check_dense(name: str, x: Tensor) -> None:
     """ValueError for a sparse or nested tensor."""
     if x.is_nested or x.layout != torch.strided:

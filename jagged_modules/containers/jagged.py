@@ -420,7 +420,7 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
 
 def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:
     """A layer's input as a Jagged: TypeError or ValueError unless its values are `[L, width]` and of the projection's dtype and device."""
-    jagged = Jagged.wrap(x, name=name)
+    jagged = x if isinstance(x, Jagged) else Jagged.wrap(x, name=name)
     if jagged.values.dim() != 2 or jagged.values.shape[1] != width:
         raise ValueError(f"{name}'s values must have shape [L, {width}], got {list(jagged.values.shape)}")
     check_layer_input(f"{name}'s values", jagged.values, projection)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.params import AttentionParams
@@ -28,6 +28,7 @@ from ..validation import (
     check_offsets,
     check_offsets_shape,
     check_tensor,
+    is_number,
     refuse_transforms,
     values_are_checkable,
 )
@@ -91,110 +92,149 @@ def jagged_attention(
         TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an
         unknown name. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both.
     """
-    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
-    q_shared, kv_shared = isinstance(q_offsets, str), isinstance(kv_offsets, str)
     for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     q, k, v = autocast(q), autocast(k), autocast(v)
+    kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
-    factor = q.shape[2] ** -0.5 if scale is None else float(scale)
-
-    if isinstance(q_offsets, str):
-        if isinstance(kv_offsets, str):
-            raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
-        check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
-        q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
-    else:
-        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q, "max_seqlen_q")
-        if not kv_shared and (kv_offsets is not q_offsets or max_seqlen_kv is not None):
-            check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
-    dtype, batch_invariant = q.dtype, is_batch_invariant(implementation)
-    groups = 1
-    if not q_shared and not isinstance(kv_offsets, str):
-        groups = num_query_groups("q_offsets", q_offsets.shape[0] - 1, "kv_offsets", kv_offsets.shape[0] - 1, mask)
-    _check_output_scale(output_scale, q_offsets.shape[0] - 1, q.device)
-    if mask is not None and not isinstance(kv_offsets, str):
-        check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
+    if implementation != "reference":
+        refuse_transforms("jagged_attention does")
+    segments = _check_segments(q, k, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
+    batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
     if mask is not None and mask.hides_nothing():
         mask = None
 
-    row_scale = None
-    if isinstance(output_scale, Tensor) and (kv_shared or (groups > 1 or output_scale.requires_grad) and implementation != "reference"):
-        rows = q.shape[0] * (q_offsets.shape[0] - 1) if q_shared else q.shape[0]
-        alike = 1 if kv_shared else q_offsets.shape[0] - 1 if groups > 1 else None  # not None: a key tile has queries of several segments
-        output_scale = output_scale.to(q.device, torch.promote_types(output_scale.dtype, q.dtype), non_blocking=True)
-        output_scale, row_scale = _split_scale(output_scale, alike, batch_invariant)
-        if dtype == torch.float16 and alike is not None:  # before its segment's scale is applied, a result may overflow fp16
-            if implementation == "hopper":
-                raise ValueError(
-                    "implementation 'hopper' takes no tensor output_scale in fp16 where segments share keys: use bf16, a number, or 'auto'"
-                )
-            q, k, v, schedule = *(x.float() for x in (q, k, v)), None
-        row_scale = expand_to_rows(row_scale, q_offsets.to(q.device, non_blocking=True), rows)
-    if isinstance(kv_offsets, str):
-        # Query rows do not interact. With keys shared by all segments, all query rows therefore form one segment.
-        ends = torch.arange(2, dtype=q_offsets.dtype, device=q_offsets.device)
-        q_offsets, kv_offsets = ends * q.shape[0], ends * k.shape[0]
+    dtype, row_scale = q.dtype, None
+    if isinstance(output_scale, Tensor):
+        _check_output_scale(output_scale, segments.num_segments, q.device)
+        if segments.kv_shared or (segments.groups > 1 or output_scale.requires_grad) and implementation != "reference":
+            output_scale, row_scale = _split_scale(output_scale, q, segments, batch_invariant)
+            if dtype == torch.float16 and segments.share_keys:  # before its segment's scale is applied, a result may overflow fp16
+                if implementation == "hopper":
+                    raise ValueError(
+                        "implementation 'hopper' takes no tensor output_scale in fp16 where segments share keys: "
+                        "use bf16, a number, or 'auto'"
+                    )
+                q, k, v, schedule = *(x.float() for x in (q, k, v)), None
+    if segments.kv_shared:  # query rows do not interact, so all of them form one segment
+        ends = torch.arange(2, dtype=segments.q_offsets.dtype, device=segments.q_offsets.device)
+        segments = segments._replace(q_offsets=ends * q.shape[0], kv_offsets=ends * k.shape[0])
 
+    by_segment = isinstance(output_scale, Tensor)
+    params = AttentionParams(
+        scale=q.shape[2] ** -0.5 if scale is None else float(scale),
+        q_shared=segments.q_shared,
+        activation=activation,
+        mask=None if mask is None else list(mask.params),
+        output_scale=1.0 if by_segment else float(output_scale),
+        batch_invariant=batch_invariant,
+        num_targets=None if mask is None else mask.num_targets,
+        segment_scale=output_scale if by_segment else None,
+    )
+    offsets = segments.q_offsets, segments.kv_offsets
     if implementation == "reference":
         out = attention_reference(
-            q, k, v, q_offsets, kv_offsets, scale=factor, q_shared=q_shared, activation=activation, mask=mask, output_scale=output_scale
+            q, k, v, *offsets, scale=params.scale, q_shared=params.q_shared, activation=activation, mask=mask, output_scale=output_scale
         )
+    elif implementation == "auto" and q.device.type != "cuda":
+        out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
-        refuse_transforms("jagged_attention does")
-        by_segment = isinstance(output_scale, Tensor)
-        params = AttentionParams(
-            scale=factor,
-            q_shared=q_shared,
-            activation=activation,
-            mask=None if mask is None else list(mask.params),
-            output_scale=1.0 if by_segment else float(output_scale),
-            batch_invariant=batch_invariant,
-            num_targets=None if mask is None else mask.num_targets,
-            segment_scale=output_scale if by_segment else None,
-        )
-        if implementation == "auto" and q.device.type != "cuda":
-            out, _ = attention_cpu(q, k, v, q_offsets, kv_offsets, *params)
-        else:
-            out = _triton_attention(q, k, v, q_offsets, kv_offsets, params, kv_shared, schedule, implementation)
+        out = _triton_attention(q, k, v, segments, params, schedule, implementation, workspace)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
-def _split_scale(output_scale: Tensor, alike: int | None, batch_invariant: bool) -> tuple[Tensor, Tensor]:
+class _Segments(NamedTuple):
+    """The segments of an attention.
+
+    Attributes:
+        q_offsets, kv_offsets: offsets of query rows, of the output's if q is shared, and of keys.
+        q_shared, kv_shared: whether all segments use all rows of q, or of k and v.
+        groups: number of query groups.
+    """
+
+    q_offsets: Tensor
+    kv_offsets: Tensor
+    q_shared: bool
+    kv_shared: bool
+    groups: int
+
+    @property
+    def num_segments(self) -> int:
+        return self.q_offsets.shape[0] - 1
+
+    @property
+    def share_keys(self) -> bool:
+        """Whether several segments of queries read the same keys."""
+        return self.kv_shared or self.groups > 1
+
+
+def _check_segments(
+    q: Tensor, k: Tensor, q_offsets: Tensor | str, kv_offsets: Tensor | str, max_seqlen_q: int | None, max_seqlen_kv: int | None,
+    mask: AttentionMask | None,
+) -> _Segments:  # fmt: skip
+    """The segments, with their sizes and the offsets' values checked. With shared keys, each segment of queries has all of them."""
+    same = kv_offsets is q_offsets and max_seqlen_kv is None
+    if not isinstance(q_offsets, str):
+        check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q, "max_seqlen_q")
+    if isinstance(kv_offsets, str):
+        if isinstance(q_offsets, str):
+            raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
+        return _Segments(q_offsets, q_offsets, q_shared=False, kv_shared=True, groups=1)
+    if not same:
+        check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
+    if isinstance(q_offsets, str):
+        q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
+        segments = _Segments(q_offsets, kv_offsets, q_shared=True, kv_shared=False, groups=1)
+    else:
+        segments = _Segments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
+        if q_offsets.shape != kv_offsets.shape:
+            groups = num_query_groups("q_offsets", segments.num_segments, "kv_offsets", kv_offsets.shape[0] - 1, mask)
+            segments = segments._replace(groups=groups)
+    if mask is not None:
+        check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
+    return segments
+
+
+def _split_scale(output_scale: Tensor, q: Tensor, segments: _Segments, batch_invariant: bool) -> tuple[Tensor, Tensor]:
     """output_scale `[B]` as a product of two factors: one that the kernels apply before they round, and the rest, in fp32 or fp64.
 
-    The kernels compute no gradient for their factor, so it is detached. If `alike` is not None, the kernels need the same factor for all
-    segments, and it has shape `[alike]`: a power of two above the largest finite scale of the batch, or 1 if batch-invariant.
+    The kernels compute no gradient for their factor, so it is detached. Segments that share keys may be in one tile, for which the kernels
+    have one factor: a power of two above the largest finite scale of the batch, or 1 if batch-invariant.
+
+    Returns:
+        The kernels' factor, for each of their segments, and the rest for each row of the output.
     """
-    output_scale = output_scale.to(torch.promote_types(output_scale.dtype, torch.float32))
+    dtype = torch.promote_types(torch.promote_types(output_scale.dtype, q.dtype), torch.float32)
+    output_scale = output_scale.to(q.device, dtype, non_blocking=True)
     factor = output_scale.detach()
-    if alike is not None and batch_invariant:
+    if segments.share_keys and batch_invariant:
         factor = factor.new_ones(())
-    elif alike is not None:  # scaling by a power of two is exact, so no result depends on another segment's scale
+    elif segments.share_keys:  # scaling by a power of two is exact, so no result depends on another segment's scale
         largest = pad(factor.abs().nan_to_num(nan=0.0, posinf=0.0), (0, 1)).amax()
         factor = largest / torch.frexp(largest).mantissa.clamp(min=0.5)
     factor = torch.where(factor == 0, 1, factor)
-    return factor if alike is None else factor.expand(alike), output_scale / factor
+    rows = q.shape[0] * (segments.num_segments if segments.q_shared else 1)
+    rest = expand_to_rows(output_scale / factor, segments.q_offsets.to(q.device, non_blocking=True), rows)
+    return factor.expand(1 if segments.kv_shared else segments.num_segments), rest
 
 
 def _triton_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    q_offsets: Tensor,
-    kv_offsets: Tensor,
+    segments: _Segments,
     params: AttentionParams,
-    kv_shared: bool,
     schedule: TileSchedule | None,
     implementation: str,
+    workspace: int | None,
 ) -> Tensor:
     from jagged_kernels.attention.op import triton_attention
 
-    device, workspace = q.device, backward_workspace.current()
+    device, kv_shared = q.device, segments.kv_shared
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
     if params.scale <= 0 and params.activation == "softmax":  # the kernels compute row maxima of unscaled scores, so scale must be > 0
         q, params = q * params.scale, params._replace(scale=1.0)
-    q_offsets, kv_offsets = q_offsets.to(device, non_blocking=True), kv_offsets.to(device, non_blocking=True)
+    q_offsets, kv_offsets = segments.q_offsets.to(device, non_blocking=True), segments.kv_offsets.to(device, non_blocking=True)
     if params.num_targets is not None:
         params = params._replace(num_targets=params.num_targets.to(device, non_blocking=True).contiguous())
     if params.segment_scale is not None:
@@ -216,7 +256,8 @@ def _triton_attention(
         )  # fmt: skip
     else:
         schedule = schedule.to(device, non_blocking=True)
-        _check_schedule(schedule, q_offsets)
+        if values_are_checkable(schedule.num_tiles):
+            _check_schedule(schedule, q_offsets)
     keys = schedule.backward
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
@@ -375,12 +416,12 @@ def check_attention(
             _check_shared(name, offsets)
         elif isinstance(offsets, Tensor):
             check_device(name, offsets, q.device, f"{q_name}'s")
-    if scale is not None and not _is_number(scale):  # a tensor would get no gradient
+    if scale is not None and not is_number(scale):  # a tensor would get no gradient
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {ACTIVATIONS}, got {activation!r}")
     if not isinstance(output_scale, Tensor):
-        if not _is_number(output_scale):
+        if not is_number(output_scale):
             raise TypeError(f"output_scale must be a number or a tensor [B], got {type(output_scale).__name__}")
     else:
         check_tensor("output_scale", output_scale, output_scale.dim(), "[B]")  # its size is checked with the offsets
@@ -402,27 +443,19 @@ def check_attention(
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")
 
 
-def _is_number(x: object) -> bool:
-    return isinstance(x, (int, float)) and not isinstance(x, bool)
-
-
 def _check_shared(name: str, offsets: str) -> None:
     if offsets != "shared":
         raise ValueError(f'{name} must be a tensor or "shared", got "{offsets}"')
 
 
-def _check_output_scale(output_scale: object, num_segments: int, device: torch.device) -> None:
-    if not isinstance(output_scale, Tensor):
-        return
+def _check_output_scale(output_scale: Tensor, num_segments: int, device: torch.device) -> None:
     if output_scale.shape != (num_segments,):
         raise ValueError(f"output_scale must have shape [B] = [{num_segments}], got {list(output_scale.shape)}")
     check_device("output_scale", output_scale, device, "q's")
 
 
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
-    """ValueError if the schedule's number of tiles is not that of these segments. Not checked if its values need a sync."""
-    if not values_are_checkable(schedule.num_tiles):
-        return
+    """ValueError if the schedule's number of tiles is not that of these segments."""
     expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
     if int(schedule.num_tiles) != expected:
         raise ValueError(f"schedule was built for other lengths: it has {int(schedule.num_tiles)} tiles, q_offsets need {expected}")

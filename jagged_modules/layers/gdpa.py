@@ -138,7 +138,7 @@ class JaggedGDPA(nn.Module):
             self.value_weights = learned_rows(config.num_weights, self.num_kv_heads)
         else:
             self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device)
-        self.q_norm, self.k_norm = (nn.RMSNorm(self.head_dim, device=device) if config.qk_norm else nn.Identity() for _ in range(2))
+        self.q_norm, self.k_norm = (_RMSNorm(self.head_dim, device=device) if config.qk_norm else nn.Identity() for _ in range(2))
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = nn.Linear(width, embedding_dim, device=device)
         self.reset_parameters()
@@ -251,7 +251,7 @@ class GDPABlock(nn.Module):
         self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device)
         if self.attention.config.num_seeds:
             raise ValueError(f"num_seeds must be 0: pooled rows have no residual, got {self.attention.config.num_seeds}")
-        self.norm = nn.RMSNorm(embedding_dim, device=device)
+        self.norm = _RMSNorm(embedding_dim, device=device)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
@@ -263,3 +263,10 @@ class GDPABlock(nn.Module):
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)
         return jagged.unwrap(jagged.values + update.values)
+
+
+class _RMSNorm(nn.RMSNorm):
+    """An RMSNorm whose weight may be wider than its input, as under autocast. torch's fused kernels need equal dtypes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.promote_types(x.dtype, self.weight.dtype))).to(x.dtype)

@@ -98,7 +98,7 @@ class JaggedTargetAttention(nn.Module):
             out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
-        jagged_targets = Jagged.wrap(targets, name="targets")
+        jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = schedule_for(queries=jagged_targets)

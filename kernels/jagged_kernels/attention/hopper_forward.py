@@ -469,8 +469,9 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)
     if blocks := grid(tiles):
+        out_desc = result_descriptor(out)
         attention_fwd_hopper_kernel[blocks](
-            head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), result_descriptor(out), out, lse,
+            head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
             params.segment_scale, params.scale, act_factor, params.output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, **constants,
