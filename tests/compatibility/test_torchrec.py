@@ -10,7 +10,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import jagged_modules as jm
 
-from ..marks import unproven
 from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, Pooled
 from .table import feature
 
@@ -187,6 +186,8 @@ def layer_parameters(model):
 @pytest.fixture
 def on_gpu(tmp_path):
     """A process group of this process on the GPU."""
+    if not hasattr(torch.ops.fbgemm, "split_embedding_codegen_lookup_rowwise_adagrad_function"):
+        pytest.skip("fbgemm_gpu lacks the libraries that train sharded tables")
     dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield "cuda"
     dist.destroy_process_group()
@@ -197,7 +198,7 @@ def test_data_parallel(case, two_ranks):
     two_ranks.run(train, case.name, "data_parallel")
 
 
-@unproven
+@pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_data_parallel_sequences(case, on_gpu):
     """On the CPU, test_data_parallel leaves EmbeddingCollections out of the plan."""
@@ -237,7 +238,7 @@ class Staged(Steps):
         copy_stream, dist_stream = (torch.cuda.Stream() for _ in range(2))
         exchange = SparseDataDistUtil(model, dist_stream)
         stages = [
-            PipelineStage("copy", lambda batch, context: batch.to(device, non_blocking=True), copy_stream),
+            PipelineStage("copy", lambda batch: batch.to(device, non_blocking=True), copy_stream),
             PipelineStage("exchange", exchange.start_sparse_data_dist, dist_stream, fill_callback=exchange.wait_sdd_fill_callback),
         ]
         self.next_batch = StagedTrainPipeline(stages, compute_stream=torch.cuda.current_stream()).progress
@@ -271,21 +272,25 @@ def test_eval(case, two_ranks):
     two_ranks.run(evaluate_in_pipeline, case.name)
 
 
+@pytest.mark.gpu
 @feature("TrainPipelineFusedSparseDist")
 def test_fused_sparse_dist(case, on_gpu):
     train(case.name, "row_wise", TrainPipelineFusedSparseDist, on_gpu)
 
 
+@pytest.mark.gpu
 @feature("TrainPipelineSemiSync")
 def test_semi_sync(case, on_gpu):
     train(case.name, "row_wise", TrainPipelineSemiSync, on_gpu)
 
 
+@pytest.mark.gpu
 @feature("PrefetchTrainPipelineSparseDist")
 def test_prefetch(case, on_gpu):
     train(case.name, "row_wise", PrefetchTrainPipelineSparseDist, on_gpu)
 
 
+@pytest.mark.gpu
 @feature("StagedTrainPipeline")
 def test_staged(case, on_gpu):
     train(case.name, "row_wise", Staged, on_gpu)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..marks import UNPROVEN
 from .cases import SIZES, make, training_step
 from .table import feature
 
@@ -60,7 +59,7 @@ def test_autocast(case, dtype):
         assert (x - y).norm() < 0.05 * y.norm() + 1e-6  # softmax's gradient of a key's bias is 0
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=UNPROVEN)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @feature("GradScaler")
 def test_grad_scaler(case, device):
     model, inputs = make(case, device), inputs_of(case, device)
