@@ -6,6 +6,7 @@ import pytest
 
 SLOW = pytest.mark.slow
 
+
 def slow_after(number: int, names: str, values: Iterable, **options) -> pytest.MarkDecorator:
     """`pytest.mark.parametrize` with the values after the first `number` marked slow."""
     values, several = list(values), "," in names
