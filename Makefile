@@ -8,7 +8,7 @@
 #   make fuzz [SECONDS=60] [SEED=1] [ARGS="--function linear_compress --dtype bfloat16 --device cuda"]
 #                                       run random cases of every function on the CPU, in Triton's interpreter and on a GPU
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
-#   make test-newest-triton             compile Hopper's own kernels under the newest Triton too
+#   make test-newest-triton             compile each of Hopper's own kernels under the newest Triton too
 #   make notebooks                      execute the notebooks and keep their outputs
 #   make lint                           check style, formatting and types
 #   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
@@ -78,7 +78,7 @@ test-gpu: $(ENV)
 
 # Gluon, in which they are written, changes between versions of Triton.
 test-newest-triton: $(ENV) .newest-triton/.installed
-	PYTHONPATH=$(CURDIR)/.newest-triton:$$PYTHONPATH $(pytest) tests/jagged_kernels/compile -k hopper $(ARGS)
+	PYTHONPATH=$(CURDIR)/.newest-triton:$$PYTHONPATH $(pytest) -m "not slow" tests/jagged_kernels/compile -k hopper $(ARGS)
 
 notebooks: $(ENV)
 	$(PY) -m jupyter execute --inplace notebooks/*.ipynb
