@@ -54,6 +54,17 @@ def two_ranks():
     ranks.stop()
 
 
+@pytest.fixture
+def gpu_group(tmp_path):
+    """The device "cuda", in an NCCL group of this process alone."""
+    pytest.importorskip("torchrec")
+    if not hasattr(torch.ops.fbgemm, "split_embedding_codegen_lookup_rowwise_adagrad_function"):
+        pytest.skip("fbgemm_gpu lacks the libraries that train sharded tables")
+    torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield "cuda"
+    torch.distributed.destroy_process_group()
+
+
 def _offsets(lengths, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return torch.cat([torch.zeros(1, dtype=dtype), torch.tensor(list(lengths), dtype=dtype).cumsum(0, dtype=dtype)])
 

@@ -183,16 +183,6 @@ def layer_parameters(model):
     return [x for name, x in model.named_parameters() if name.startswith("layer.")]
 
 
-@pytest.fixture
-def on_gpu(tmp_path):
-    """A process group of this process on the GPU."""
-    if not hasattr(torch.ops.fbgemm, "split_embedding_codegen_lookup_rowwise_adagrad_function"):
-        pytest.skip("fbgemm_gpu lacks the libraries that train sharded tables")
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
-    yield "cuda"
-    dist.destroy_process_group()
-
-
 @feature("DMP, data_parallel")
 def test_data_parallel(case, two_ranks):
     two_ranks.run(train, case.name, "data_parallel")
@@ -200,9 +190,9 @@ def test_data_parallel(case, two_ranks):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_data_parallel_sequences(case, on_gpu):
+def test_data_parallel_sequences(case, gpu_group):
     """On the CPU, test_data_parallel leaves EmbeddingCollections out of the plan."""
-    train(case.name, "data_parallel", device=on_gpu)
+    train(case.name, "data_parallel", device=gpu_group)
 
 
 @feature("DMP, table_wise")
@@ -274,26 +264,26 @@ def test_eval(case, two_ranks):
 
 @pytest.mark.gpu
 @feature("TrainPipelineFusedSparseDist")
-def test_fused_sparse_dist(case, on_gpu):
-    train(case.name, "row_wise", TrainPipelineFusedSparseDist, on_gpu)
+def test_fused_sparse_dist(case, gpu_group):
+    train(case.name, "row_wise", TrainPipelineFusedSparseDist, gpu_group)
 
 
 @pytest.mark.gpu
 @feature("TrainPipelineSemiSync")
-def test_semi_sync(case, on_gpu):
-    train(case.name, "row_wise", TrainPipelineSemiSync, on_gpu)
+def test_semi_sync(case, gpu_group):
+    train(case.name, "row_wise", TrainPipelineSemiSync, gpu_group)
 
 
 @pytest.mark.gpu
 @feature("PrefetchTrainPipelineSparseDist")
-def test_prefetch(case, on_gpu):
-    train(case.name, "row_wise", PrefetchTrainPipelineSparseDist, on_gpu)
+def test_prefetch(case, gpu_group):
+    train(case.name, "row_wise", PrefetchTrainPipelineSparseDist, gpu_group)
 
 
 @pytest.mark.gpu
 @feature("StagedTrainPipeline")
-def test_staged(case, on_gpu):
-    train(case.name, "row_wise", Staged, on_gpu)
+def test_staged(case, gpu_group):
+    train(case.name, "row_wise", Staged, gpu_group)
 
 
 @feature("TorchRec's tracer")

@@ -13,13 +13,20 @@ torchrec = pytest.importorskip("torchrec")
 from torchrec.distributed import DistributedModelParallel  # noqa: E402
 from torchrec.distributed.embedding import EmbeddingCollectionSharder  # noqa: E402
 from torchrec.distributed.sharding_plan import column_wise, construct_module_sharding_plan, row_wise, table_wise  # noqa: E402
-from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist  # noqa: E402
-from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite  # noqa: E402
+from torchrec.distributed.train_pipeline.train_pipelines import (  # noqa: E402
+    PrefetchTrainPipelineSparseDist,
+    TrainPipelineBase,
+    TrainPipelineFusedSparseDist,
+    TrainPipelineSemiSync,
+    TrainPipelineSparseDist,
+    TrainPipelineSparseDistLite,
+)
 from torchrec.distributed.types import ShardingEnv, ShardingPlan  # noqa: E402
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward  # noqa: E402
 from torchrec.streamable import Pipelineable  # noqa: E402
 
-PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)  # the others need CUDA streams
+PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite)
+GPU_PIPELINES = (*PIPELINES, TrainPipelineFusedSparseDist, TrainPipelineSemiSync, PrefetchTrainPipelineSparseDist)  # they use CUDA streams
 PLANS = {"row_wise": row_wise(), "table_wise": table_wise(rank=1), "column_wise": column_wise(ranks=[1, 0])}
 NUM_ITEMS, STEPS, RATE = 50, 3, 0.5
 
@@ -63,28 +70,27 @@ def make_batch(seed: int) -> Batch:
     return Batch(features, torch.rand(int(lengths[4:].sum()), generator=generator).round())
 
 
-def train_in_pipelines(plan: str) -> None:
+def train_in_pipelines(plan: str, pipelines: tuple = PIPELINES, device: torch.device | None = None) -> None:
+    device = torch.device("cpu") if device is None else device
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
     batches = [make_batch(world * step + rank) for step in range(STEPS)]
     results = []
-    for pipeline in PIPELINES:
+    for pipeline in pipelines:
         torch.manual_seed(0)
-        task = Task(torch.device("cpu"))
+        task = Task(device)
         apply_optimizer_in_backward(torch.optim.SGD, task.model.embeddings.parameters(), {"lr": RATE})
         sharder = EmbeddingCollectionSharder()
-        module_plan = construct_module_sharding_plan(task.model.embeddings, {"item": PLANS[plan]}, sharder, world, device_type="cpu")
+        module_plan = construct_module_sharding_plan(task.model.embeddings, {"item": PLANS[plan]}, sharder, world, device_type=device.type)
         env = ShardingEnv.from_process_group(torch.distributed.group.WORLD)
-        sharded = DistributedModelParallel(
-            task, env, torch.device("cpu"), ShardingPlan({"model.embeddings": module_plan}), sharders=[sharder]
-        )
+        sharded = DistributedModelParallel(task, env, device, ShardingPlan({"model.embeddings": module_plan}), sharders=[sharder])
         dense = [parameter for name, parameter in sharded.named_parameters() if ".embeddings." not in name]
-        pipe = pipeline(sharded, torch.optim.SGD(dense, lr=RATE), torch.device("cpu"))
+        pipe = pipeline(sharded, torch.optim.SGD(dense, lr=RATE), device)
         source = iter(batches)
         logits = [pipe.progress(source) for _ in range(STEPS)]
         if pipeline is not TrainPipelineBase:
             assert pipe._pipelined_modules == [sharded.module.model.embeddings]
         results.append([*logits, *(parameter.detach().clone() for parameter in dense)])
-    for pipeline, result in zip(PIPELINES[1:], results[1:], strict=True):
+    for pipeline, result in zip(pipelines[1:], results[1:], strict=True):
         for x, expected in zip(result, results[0], strict=True):
             assert torch.equal(x, expected), pipeline
 
@@ -92,3 +98,8 @@ def train_in_pipelines(plan: str) -> None:
 @pytest.mark.parametrize("plan", PLANS)
 def test_readme_model_in_the_pipelines(two_ranks, plan):
     two_ranks.run(train_in_pipelines, plan)
+
+
+@pytest.mark.gpu
+def test_readme_model_in_the_pipelines_on_a_gpu(gpu_group):
+    train_in_pipelines("row_wise", GPU_PIPELINES, torch.device(gpu_group))
