@@ -15,6 +15,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .configs import padded_dim
+from .descriptors import fill
 from .gluon_api import load_tile, store_tile, thread_barrier
 
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
@@ -312,14 +313,16 @@ def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIO
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     """TMA descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have any stride: 16 stands in for it."""
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], list(box), _box_layout(x.dtype, *box))
+    layout = _box_layout(x.dtype, *box)
+    return fill(TensorDescriptor, base=x, shape=list(x.shape), strides=[*strides, 1], block_shape=list(box), layout=layout)
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns past D read as 0."""
     (num_rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
     strides = [stride_head if heads > 1 else 16, stride_row if num_rows > 1 else 16, 1]
-    return TensorDescriptor(x, [heads, num_rows, dim], strides, *_head_box(x.dtype, rows, dim))
+    box, layout = _head_box(x.dtype, rows, dim)
+    return fill(TensorDescriptor, base=x, shape=[heads, num_rows, dim], strides=strides, block_shape=box, layout=layout)
 
 
 @functools.cache
