@@ -42,11 +42,12 @@ STAGES = ("embeddings", "our kernels", "optimizer", "dense", "host")
 # Defaults of the options by the type of the device. Lengths are (mean, max).
 SIZES = {
     "cpu": dict(
-        batch_size=32, history=(30, 100), stream=(60, 200), candidates=(4, 13), items=2000, features=(4, 3), embedding_dim=64, num_batches=3
+        batch_size=32, history=(30, 100), stream=(60, 200), candidates=(4, 13), items=2000, features=(4, 3), feature_rows=1000,
+        embedding_dim=64, num_batches=3,
     ),
     "cuda": dict(
-        batch_size=512, history=(150, 500), stream=(600, 2000), candidates=(16, 53), items=1_000_000, features=(32, 8), embedding_dim=256,
-        num_batches=8,
+        batch_size=512, history=(150, 500), stream=(600, 2000), candidates=(16, 53), items=1_000_000, features=(32, 8), feature_rows=1000,
+        embedding_dim=256, num_batches=8,
     ),
 }  # fmt: skip
 CLAIMS = (  # what was published, and our figure that is closest to it
@@ -59,40 +60,54 @@ CLAIMS = (  # what was published, and our figure that is closest to it
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="parts of the model, as in train_dlrm.py")
-    by_device = "; ".join(f"{device}: {sizes}" for device, sizes in SIZES.items())
-    parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
-    for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
-        parser.add_argument(
-            f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; with --data only MAX is used"
-        )
-    parser.add_argument("--items", type=int, help="rows of the table of items")
-    parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
-    parser.add_argument("--embedding-dim", type=int)
-    parser.add_argument("--num-batches", type=int, help="different batches; each is measured three times")
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
-    parser.add_argument("--num-compressed", type=int, default=16)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
+    add_model_options(parser, SIZES)
+    add_run_options(parser)
     parser.add_argument(
         "--plain-embeddings",
         action="store_true",
         help="tables whose gradients are dense; always so on a CPU. On a GPU the default updates tables in the backward, and its lookup "
         "waits for the GPU once per feature, which delays both models alike",
     )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"))
     options = parser.parse_args(arguments)
     options.device = pick_device(options.device)
-    for name, value in SIZES[options.device.type].items():
+    set_sizes(options, SIZES[options.device.type])
+    return options
+
+
+def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str, Any]]) -> None:
+    """Options of the model and of random batches. `sizes`: the defaults that `set_sizes` sets, by type of device."""
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="parts of the model, as in train_dlrm.py")
+    by_device = "; ".join(f"{device}: {values}" for device, values in sizes.items())
+    parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
+    for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
+        parser.add_argument(f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; of a log only MAX is used")
+    parser.add_argument("--items", type=int, help="rows of the table of items")
+    parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
+    parser.add_argument("--feature-rows", type=int, help="rows of the table of a side feature")
+    parser.add_argument("--embedding-dim", type=int)
+    parser.add_argument("--num-batches", type=int, help="different batches")
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
+    parser.add_argument("--num-compressed", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a training step."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+
+
+def set_sizes(options: argparse.Namespace, sizes: dict[str, Any]) -> None:
+    """Set the options that were not given."""
+    for name, value in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    return options
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------------------------
@@ -111,7 +126,9 @@ def lognormal_lengths(generator: np.random.Generator, size: int, mean: float, lo
 
 def random_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBatch]]:
     """Batches of random ids, and the sizes of their tables."""
-    users, items = ({f"{who}_{i}": 1000 for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True))
+    users, items = (
+        {f"{who}_{i}": options.feature_rows for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True)
+    )
     tables = TableSizes(options.items, ratings=5, ages=16, user_features=users, item_features=items)
     generator = np.random.default_rng(options.seed)
 
