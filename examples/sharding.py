@@ -89,6 +89,11 @@ def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
 
 
+def rank_device(device: torch.device) -> torch.device:
+    """The device of this rank: of torchrun's processes the GPU that `process_group` chose."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and is_distributed() else device
+
+
 def barrier() -> None:
     if is_distributed():
         dist.barrier()
