@@ -16,7 +16,7 @@ def task(*arguments):
 
 
 def test_row_wise_bags_of_a_gpu_are_reduced_and_gathered():
-    """On a CPU there are none, so two processes cannot show this. Each rank's sums go to all others, as in a ring reduce-scatter."""
+    """Each rank's partial sums go to all others, as in a ring reduce-scatter."""
     options, batches, model = task("--plan", "row_wise")
     plan = communication.make_plan(model, options, 4)
     bags = ShardingPlan({path: plan.plan[path] for path in ("user_bags", "item_bags")})
