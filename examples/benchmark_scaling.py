@@ -136,7 +136,7 @@ def gather(value: float) -> list[float]:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """The content of the JSON, without the scaling. All ranks call it, and return the same."""
+    """The content of the JSON, without the scaling. All ranks call it. The lengths and the traffic follow from this rank's batches."""
     torch.set_num_threads(options.threads)
     seed = options.seed + 1_000_003 * sharding.rank()
     tables, batches = random_batches(argparse.Namespace(**{**vars(options), "seed": seed}))

@@ -1,7 +1,7 @@
 """The bytes that examples/communication.py computes are those that two processes exchange, for every sharding plan.
 
-TorchRec does not offer row-wise bags on the CPU, because gloo cannot gather unequal shares. The case "row_wise bags" allows them, with equal
-shares.
+TorchRec does not offer row-wise bags on the CPU, because gloo cannot gather unequal shares. The case "row_wise bags" allows them, with
+equal shares.
 """
 
 import math
@@ -84,7 +84,7 @@ class Step(NamedTuple):
 def sent_bytes(events: list[Any], rank: int) -> dict[str, float]:
     """Bytes that the rank sent in torch.distributed's collectives, which the profiler records with shapes and splits, by kind.
 
-    With a ring, a reduce-scatter sends (N - 1) / N of its input, an all-gather N - 1 times, and an all-reduce 2 (N - 1) / N times its input.
+    With a ring, a reduce-scatter sends (N - 1) / N of its input, an all-gather N - 1 times its input, and an all-reduce 2 (N - 1) / N times.
     """
     sent, reduced = Counter[str](), []
     for event in events:
