@@ -84,7 +84,7 @@ class Step(NamedTuple):
 def sent_bytes(events: list[Any], rank: int) -> dict[str, float]:
     """Bytes that the rank sent in torch.distributed's collectives, which the profiler records with shapes and splits, by kind.
 
-    With a ring, a reduce-scatter sends (N - 1) / N of its input, an all-gather N - 1 times its input, and an all-reduce 2 (N - 1) / N times.
+    With a ring, a reduce-scatter sends (N - 1) / N of its input, an all-gather N - 1 times, an all-reduce 2 (N - 1) / N times it.
     """
     sent, reduced = Counter[str](), []
     for event in events:
