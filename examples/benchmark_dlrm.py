@@ -30,6 +30,7 @@ from padded_layers import PADDED, Padded
 from ranking_data import RankingBatch, RankingDataset, TableSizes, add_popularity, keyed, make_chunks
 from ranking_model import JAGGED, PARTS, RankingConfig, RankingModel
 from torch import nn
+from torch.autograd import DeviceType
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile, record_function
 from torchrec.modules.fused_embedding_modules import fuse_embedding_optimizer
@@ -42,11 +43,12 @@ STAGES = ("embeddings", "our kernels", "optimizer", "dense", "host")
 # Defaults of the options by the type of the device. Lengths are (mean, max).
 SIZES = {
     "cpu": dict(
-        batch_size=32, history=(30, 100), stream=(60, 200), candidates=(4, 13), items=2000, features=(4, 3), embedding_dim=64, num_batches=3
+        batch_size=32, history=(30, 100), stream=(60, 200), candidates=(4, 13), items=2000, features=(4, 3), feature_rows=1000,
+        embedding_dim=64, num_batches=3,
     ),
     "cuda": dict(
-        batch_size=512, history=(150, 500), stream=(600, 2000), candidates=(16, 53), items=1_000_000, features=(32, 8), embedding_dim=256,
-        num_batches=8,
+        batch_size=512, history=(150, 500), stream=(600, 2000), candidates=(16, 53), items=1_000_000, features=(32, 8), feature_rows=1000,
+        embedding_dim=256, num_batches=8,
     ),
 }  # fmt: skip
 CLAIMS = (  # what was published, and our figure that is closest to it
@@ -59,40 +61,54 @@ CLAIMS = (  # what was published, and our figure that is closest to it
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="parts of the model, as in train_dlrm.py")
-    by_device = "; ".join(f"{device}: {sizes}" for device, sizes in SIZES.items())
-    parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
-    for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
-        parser.add_argument(
-            f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; with --data only MAX is used"
-        )
-    parser.add_argument("--items", type=int, help="rows of the table of items")
-    parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
-    parser.add_argument("--embedding-dim", type=int)
-    parser.add_argument("--num-batches", type=int, help="different batches; each is measured three times")
-    parser.add_argument("--num-heads", type=int, default=4)
-    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
-    parser.add_argument("--num-compressed", type=int, default=16)
-    parser.add_argument("--dropout", type=float, default=0.1)
-    parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
+    add_model_options(parser, SIZES)
+    add_run_options(parser)
     parser.add_argument(
         "--plain-embeddings",
         action="store_true",
         help="tables whose gradients are dense; always so on a CPU. On a GPU the default updates tables in the backward, and its lookup "
         "waits for the GPU once per feature, which delays both models alike",
     )
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
-    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"))
     options = parser.parse_args(arguments)
     options.device = pick_device(options.device)
-    for name, value in SIZES[options.device.type].items():
+    set_sizes(options, SIZES[options.device.type])
+    return options
+
+
+def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str, Any]]) -> None:
+    """Options of the model and of random batches. `sizes`: the defaults that `set_sizes` sets, by type of device."""
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=list(PARTS), help="parts of the model, as in train_dlrm.py")
+    by_device = "; ".join(f"{device}: {values}" for device, values in sizes.items())
+    parser.add_argument("--batch-size", type=int, help=f"users per batch. Defaults of this and the following options: {by_device}")
+    for name, what in (("history", "events of a history"), ("stream", "events of a stream"), ("candidates", "candidates of a user")):
+        parser.add_argument(f"--{name}", type=int, nargs=2, metavar=("MEAN", "MAX"), help=f"numbers of {what}; of a log only MAX is used")
+    parser.add_argument("--items", type=int, help="rows of the table of items")
+    parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
+    parser.add_argument("--feature-rows", type=int, help="rows of the table of a side feature")
+    parser.add_argument("--embedding-dim", type=int)
+    parser.add_argument("--num-batches", type=int, help="different batches")
+    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
+    parser.add_argument("--num-compressed", type=int, default=16)
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Options of a training step."""
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+
+
+def set_sizes(options: argparse.Namespace, sizes: dict[str, Any]) -> None:
+    """Set the options that were not given."""
+    for name, value in sizes.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
-    return options
 
 
 # -- batches -----------------------------------------------------------------------------------------------------------------------------
@@ -111,7 +127,9 @@ def lognormal_lengths(generator: np.random.Generator, size: int, mean: float, lo
 
 def random_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBatch]]:
     """Batches of random ids, and the sizes of their tables."""
-    users, items = ({f"{who}_{i}": 1000 for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True))
+    users, items = (
+        {f"{who}_{i}": options.feature_rows for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True)
+    )
     tables = TableSizes(options.items, ratings=5, ages=16, user_features=users, item_features=items)
     generator = np.random.default_rng(options.seed)
 
@@ -212,41 +230,92 @@ class Profile(NamedTuple):
     """Milliseconds of a step, under the profiler, which slows the host.
 
     On a GPU, these are kernels, and `host` is the time in which the GPU waits. On a CPU, these are operators, and `host` is the time
-    outside of them. `our kernels` are the operators of jagged_modules. `dense` is everything else that computes.
+    outside of them. `our kernels` are the operators of jagged_modules. `embeddings` are lookups, and what prepares ids and embeddings for
+    their exchange. `dense` is everything else that computes. Collectives of torch.distributed are in no stage.
     """
 
     stages: dict[str, float]  # by name of `STAGES`
     slowest: dict[str, float]  # the kernels or operators that take the most time, by name
+    collectives: float  # including the time in which they wait for another rank
+    exposed: float  # the part of it in which nothing else runs: the step is its stages and this
 
 
-def profile_steps(step: Step, batches: list[RankingBatch], device: torch.device, num_slowest: int = 15) -> Profile:
+class Span(NamedTuple):
+    """An activity that lasts from start to end, in microseconds."""
+
+    activity: str
+    start: float
+    end: float
+
+
+def profile_steps(run: Callable[[], Any], steps: int, device: torch.device, num_slowest: int = 15) -> Profile:
+    """The profile of `run`, a call that makes this number of steps."""
     on_gpu = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * on_gpu]) as recorded:
         synchronize(device)
         begin = time.perf_counter()
-        for batch in batches:
-            step(batch)
+        run()
         synchronize(device)
         wall = 1e6 * (time.perf_counter() - begin)
-    events = recorded.events()
     stages, names = dict.fromkeys(STAGES, 0.0), Counter[str]()
-    for event in events:
-        if event.device_type != torch.autograd.DeviceType.CPU:
-            if not event.is_user_annotation:
-                names[event.name] += event.time_range.elapsed_us()
-        elif not on_gpu:
-            stages[stage_of(event)] += event.self_cpu_time_total
-            names[event.name] += event.self_cpu_time_total
-        elif not event.is_user_annotation:
-            stages[stage_of(event)] += sum(kernel.duration for kernel in event.kernels)
+    spans: list[Span] = []
+    for event in recorded.events():
+        activity = activity_of(event, on_gpu)
+        if activity:
+            spans.append(Span(activity, event.time_range.start, event.time_range.end))
+        if activity == "compute":
+            names[event.name] += event.time_range.elapsed_us() if on_gpu else event.self_cpu_time_total
+        if event.device_type == DeviceType.CPU and not event.is_user_annotation:
+            kernels = sum(kernel.duration for kernel in event.kernels if not is_collective(kernel.name))
+            stages[stage_of(event)] += kernels if on_gpu else event.self_cpu_time_total * (activity == "compute")
     if on_gpu:  # kernels of compiled code have no operator
         stages["dense"] = names.total() - sum(stages[name] for name in ("embeddings", "our kernels", "optimizer"))
-    stages["host"] = max(wall - sum(stages.values()), 0.0)
+    active = time_by_activities(spans)
+    collectives = {running: us for running, us in active.items() if "collective" in running}
+    exposed = sum(us for running, us in collectives.items() if "wait" in running or "compute" not in running)
+    stages["host"] = max(wall - sum(stages.values()) - exposed, 0.0)
 
     def milliseconds(totals: Iterable[tuple[str, float]]) -> dict[str, float]:
-        return {name: total / 1e3 / len(batches) for name, total in totals}
+        return {name: total / 1e3 / steps for name, total in totals}
 
-    return Profile(milliseconds(stages.items()), milliseconds(names.most_common(num_slowest)))
+    totals = milliseconds({"collectives": sum(collectives.values()), "exposed": exposed}.items())
+    return Profile(milliseconds(stages.items()), milliseconds(names.most_common(num_slowest)), **totals)
+
+
+def is_collective(name: str) -> bool:
+    """Whether NCCL's kernel or gloo's range has this name."""
+    return name.startswith(("nccl", "gloo:"))
+
+
+def activity_of(event: Any, on_gpu: bool) -> str | None:
+    """What an event of the profiler means for the device: collective, compute, wait (for a collective), or None for nothing."""
+    if on_gpu:
+        if event.device_type == DeviceType.CPU or event.is_user_annotation:
+            return None
+        return "collective" if is_collective(event.name) else "compute"
+    if is_collective(event.name):  # runs in a thread of its own
+        return "collective"
+    if event.is_user_annotation:
+        return None
+    # These autograd functions of TorchRec's comm_ops.py wait for collectives, in the forward and in the backward.
+    waits = event.name.startswith("All2All") and event.name.endswith(("_Wait", "_ReqBackward"))
+    return "wait" if waits else "compute"
+
+
+def time_by_activities(spans: Iterable[Span]) -> dict[frozenset[str], float]:
+    """Microseconds in which exactly these activities ran."""
+    changes = sorted((moment, change, span.activity) for span in spans for moment, change in ((span.start, 1), (span.end, -1)))
+    times, running, last = dict[frozenset[str], float](), Counter[str](), 0.0
+    for moment, change, activity in changes:
+        if active := frozenset(+running):
+            times[active] = times.get(active, 0.0) + moment - last
+        running[activity] += change
+        last = moment
+    return times
+
+
+# Parts of the names of operators and ranges: FBGEMM's lookups, and TorchRec's exchange of ids and embeddings.
+EMBEDDINGS = ("embedding", "lookup", "_dist", "all2all", "reducescatter", "kjt", "_jagged_tensors", "copy_batch_to_gpu")
 
 
 def stage_of(event: Any) -> str:
@@ -255,7 +324,7 @@ def stage_of(event: Any) -> str:
         name = event.name.lower()
         if name.startswith(("jagged_kernels::", "jagged_modules::")):
             return "our kernels"
-        if "embedding" in name or "lookup" in name:
+        if any(part in name for part in EMBEDDINGS):
             return "embeddings"
         if name.startswith("optimizer"):
             return "optimizer"
@@ -387,7 +456,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     flops = layer_flops(next(iter(steps.values())).model, batches[0])
     results = {}
     for name, step in steps.items():
-        times, profiled = time_layers(step, batches[0], flops, device), profile_steps(step, batches[:3], device)
+        times = time_layers(step, batches[0], flops, device)
+        profiled = profile_steps(lambda step=step: [step(batch) for batch in batches[:3]], len(batches[:3]), device)
         results[name] = {
             "step_ms": 1e3 * seconds[name],
             "samples_per_second": samples / seconds[name],

@@ -42,6 +42,8 @@ for note in ("Please use DTensor instead", "`broadcast_buffers` is deprecated"):
     warnings.filterwarnings("ignore", note, FutureWarning)
 
 PLANS = ("auto", "row_wise", "column_wise", "table_wise", "data_parallel")
+# The types of tables in a plan: those that both kinds of collections have, and whose traffic communication.py models.
+SHARDING_TYPES = frozenset({"row_wise", "column_wise", "table_wise"})
 SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
 
 
@@ -85,6 +87,11 @@ def rank() -> int:
 
 def world_size() -> int:
     return dist.get_world_size() if is_distributed() else 1
+
+
+def rank_device(device: torch.device) -> torch.device:
+    """The device of this rank: of torchrun's processes the GPU that `process_group` chose."""
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and is_distributed() else device
 
 
 def barrier() -> None:
@@ -168,16 +175,32 @@ def build(
 
 
 def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan:
-    """TorchRec's plan. `plan` is the type of all tables; "auto" leaves the choice to the planner.
+    """TorchRec's plan for the processes of the group. `plan` is the type of all tables; "auto" leaves the choice to the planner."""
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
+    ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
+    planner = make_planner(model, plan, device.type, world_size(), ranks_per_host, memory)
+    return planner.collective_plan(model, list(SHARDERS), dist.group.WORLD)
+
+
+def make_planner(
+    model: nn.Module, plan: str, device_type: str, ranks: int, ranks_per_host: int, memory: int | None = None
+) -> EmbeddingShardingPlanner:
+    """TorchRec's planner for any number of ranks, which need not be there.
 
     On the CPU TorchRec has no row-wise bags, because gloo cannot gather unequal shares in their backward. They become table-wise.
+
+    Args:
+        model: the model, which may be on the meta device.
+        plan: one of `PLANS` but data_parallel.
+        device_type: cpu or cuda.
+        memory: bytes of a GPU; TorchRec's default, 32 GiB, if None.
     """
     constraints = {}
     for module in model.modules():
         for sharder in SHARDERS:
             if isinstance(module, sharder.module_type):
                 # Tables are not replicated one by one: FBGEMM's operator for that pools on the CPU where it should not.
-                types = set(sharder.sharding_types(device.type)) - {ShardingType.DATA_PARALLEL.value}
+                types = set(sharder.sharding_types(device_type)) & SHARDING_TYPES
                 if plan != "auto":
                     types = {plan if plan in types else ShardingType.TABLE_WISE.value}
                 for name, table in sharder.shardable_parameters(module).items():
@@ -185,22 +208,20 @@ def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan
                         sharding_types=sorted(types),
                         # Not the kernels that cache a table on the device: averages and checkpoints read the weights in place.
                         compute_kernels=[EmbeddingComputeKernel.FUSED.value],
-                        min_partition=column_width(name, table.shape[1]),
+                        min_partition=column_width(name, table.shape[1], ranks),
                     )
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    planner = EmbeddingShardingPlanner(
-        topology=Topology(world_size(), compute_device=device.type, local_world_size=local_world_size),
+    return EmbeddingShardingPlanner(
+        topology=Topology(ranks, compute_device=device_type, local_world_size=ranks_per_host, hbm_cap=memory),
         constraints=constraints,
         storage_reservation=FixedPercentageStorageReservation(0.15),  # a share of the memory for everything but tables
     )
-    return planner.collective_plan(model, list(SHARDERS), dist.group.WORLD)
 
 
-def column_width(table: str, embedding_dim: int) -> int:
+def column_width(table: str, embedding_dim: int, ranks: int) -> int:
     """Columns of a column-wise shard: a part for each rank if that is a multiple of 4, which FBGEMM needs, else all of them."""
     if embedding_dim % 4:
         raise ValueError(f"table {table}: FBGEMM shards embeddings whose width is a multiple of 4, not {embedding_dim}")
-    width, rest = divmod(embedding_dim, world_size())
+    width, rest = divmod(embedding_dim, ranks)
     return embedding_dim if rest or width % 4 else width
 
 

@@ -255,9 +255,7 @@ class Trainer(ABC):
 def prepare_device(options: argparse.Namespace) -> torch.device:
     """Set the number of threads. Returns the device of the options, of torchrun's processes the one that `process_group` chose."""
     torch.set_num_threads(options.threads)
-    device = pick_device(options.device)
-    if device.type == "cuda" and sharding.is_distributed():
-        device = torch.device("cuda", torch.cuda.current_device())
+    device = sharding.rank_device(pick_device(options.device))
     if options.bf16 and device.type != "cuda":
         raise ValueError(f"--bf16 needs a GPU; the device is {device}")
     return device

@@ -1,0 +1,121 @@
+"""examples/benchmark_scaling.py: what it measures on two processes, the comparison with a baseline, and the program under torchrun."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ..marks import SLOW
+
+pytest.importorskip("torchrec")
+
+import benchmark_scaling as bench  # noqa: E402
+import communication  # noqa: E402
+from benchmark_dlrm import set_sizes  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 3 --feature-rows 30
+    --embedding-dim 16 --num-heads 2 --block-size 16 --num-batches 2 --num-compressed 4 --passes 2""".split()
+TABLE_BYTES = 4 * 16 * (50 + 5 + 16 + (2 + 3) * 30)
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")]), "OMP_NUM_THREADS": "1"}
+
+
+def check_report(report: dict, world_size: int) -> None:
+    assert report["world_size"] == world_size
+    steps_per_second = 1e3 / report["step_ms"]
+    assert report["samples_per_second"] == pytest.approx(report["samples_per_step"] * steps_per_second)
+    assert 2 * 6 * world_size / 2 <= report["samples_per_step"] <= 6 * 6 * world_size
+    assert len(report["table_mb"]) == world_size
+    assert sum(report["table_mb"]) == pytest.approx(
+        TABLE_BYTES / 1e6 * (world_size if report["settings"]["plan"] == "data_parallel" else 1)
+    )
+    assert report["peak_memory_mb"] > 0
+    assert list(report["stages_ms"]) == list(bench.ALL_STAGES)
+    assert min(report["stages_ms"][stage] for stage in ("embeddings", "our kernels", "optimizer", "dense")) > 0
+    assert report["collectives_ms"] >= report["stages_ms"]["exposed collectives"]
+    assert list(report["traffic_bytes"]) == list(communication.Traffic._fields)
+    assert (report["traffic_bytes"]["dense"] > 0) == (world_size > 1)
+
+
+def measure(plan: str) -> dict:
+    options = bench.parse_arguments([*TINY, "--plan", plan])
+    set_sizes(options, communication.SIZES["cpu"])
+    return bench.measure(options, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("plan", ["row_wise", "data_parallel"])
+def test_two_processes_measure_the_same(two_ranks, plan):
+    first, second = two_ranks.run(measure, plan)
+    assert first["lengths"] != second["lengths"]  # each has its own batches
+    for name in ("samples_per_second", "table_mb", "stages_ms", "peak_memory_mb"):
+        assert first[name] == second[name]
+    check_report(first, 2)
+
+
+def report(world_size: int, samples_per_second: float, step_ms: float) -> dict:
+    stages = {name: float(world_size * place) for place, name in enumerate(bench.ALL_STAGES)}
+    traffic = dict.fromkeys(communication.Traffic._fields, 0.0) | {"embeddings": 1e6, "gradients": 2e6}
+    return {
+        "world_size": world_size,
+        "samples_per_second": samples_per_second,
+        "step_ms": step_ms,
+        "stages_ms": stages,
+        "traffic_bytes": traffic,
+        "settings": {"plan": "auto", "batch_size": 6},
+    }
+
+
+def test_scaling_compares_with_one_process():
+    result = bench.scaling(report(4, 3000, 12), report(1, 1000, 9), bandwidth=1e9)
+    assert result["speed_up"] == 3 and result["efficiency"] == 0.75
+    assert result["lost_ms"] == {name: 3.0 * place for place, name in enumerate(bench.ALL_STAGES)}
+    assert result["predicted"]["step_ms"] == pytest.approx(9 + 1 + 2)
+    assert result["predicted"]["efficiency"] == pytest.approx(9 / 12)
+
+
+def test_scaling_from_more_processes_is_not_predicted():
+    result = bench.scaling(report(8, 3000, 12), report(2, 1000, 9), bandwidth=1e9)
+    assert result["speed_up"] == 3 and result["efficiency"] == 0.75 and result["predicted"] is None
+
+
+def test_a_baseline_must_be_comparable(tmp_path):
+    path, settings = tmp_path / "baseline.json", {"plan": "auto", "batch_size": 6}
+    path.write_text(json.dumps(report(2, 1000, 9)))
+    assert bench.read_baseline(path, 4, settings)["step_ms"] == 9
+    with pytest.raises(ValueError, match="--baseline must be a run on fewer than 2 processes, not on 2"):
+        bench.read_baseline(path, 2, settings)
+    with pytest.raises(ValueError, match="--baseline must have the same plan, row_wise, not auto"):
+        bench.read_baseline(path, 4, settings | {"plan": "row_wise"})
+
+
+def test_without_torchrun_it_says_how_to_start():
+    with pytest.raises(SystemExit, match="benchmark_scaling: start it with torchrun"):
+        bench.main(TINY)
+
+
+def run(processes: int, *arguments: str) -> subprocess.CompletedProcess:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *launcher, str(ROOT / "examples" / "benchmark_scaling.py"), *TINY, *arguments]
+    return subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+@SLOW
+def test_program_compares_two_processes_with_one(tmp_path):
+    one, two = tmp_path / "one.json", tmp_path / "two.json"
+    done = run(1, "--out", str(one))
+    assert done.returncode == 0, done.stderr
+    check_report(json.loads(one.read_text()), 1)
+    done = run(2, "--out", str(two), "--baseline", str(one), "--bandwidth", "1e8")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(two.read_text())
+    check_report(result, 2)
+    baseline = json.loads(one.read_text())
+    assert result["scaling"] == bench.scaling(result, baseline, 1e8)
+    assert done.stdout.count("speed-up from 1 to 2 processes") == 1  # rank 0 alone prints
+    assert f"efficiency {result['scaling']['predicted']['efficiency']:.3f}, step" in done.stdout
+    done = run(2, "--out", str(two), "--baseline", str(one), "--plan", "row_wise")
+    assert done.returncode != 0 and "--baseline must have the same plan, row_wise, not auto" in done.stderr
