@@ -25,6 +25,7 @@ import sharding
 import torch
 import torch.distributed as dist
 from benchmark_dlrm import (
+    MODELS,
     STAGES,
     Profile,
     add_model_options,
@@ -49,6 +50,7 @@ NOT_COMPARED = ("out", "baseline", "bandwidth", "timeout", "passes")  # options 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="jagged", help="our layers, or those by hand of padded_layers.py")
     parser.add_argument("--plan", choices=sharding.PLANS, default="auto", help="how the processes share the embedding tables")
     add_model_options(parser, communication.SIZES)
     add_run_options(parser)
@@ -66,6 +68,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 # -- training ----------------------------------------------------------------------------------------------------------------------------
 
 
+def make_model(options: argparse.Namespace, tables: TableSizes, device: torch.device) -> RankingModel:
+    """The model of the options on a device."""
+    layers, compiled = MODELS[options.model]
+    model = RankingModel(tables, make_config(options), layers, device)
+    if compiled:
+        model.head.compile()
+    return model
+
+
 class Training:
     """The sharded model in its pipeline, which goes through the batches again and again.
 
@@ -79,7 +90,7 @@ class Training:
         self.autocast = partial(torch.autocast, device.type, torch.bfloat16, enabled=device.type == "cuda" and not options.fp32)
         torch.manual_seed(options.seed + sharding.rank())
         self.model, optimizer = sharding.build(
-            lambda device: RankingModel(tables, make_config(options), device=device),
+            partial(make_model, options, tables),
             device,
             options.plan,
             OptimizerSpec(torch.optim.Adagrad, dict(lr=0.05, eps=1e-8)),
@@ -150,7 +161,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
     profiled = mean_profile(profile_steps(lambda: training.train(steps), steps, device), device)
 
     (samples,) = sharding.all_sum(sum(map(len, batches)), device=device)
-    model = RankingModel(tables, make_config(options), device=torch.device("meta"))
+    model = make_model(options, tables, torch.device("meta"))
     traffic = communication.predicted_traffic(model, training.model.plan, batches, sharding.world_size())
     return {
         "world_size": sharding.world_size(),
@@ -222,7 +233,8 @@ def scaling(report: dict[str, Any], baseline: dict[str, Any], bandwidth: float) 
 
 def print_report(report: dict[str, Any]) -> None:
     tables = report["table_mb"]
-    print(f"{report['world_size']} processes, {report['settings']['device']}, torch {report['torch']}, plan {report['settings']['plan']}")
+    settings, device = report["settings"], f"{report['settings']['device']}, torch {report['torch']}"
+    print(f"{report['world_size']} processes, {device}, {settings['model']} layers, plan {settings['plan']}")
     print(
         f"{report['samples_per_second']:,.0f} samples/s; a step has {report['samples_per_step']:,.0f} and takes {report['step_ms']:.2f} ms"
     )
