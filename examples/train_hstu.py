@@ -16,13 +16,18 @@ import numpy as np
 import torch
 import trainer
 from generated_log import generate_log
-from movielens import read_log
 from ranking_data import make_loader
 from sequence_data import SequenceBatch, SequenceDataset, make_datasets
-from sequence_model import ENCODERS, SequenceModel, Vectors, sampled_softmax
+from sequence_files import read_events
+from sequence_model import ENCODERS, SCORES, SequenceModel, Vectors, generalised_bce, make_logits, sampled_softmax
 from training import next_item_metrics, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
+LOSSES = {
+    "softmax": "softmax over the target and the sampled items",
+    "gbce": "generalised binary cross-entropy of Petrov and Macdonald (2023)",
+    "bce": "binary cross-entropy",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -30,8 +35,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--num-negatives", type=int, default=512, help="sampled items in the softmax of a batch")
-    parser.add_argument("--temperature", type=float, default=0.15, help="divisor of the cosines in the softmax")
+    parser.add_argument("--loss", choices=LOSSES, default="softmax", help="; ".join(f"{name}: {text}" for name, text in LOSSES.items()))
+    parser.add_argument("--num-negatives", type=int, default=512, help="items drawn for each batch, with which all its targets compete")
+    parser.add_argument("--calibration", type=float, default=0.75, help="t of gbce, from 0 (bce) to 1")
+    parser.add_argument("--scores", choices=SCORES, default="cosine", help="how a query scores an item")
+    parser.add_argument("--temperature", type=float, default=0.15, help="divisor of cosines in the loss; dot products are not divided")
+    parser.add_argument("--intervals", action="store_true", help="add an embedding of the time since the previous event to each input")
     return trainer.parse(parser, arguments, at_least_1=("num_layers", "num_negatives"))
 
 
@@ -39,11 +48,11 @@ class Trainer(trainer.Trainer):
     """Trains a next-item model. Its name is that of its encoder."""
 
     metrics = {"ndcg@10": "NDCG@10", "hr@10": "HR@10"}
-    own_settings = ("num_layers", "num_negatives", "temperature")
+    own_settings = ("num_layers", "loss", "num_negatives", "calibration", "scores", "temperature", "intervals")
 
     def make_model(self, device: torch.device) -> SequenceModel:
-        sizes = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history")
-        return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in sizes}, device=device)
+        names = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "scores", "intervals")
+        return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in names}, device=device)
 
     @property
     def num_items(self) -> int:
@@ -59,7 +68,11 @@ class Trainer(trainer.Trainer):
             )
 
     def losses(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
-        return sampled_softmax(vectors, batch.targets, batch.rivals, self.options.temperature)
+        temperature = self.options.temperature if self.options.scores == "cosine" else 1.0
+        logits = make_logits(vectors, batch.targets, batch.rivals, temperature)
+        if self.options.loss == "softmax":
+            return sampled_softmax(logits)
+        return generalised_bce(logits, self.num_items, self.options.calibration if self.options.loss == "gbce" else 0.0)
 
     def predictions(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
         last = batch.last_inputs()
@@ -86,13 +99,13 @@ def evaluate_popularity(datasets: dict[str, SequenceDataset]) -> dict[str, float
 
 def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
     source = options.data or "generated log"
-    log = read_log(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
+    log = read_events(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
     try:
-        datasets = make_datasets(log, options.max_history)
+        datasets = make_datasets(log, options.max_history, options.intervals)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     tested = len(datasets["test"])
-    print(f"{source}: {len(log):,} ratings of {log.num_items:,} items by {log.num_users:,} users, of whom {tested:,} are tested")
+    print(f"{source}: {len(log):,} events of {log.num_items:,} items by {log.num_users:,} users, of whom {tested:,} are tested")
     return datasets
 
 

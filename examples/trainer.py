@@ -42,13 +42,15 @@ SETTINGS = (
 def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """A parser of the options that all programs have. `defaults`: default values that differ between programs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", help="MovieLens log, or its folder; generated if not given")
+    parser.add_argument("--data", help="log, or its folder; generated if not given")
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--compare", action="store_true", help="train all the models and print them side by side")
     parser.add_argument("--out", type=Path, help="folder for metrics, curves and checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--patience", type=int, default=0, help="stop after this many epochs without a better held-out result; 0: never")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="train from this many seeds, --seed and following; report mean and deviation")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
     parser.add_argument("--timeout", type=float, default=30, help="seconds that processes of torchrun wait for one another")
@@ -72,7 +74,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least_1: tuple[str, ...] = ()) -> argparse.Namespace:
     options = parser.parse_args(arguments)
-    for name in ("epochs", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1):
+    for name in ("epochs", "seeds", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1):
         if getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.embedding_dim % options.num_heads:
@@ -165,20 +167,26 @@ class Trainer(ABC):
         return tables, OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=0.0))
 
     def fit(self) -> None:
-        """Train the remaining epochs, with a checkpoint after each."""
-        first = f"valid_{next(iter(self.metrics))}"
+        """Train the remaining epochs, with a checkpoint after each, or until `patience` epochs in a row were not better than the best."""
         for epoch in range(len(self.epochs), self.options.epochs):
+            if self.options.patience and epoch - self.best_epoch() >= self.options.patience:
+                break
             begin = time.perf_counter()
             loss, examples = self._train_epoch(epoch)
             speed = examples / (time.perf_counter() - begin)
             held_out = self.evaluate("valid", self.average.average)
             valid = {f"valid_{name}": value for name, value in held_out.items()}
-            if valid[first] > max((past[first] for past in self.epochs), default=0.0):
-                self.average.keep_as_best()
             self.epochs.append({"epoch": epoch + 1, "loss": loss, **valid, "examples_per_second": speed})
+            if self.best_epoch() == epoch + 1:
+                self.average.keep_as_best()
             save_checkpoint(self.checkpoints, self.settings, self.epochs, self._state())
             values = "  ".join(f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items())
             tqdm.write(f"{self.name:>9}  epoch {epoch + 1}  loss {loss:.4f}  held-out {values}  {speed:,.0f} examples/s")
+
+    def best_epoch(self) -> int:
+        """The first epoch with the best held-out result, counted from 1; 0 before training."""
+        metric = f"valid_{next(iter(self.metrics))}"
+        return max(self.epochs, key=lambda epoch: epoch[metric])["epoch"] if self.epochs else 0
 
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
         """The mean loss and the number of examples."""
