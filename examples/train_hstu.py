@@ -1,10 +1,11 @@
-"""Trains a next-item model on rating histories: python examples/train_hstu.py [--data PATH] [--model hstu|sasrec] [--compare]
+"""Trains a next-item model on histories: python examples/train_hstu.py [--data PATH] [--model hstu|sasrec] [--compare] [--seeds N]
 
-Without --data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with
---resume has the same result as an uninterrupted run.
+The data may be a MovieLens log or a sequence file, which has a line per user: the user's id, then item ids from oldest to newest. Without
+--data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with --resume has
+the same result as an uninterrupted run.
 
 The last item of each user is the test target, the one before it the validation target. Targets are ranked among all items that the user has
-not rated before.
+not chosen before. Training stops when the validation result has not improved for --patience epochs, and the best weights are tested.
 """
 
 import argparse
@@ -83,7 +84,7 @@ class Trainer(trainer.Trainer):
 
 
 def popularity(datasets: dict[str, SequenceDataset]) -> torch.Tensor:
-    """Number of training ratings of each item, [num_items]: a ranking that is the same for all users."""
+    """Number of training events of each item, [num_items]: a ranking that is the same for all users."""
     log = datasets["train"].log
     held_out = np.concatenate([datasets[name].windows.end for name in ("valid", "test")])
     return torch.from_numpy(np.bincount(log.item, minlength=log.num_items) - np.bincount(log.item[held_out], minlength=log.num_items))
@@ -114,14 +115,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = trainer.prepare_device(options)
     if not options.temperature > 0:
         raise ValueError(f"temperature must be positive, not {options.temperature}")
+    if not 0 <= options.calibration <= 1:
+        raise ValueError(f"calibration must lie in [0, 1], not {options.calibration}")
     datasets = load_datasets(options)
-    names = ENCODERS if options.compare else (options.model,)
-    trainers = {name: Trainer(options, name, datasets, device) for name in names}
-    return trainer.train_all(trainers, options, baselines={"popularity": evaluate_popularity(datasets)})
+    models = dict.fromkeys(ENCODERS if options.compare else (options.model,), options)
+    baselines = {"popularity": evaluate_popularity(datasets)}
+    return trainer.train_all(models, lambda name, own: Trainer(own, name, datasets, device), options, baselines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    trainer.main("train_hstu", run, parse_arguments(arguments), {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10"})
+    trainer.main("train_hstu", run, parse_arguments(arguments), {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"})
 
 
 if __name__ == "__main__":
