@@ -1,7 +1,7 @@
 """Turns an event log into sequences for next-item recommendation: leave-one-out split, windows, batches.
 
-The task is to predict the item of a user's next event, given the items so far. Ratings are not used. Events of a user with the same timestamp
-stay in the order of the file.
+The task is to predict the item of a user's next event, given the items so far. Ratings are not used. Events of a user with the same
+timestamp stay in the order of the file.
 """
 
 from dataclasses import dataclass

@@ -1,8 +1,8 @@
 """Trains a next-item model on histories: python examples/train_hstu.py [--data PATH] [--model hstu|sasrec] [--compare] [--seeds N]
 
 The data may be a MovieLens log or a sequence file, which has a line per user: the user's id, then item ids from oldest to newest. Without
---data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with --resume has
-the same result as an uninterrupted run.
+--data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with --resume
+has the same result as an uninterrupted run.
 
 The last item of each user is the test target, the one before it the validation target. Targets are ranked among all items that the user has
 not chosen before. Training stops when the validation result has not improved for --patience epochs, and the best weights are tested.
