@@ -113,7 +113,8 @@ class SequenceModel(nn.Module):
         ]
         self.embeddings = EmbeddingCollection(configs, device=device)
         layers = make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, device)
-        self.encoder = QueryEncoder(layers, embedding_dim, dropout, scores == "cosine", device)
+        added = ("position", "interval") if intervals else ("position",)
+        self.encoder = QueryEncoder(layers, added, embedding_dim, dropout, scores == "cosine", device)
 
     def tables(self) -> list[nn.Parameter]:
         return list(self.embeddings.parameters())
@@ -124,18 +125,33 @@ class SequenceModel(nn.Module):
 
 
 class QueryEncoder(nn.Module):
-    """The dense part of the model. The encoder turns the sums of an input's embeddings into queries."""
+    """The dense part of the model. The encoder turns the sums of an input's embeddings into queries.
 
-    def __init__(self, encoder: nn.Module, embedding_dim: int, dropout: float, unit_norm: bool, device: torch.device | None = None):
+    Args:
+        encoder: a causal encoder.
+        added: the features whose embeddings are added to those of the items.
+        embedding_dim, dropout: width of the embeddings, and dropout probability of their sums.
+        unit_norm: whether queries and items are divided by their norms.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        added: tuple[str, ...],
+        embedding_dim: int,
+        dropout: float,
+        unit_norm: bool,
+        device: torch.device | None = None,
+    ):
         super().__init__()
-        self.encoder, self.dropout, self.unit_norm = encoder, nn.Dropout(dropout), unit_norm
+        self.encoder, self.added, self.dropout, self.unit_norm = encoder, added, nn.Dropout(dropout), unit_norm
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
     def forward(self, embedded: dict[str, JaggedTensor]) -> Vectors:
         item = embedded["item"]
-        rows = item.values() * item.values().shape[1] ** 0.5 + embedded["position"].values()
-        if "interval" in embedded:
-            rows = rows + embedded["interval"].values()
+        rows = item.values() * item.values().shape[1] ** 0.5
+        for name in self.added:
+            rows = rows + embedded[name].values()
         encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=item.lengths()))
         vectors = Vectors(self.norm(encoded.values()), embedded["target"].values(), embedded["rival"].values())
         return Vectors(*(functional.normalize(x, dim=1) for x in vectors)) if self.unit_norm else vectors
