@@ -32,7 +32,7 @@ LOSSES = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    defaults = dict(out=Path("runs/hstu"), epochs=20, batch_size=16, num_heads=2, dropout=0.2, weight_decay=1.0)
+    defaults = dict(out=Path("runs/hstu"), epochs=100, patience=10, batch_size=16, num_heads=2, dropout=0.2, weight_decay=1.0)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
     parser.add_argument("--num-layers", type=int, default=2)
