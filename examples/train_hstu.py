@@ -18,7 +18,7 @@ import torch
 import trainer
 from generated_log import generate_log
 from ranking_data import make_loader
-from sequence_data import SequenceBatch, SequenceDataset, make_datasets
+from sequence_data import SequenceBatch, SequenceDataset, Windows, make_datasets
 from sequence_files import read_events
 from sequence_model import ENCODERS, SCORES, SequenceModel, Vectors, generalised_bce, make_logits, sampled_softmax
 from training import next_item_metrics, rank_unseen
@@ -32,17 +32,18 @@ LOSSES = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    defaults = dict(out=Path("runs/hstu"), epochs=100, patience=10, batch_size=16, num_heads=2, dropout=0.2, weight_decay=1.0)
+    defaults = dict(out=Path("runs/hstu"), epochs=100, patience=10, embedding_dim=128, num_heads=2, dropout=0.3, weight_decay=1.0)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
+    parser.add_argument("--batch-events", type=int, default=1024, help="mean events per batch, if --batch-size is not given")
     parser.add_argument("--num-layers", type=int, default=2)
     parser.add_argument("--loss", choices=LOSSES, default="softmax", help="; ".join(f"{name}: {text}" for name, text in LOSSES.items()))
     parser.add_argument("--num-negatives", type=int, default=512, help="items drawn for each batch, with which all its targets compete")
     parser.add_argument("--calibration", type=float, default=0.75, help="t of gbce, from 0 (bce) to 1")
     parser.add_argument("--scores", choices=SCORES, default="cosine", help="how a query scores an item")
-    parser.add_argument("--temperature", type=float, default=0.15, help="divisor of cosines in the loss; dot products are not divided")
+    parser.add_argument("--temperature", type=float, default=0.07, help="divisor of cosines in the loss; dot products are not divided")
     parser.add_argument("--intervals", action="store_true", help="add an embedding of the time since the previous event to each input")
-    return trainer.parse(parser, arguments, at_least_1=("num_layers", "num_negatives"))
+    return trainer.parse(parser, arguments, at_least_1=("batch_events", "num_layers", "num_negatives"))
 
 
 class Trainer(trainer.Trainer):
@@ -110,6 +111,14 @@ def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
     return datasets
 
 
+def choose_batch_size(num_events: int, windows: Windows) -> int:
+    """The number of windows that have `num_events` inputs on average.
+
+    Histories of one data set may be ten times as long as those of another. A batch of as many events then needs no other learning rate.
+    """
+    return max(1, round(num_events * len(windows) / int((windows.end - windows.start).sum())))
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train the models that the options select and write the files. Returns the content of metrics.json."""
     device = trainer.prepare_device(options)
@@ -118,6 +127,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if not 0 <= options.calibration <= 1:
         raise ValueError(f"calibration must lie in [0, 1], not {options.calibration}")
     datasets = load_datasets(options)
+    if options.batch_size is None:
+        options = trainer.variant(options, batch_size=choose_batch_size(options.batch_events, datasets["train"].windows))
     models = dict.fromkeys(ENCODERS if options.compare else (options.model,), options)
     baselines = {"popularity": evaluate_popularity(datasets)}
     return trainer.train_all(models, lambda name, own: Trainer(own, name, datasets, device), options, baselines)

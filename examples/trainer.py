@@ -76,7 +76,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least_1: tuple[str, ...] = ()) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     for name in ("epochs", "seeds", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1):
-        if getattr(options, name) < 1:
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.embedding_dim % options.num_heads:
         parser.error(f"--embedding-dim {options.embedding_dim} is not a multiple of --num-heads {options.num_heads}")
