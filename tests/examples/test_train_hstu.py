@@ -17,21 +17,6 @@ from ..marks import SLOW
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--embedding-dim", "16", "--num-negatives", "64"]
 TINY += ["--max-history", "40", "--batch-events", "512"]
-    "--device",
-    "cpu",
-    "--users",
-    "25",
-    "--epochs",
-    "2",
-    "--embedding-dim",
-    "16",
-    "--num-negatives",
-    "64",
-    "--max-history",
-    "40",
-    "--batch-events",
-    "512",
-]
 METRICS = ["hr@10", "ndcg@10", "hr@50", "ndcg@50", "hr@200", "ndcg@200", "mrr"]
 COLUMNS = ["hr@10", "ndcg@10", "mrr"]
 
