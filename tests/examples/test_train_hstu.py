@@ -122,7 +122,7 @@ def test_training_stops_after_epochs_without_a_better_result(tmp_path):
 
 @pytest.mark.parametrize("loss", ["gbce", "bce"])
 def test_other_losses_and_scores_train_too(tmp_path, loss):
-    first, last = train(tmp_path, "--loss", loss, "--scores", "dot", "--intervals")["results"]["hstu"]["epochs"]
+    first, last = train(tmp_path, "--loss", loss, "--scores", "dot", "--intervals", "--lr", "1e-2")["results"]["hstu"]["epochs"]
     assert last["loss"] < first["loss"]
 
 
