@@ -32,7 +32,7 @@ LOSSES = {
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    defaults = dict(out=Path("runs/hstu"), epochs=100, patience=10, embedding_dim=128, num_heads=2, dropout=0.3, weight_decay=1.0)
+    defaults = dict(out=Path("runs/hstu"), epochs=100, patience=10, embedding_dim=128, num_heads=2, dropout=0.4, weight_decay=0.5)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
     parser.add_argument("--batch-events", type=int, default=1024, help="mean events per batch, if --batch-size is not given")
