@@ -51,7 +51,8 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
 def test_learns_more_than_popularity(tmp_path):
     log = generate_log(num_users=300, num_items=200, num_clusters=8, mean_length=40, selectivity=train_hstu.SELECTIVITY, seed=0)
     datasets = make_datasets(log, max_history=40)
-    arguments = ["--epochs", "6", "--embedding-dim", "32", "--batch-size", "8", "--lr", "3e-3", "--out", str(tmp_path)]
+    sizes = ["--epochs", "6", "--embedding-dim", "32", "--batch-size", "8"]
+    arguments = [*sizes, "--lr", "3e-3", "--dropout", "0.2", "--temperature", "0.15", "--out", str(tmp_path)]
     trainer = train_hstu.Trainer(train_hstu.parse_arguments([*TINY, *arguments]), "hstu", datasets, torch.device("cpu"))
     trainer.fit()
     learned, popularity = trainer.test(), train_hstu.evaluate_popularity(datasets)
