@@ -56,23 +56,36 @@ class Categorical:
 
 
 @dataclass(frozen=True)
-class RatingLog:
-    """Ratings sorted by user, then by time. Users and items are numbered from 0.
+class EventLog:
+    """Events, each of a user and an item, sorted by user, then by time. Users and items are numbered from 0.
 
     Args:
         user, item: int64 [N].
-        rating: float32 [N].
-        timestamp: float64 [N], in seconds.
+        timestamp: float64 [N], in seconds; None if only the order of a user's events is known.
         num_users, num_items: numbers of users and items.
-        user_features, item_features: side features by name, one bag per user or item.
     """
 
     user: np.ndarray
     item: np.ndarray
-    rating: np.ndarray
-    timestamp: np.ndarray
+    timestamp: np.ndarray | None
     num_users: int
     num_items: int
+
+    def __len__(self) -> int:
+        return len(self.user)
+
+
+@dataclass(frozen=True)
+class RatingLog(EventLog):
+    """Events with timestamps and ratings.
+
+    Args:
+        rating: float32 [N].
+        user_features, item_features: side features by name, one bag per user or item.
+    """
+
+    timestamp: np.ndarray
+    rating: np.ndarray
     user_features: dict[str, Categorical] = field(default_factory=dict)
     item_features: dict[str, Categorical] = field(default_factory=dict)
 
@@ -80,23 +93,23 @@ class RatingLog:
     def from_columns(
         cls, user, item, rating, timestamp, user_categories: Categories | None = None, item_categories: Categories | None = None
     ) -> "RatingLog":
-        """Build a log from columns [N] in any order, with any integer ids of users and items."""
+        """Build a log from columns [N] in any order, with any integer ids of users and items.
+
+        Ratings of a user with the same timestamp keep their order.
+        """
         order = np.lexsort((timestamp, user))
         user_ids, user = np.unique(np.asarray(user)[order], return_inverse=True)
         item_ids, item = np.unique(np.asarray(item)[order], return_inverse=True)
         return cls(
-            user,
-            item,
-            np.asarray(rating, dtype=np.float32)[order],
-            np.asarray(timestamp, dtype=np.float64)[order],
-            len(user_ids),
-            len(item_ids),
-            {feature: Categorical.from_names(user_ids, names) for feature, names in (user_categories or {}).items()},
-            {feature: Categorical.from_names(item_ids, names) for feature, names in (item_categories or {}).items()},
+            user=user,
+            item=item,
+            timestamp=np.asarray(timestamp, dtype=np.float64)[order],
+            num_users=len(user_ids),
+            num_items=len(item_ids),
+            rating=np.asarray(rating, dtype=np.float32)[order],
+            user_features={feature: Categorical.from_names(user_ids, names) for feature, names in (user_categories or {}).items()},
+            item_features={feature: Categorical.from_names(item_ids, names) for feature, names in (item_categories or {}).items()},
         )
-
-    def __len__(self) -> int:
-        return len(self.user)
 
 
 def read_log(path: str | Path) -> RatingLog:
@@ -109,8 +122,8 @@ def read_log(path: str | Path) -> RatingLog:
         FileNotFoundError: `path` does not exist, or the folder has no log.
         ValueError: the folder has several logs, columns are missing, a row does not parse, or there are no rows.
     """
-    path = _find_log(Path(path))
-    text = path.read_text(encoding="utf-8-sig")
+    path = find_log(Path(path))
+    text = read_text(path)
     if not text.strip():
         raise ValueError(f"{path} is empty; expected rows of user, item, rating and timestamp")
     columns = _parse_log(path, text)
@@ -128,7 +141,8 @@ def read_log(path: str | Path) -> RatingLog:
     )
 
 
-def _find_log(path: Path) -> Path:
+def find_log(path: Path) -> Path:
+    """The path of a file itself, of a folder that of its log."""
     if path.is_file():
         return path
     if not path.is_dir():
@@ -139,6 +153,13 @@ def _find_log(path: Path) -> Path:
     if len(found) > 1:
         raise ValueError(f"several rating logs in {path} ({', '.join(file.name for file in found)}); give the path of one")
     return found[0]
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: expected text in UTF-8; byte {error.start} is not") from error
 
 
 def _parse_log(path: Path, text: str) -> dict[str, np.ndarray]:

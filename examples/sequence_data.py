@@ -1,18 +1,20 @@
-"""Turns a rating log into sequences for next-item recommendation: leave-one-out split, windows, batches.
+"""Turns an event log into sequences for next-item recommendation: leave-one-out split, windows, batches.
 
-The task is to predict which item the user rates next, given the items rated so far. The rating values are not used. Ratings of a user with
-the same timestamp stay in the order of the file.
+The task is to predict the item of a user's next event, given the items so far. Ratings are not used. Events of a user with the same
+timestamp stay in the order of the file.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from movielens import RatingLog
+from movielens import EventLog
 from ranking_data import SPLITS, first_of_equal, keyed, ranges
 from torch.utils.data import Dataset
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
+
+NUM_INTERVALS = 64  # buckets of time since a user's previous event
 
 
 @dataclass(frozen=True)
@@ -26,12 +28,12 @@ class Windows:
         return len(self.start)
 
 
-def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
+def leave_one_out(log: EventLog, max_history: int = 200) -> dict[str, Windows]:
     """Windows of at most `max_history` inputs for each split.
 
     The last item of each user is the test target, the one before it the validation target. Both are predicted from the latest inputs before
     them. The remaining items are for training: they are cut into windows, starting from the latest input, so that each item except a
-    user's first is predicted once. Users with fewer than three ratings are used for training only.
+    user's first is predicted once. Users with fewer than three events are used for training only.
     """
     if max_history < 1:
         raise ValueError(f"max_history must be at least 1, not {max_history}")
@@ -48,13 +50,26 @@ def leave_one_out(log: RatingLog, max_history: int = 200) -> dict[str, Windows]:
     return split
 
 
+def time_intervals(log: EventLog) -> np.ndarray:
+    """The bucket of the time since the user's previous event, int64 [N]: 1 + floor(log2(1 + seconds)), and 0 for a user's first event.
+
+    HSTU's relative bias has such buckets of log time (Zhai et al. 2024, arXiv:2402.17152). Raises ValueError without timestamps.
+    """
+    if log.timestamp is None:
+        raise ValueError("time intervals need timestamps, which the log does not have")
+    seconds = np.diff(log.timestamp, prepend=0.0)
+    first = first_of_equal(log.user) == np.arange(len(log))
+    seconds[first] = 0.0
+    return np.where(first, 0, np.minimum(1 + np.log2(1 + seconds).astype(np.int64), NUM_INTERVALS - 1))
+
+
 @dataclass
 class SequenceBatch(Pipelineable):
     """A batch of B windows with L inputs in total.
 
     Args:
-        ids: keys `item`, `position` (in the window) and `target` (the item that follows each input), N_b ids per row, and with `add_rivals`
-            also `rival`.
+        ids: keys `item`, `position` (in the window), `target` (the item that follows each input) and, if the dataset has intervals,
+            `interval` (the bucket of the time since the previous event), N_b ids per row, and with `add_rivals` also `rival`.
         seen: key `seen`, the user's items up to the window's last input.
     """
 
@@ -102,10 +117,17 @@ class SequenceBatch(Pipelineable):
 
 
 class SequenceDataset(Dataset):
-    """Batches of windows: `dataset[[4, 0, 7]]` is the batch of these three windows."""
+    """Batches of windows: `dataset[[4, 0, 7]]` is the batch of these three windows.
 
-    def __init__(self, log: RatingLog, windows: Windows):
+    Args:
+        log: the events.
+        windows: windows of the log.
+        intervals: whether the batches have the key `interval`, which needs timestamps.
+    """
+
+    def __init__(self, log: EventLog, windows: Windows, intervals: bool = False):
         self.log, self.windows, self.first = log, windows, first_of_equal(log.user)
+        self.interval = time_intervals(log) if intervals else None
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -117,12 +139,14 @@ class SequenceDataset(Dataset):
         seen, seen_lengths = ranges(self.first[start], end)
         position = inputs - np.repeat(start, lengths)
         ids = {"item": (item[inputs], lengths), "position": (position, lengths), "target": (item[inputs + 1], lengths)}
+        if self.interval is not None:
+            ids["interval"] = (self.interval[inputs], lengths)
         return SequenceBatch(keyed(ids), keyed({"seen": (item[seen], seen_lengths)}))
 
 
-def make_datasets(log: RatingLog, max_history: int = 200) -> dict[str, SequenceDataset]:
-    """The datasets by split. Raises ValueError if no user has three ratings, which the split needs."""
+def make_datasets(log: EventLog, max_history: int = 200, intervals: bool = False) -> dict[str, SequenceDataset]:
+    """The datasets by split. Raises ValueError if no user has three events, which the split needs."""
     windows = leave_one_out(log, max_history)
     if not len(windows["test"]):
-        raise ValueError(f"none of the {log.num_users} users has 3 ratings: one to start from, one to validate on and one to test on")
-    return {name: SequenceDataset(log, windows[name]) for name in SPLITS}
+        raise ValueError(f"none of the {log.num_users} users has 3 events: one to start from, one to validate on and one to test on")
+    return {name: SequenceDataset(log, windows[name], intervals) for name in SPLITS}

@@ -1,10 +1,10 @@
-"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, sampled softmax."""
+"""Next-item models: TorchRec embeddings, causal encoders of jagged sequences, losses over sampled items."""
 
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from sequence_data import SequenceBatch
+from sequence_data import NUM_INTERVALS, SequenceBatch
 from torch import nn
 from torch.nn import functional
 from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
@@ -12,6 +12,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, JaggedTensor
 import jagged_modules as jm
 
 ENCODERS = ("hstu", "sasrec")
+SCORES = ("cosine", "dot")
 
 
 class SASRecBlock(nn.Module):
@@ -55,7 +56,7 @@ def make_encoder(
 
 
 class Vectors(NamedTuple):
-    """Vectors of norm 1; a score is the cosine of a query and an item.
+    """Queries and items. The score of an item is its dot product with a query.
 
     Args:
         queries: [L, E], one for each input.
@@ -76,6 +77,8 @@ class SequenceModel(nn.Module):
         encoder: one of `ENCODERS`.
         embedding_dim, num_heads, num_layers, dropout: sizes and dropout probability of the encoder.
         max_history: maximum number of inputs in a sequence.
+        scores: one of `SCORES`. "cosine": queries and items have norm 1.
+        intervals: whether the batches have the key `interval`, whose embeddings are added to the inputs.
         device: device of the parameters; `torch.device("meta")` for DistributedModelParallel.
     """
 
@@ -88,10 +91,16 @@ class SequenceModel(nn.Module):
         num_layers: int = 2,
         dropout: float = 0.2,
         max_history: int = 200,
+        scores: str = "cosine",
+        intervals: bool = False,
         device: torch.device | None = None,
     ):
         super().__init__()
+        if scores not in SCORES:
+            raise ValueError(f"scores must be one of {SCORES}, not {scores!r}")
         tables = {"item": (num_items, ["item", "target", "rival"]), "position": (max_history, ["position"])}  # table: rows, features
+        if intervals:
+            tables["interval"] = (NUM_INTERVALS, ["interval"])
         configs = [
             EmbeddingConfig(
                 name=name,
@@ -103,7 +112,9 @@ class SequenceModel(nn.Module):
             for name, (rows, features) in tables.items()
         ]
         self.embeddings = EmbeddingCollection(configs, device=device)
-        self.encoder = QueryEncoder(make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, device), dropout)
+        layers = make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, device)
+        added = ("position", "interval") if intervals else ("position",)
+        self.encoder = QueryEncoder(layers, added, embedding_dim, dropout, scores == "cosine", device)
 
     def tables(self) -> list[nn.Parameter]:
         return list(self.embeddings.parameters())
@@ -114,27 +125,74 @@ class SequenceModel(nn.Module):
 
 
 class QueryEncoder(nn.Module):
-    """The dense part of the model. The encoder turns the sums of an item's and its position's embedding into queries."""
+    """The dense part of the model. The encoder turns the sums of an input's embeddings into queries.
 
-    def __init__(self, encoder: nn.Module, dropout: float):
+    Args:
+        encoder: a causal encoder.
+        added: the features whose embeddings are added to those of the items.
+        embedding_dim, dropout: width of the embeddings, and dropout probability of their sums.
+        unit_norm: whether queries and items are divided by their norms.
+    """
+
+    def __init__(
+        self,
+        encoder: nn.Module,
+        added: tuple[str, ...],
+        embedding_dim: int,
+        dropout: float,
+        unit_norm: bool,
+        device: torch.device | None = None,
+    ):
         super().__init__()
-        self.encoder, self.dropout = encoder, nn.Dropout(dropout)
+        self.encoder, self.added, self.dropout, self.unit_norm = encoder, added, nn.Dropout(dropout), unit_norm
+        self.norm = nn.LayerNorm(embedding_dim, device=device)
 
     def forward(self, embedded: dict[str, JaggedTensor]) -> Vectors:
         item = embedded["item"]
-        rows = item.values() * item.values().shape[1] ** 0.5 + embedded["position"].values()
+        rows = item.values() * item.values().shape[1] ** 0.5
+        for name in self.added:
+            rows = rows + embedded[name].values()
         encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=item.lengths()))
-        vectors = encoded.values(), embedded["target"].values(), embedded["rival"].values()
-        return Vectors(*(functional.normalize(x, dim=1) for x in vectors))
+        vectors = Vectors(self.norm(encoded.values()), embedded["target"].values(), embedded["rival"].values())
+        return Vectors(*(functional.normalize(x, dim=1) for x in vectors)) if self.unit_norm else vectors
 
 
-def sampled_softmax(vectors: Vectors, targets: torch.Tensor, rivals: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Cross-entropies [L] of each input's target against the rivals other than the target, of the cosines divided by the temperature.
+class Logits(NamedTuple):
+    """Scores divided by a temperature, fp32.
+
+    Args:
+        target: [L], of each input's target.
+        rivals: [L, N], of the rivals; -inf where a rival is the target itself.
+    """
+
+    target: torch.Tensor
+    rivals: torch.Tensor
+
+
+def make_logits(vectors: Vectors, targets: torch.Tensor, rivals: torch.Tensor, temperature: float) -> Logits:
+    """The logits of the items that the losses compare.
 
     Args:
         targets, rivals: int64 [L] and [N], the items of `vectors.targets` and `vectors.rivals`.
     """
-    positive = (vectors.queries * vectors.targets).sum(dim=1, keepdim=True)
-    negative = (vectors.queries @ vectors.rivals.T).masked_fill(targets[:, None] == rivals, -torch.inf)
-    logits = torch.cat([positive, negative], dim=1).float() / temperature
-    return functional.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
+    target = (vectors.queries * vectors.targets).sum(dim=1).float() / temperature
+    others = (vectors.queries @ vectors.rivals.T).float() / temperature
+    return Logits(target, others.masked_fill(targets[:, None] == rivals, -torch.inf))
+
+
+def sampled_softmax(logits: Logits) -> torch.Tensor:
+    """Cross-entropies [L] of the softmax over the target and the rivals: log(1 + sum exp(rival - target))."""
+    return functional.softplus(logits.rivals.logsumexp(dim=1) - logits.target)
+
+
+def generalised_bce(logits: Logits, num_items: int, calibration: float) -> torch.Tensor:
+    """The losses gBCE [L] of Petrov and Macdonald (RecSys 2023, arXiv:2308.07192), the mean over the target and the rivals of
+
+        -log(sigmoid(target) ^ beta)  and  -log(1 - sigmoid(rival)),  beta = alpha (calibration (1 - 1 / alpha) + 1 / alpha)
+
+    where alpha = N / (num_items - 1) is the sampling rate. A calibration of 0 gives the plain binary cross-entropy, because beta = 1.
+    """
+    num_rivals = logits.rivals.shape[1]
+    alpha = min(num_rivals / max(num_items - 1, 1), 1.0)  # rivals are drawn with replacement, so there may be more than items
+    beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+    return (beta * functional.softplus(-logits.target) + functional.softplus(logits.rivals).sum(dim=1)) / (num_rivals + 1)

@@ -17,6 +17,7 @@ from movielens import read_log
 from ranking_data import SPLITS, RankingBatch, RankingDataset, add_popularity, make_chunks, split_by_time
 from ranking_model import INTERACTIONS, PARTS, RankingConfig, RankingModel
 from torch.nn import functional
+from trainer import variant
 from training import ranking_metrics
 
 # The part that raises the held-out AUC of MovieLens-100k and of the generated log. The others are for longer streams and more features.
@@ -85,11 +86,6 @@ def load_datasets(options: argparse.Namespace) -> dict[str, RankingDataset]:
     return datasets
 
 
-def variant(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
-    """The options with other values."""
-    return argparse.Namespace(**{**vars(options), **changes})
-
-
 def variants(options: argparse.Namespace) -> dict[str, argparse.Namespace]:
     """The options of each model to train, by the model's name."""
     if options.compare:
@@ -105,8 +101,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     """Train the models that the options select and write the files. Returns the content of metrics.json."""
     device = trainer.prepare_device(options)
     datasets = load_datasets(options)
-    trainers = {name: Trainer(own, name, datasets, device) for name, own in variants(options).items()}
-    return trainer.train_all(trainers, options)
+    return trainer.train_all(variants(options), lambda name, own: Trainer(own, name, datasets, device), options)
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -1,10 +1,11 @@
-"""Trains a next-item model on rating histories: python examples/train_hstu.py [--data PATH] [--model hstu|sasrec] [--compare]
+"""Trains a next-item model on histories: python examples/train_hstu.py [--data PATH] [--model hstu|sasrec] [--compare] [--seeds N]
 
-Without --data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with
---resume has the same result as an uninterrupted run.
+The data may be a MovieLens log or a sequence file, which has a line per user: the user's id, then item ids from oldest to newest. Without
+--data the log is generated. Writes metrics.json, curves.png and a checkpoint per trained model into --out. A run continued with --resume
+has the same result as an uninterrupted run.
 
 The last item of each user is the test target, the one before it the validation target. Targets are ranked among all items that the user has
-not rated before.
+not chosen before. Training stops when the validation result has not improved for --patience epochs, and the best weights are tested.
 """
 
 import argparse
@@ -16,34 +17,44 @@ import numpy as np
 import torch
 import trainer
 from generated_log import generate_log
-from movielens import read_log
 from ranking_data import make_loader
-from sequence_data import SequenceBatch, SequenceDataset, make_datasets
-from sequence_model import ENCODERS, SequenceModel, Vectors, sampled_softmax
+from sequence_data import SequenceBatch, SequenceDataset, Windows, make_datasets
+from sequence_files import read_events
+from sequence_model import ENCODERS, SCORES, SequenceModel, Vectors, generalised_bce, make_logits, sampled_softmax
 from training import next_item_metrics, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
+LOSSES = {
+    "softmax": "softmax over the target and the sampled items",
+    "gbce": "generalised binary cross-entropy of Petrov and Macdonald (2023)",
+    "bce": "binary cross-entropy",
+}
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
-    defaults = dict(out=Path("runs/hstu"), epochs=20, batch_size=16, num_heads=2, dropout=0.2, weight_decay=1.0)
+    defaults = dict(out=Path("runs/hstu"), epochs=100, patience=10, embedding_dim=128, num_heads=2, dropout=0.4, weight_decay=0.5)
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
+    parser.add_argument("--batch-events", type=int, default=1024, help="mean events per batch, if --batch-size is not given")
     parser.add_argument("--num-layers", type=int, default=2)
-    parser.add_argument("--num-negatives", type=int, default=512, help="sampled items in the softmax of a batch")
-    parser.add_argument("--temperature", type=float, default=0.15, help="divisor of the cosines in the softmax")
-    return trainer.parse(parser, arguments, at_least_1=("num_layers", "num_negatives"))
+    parser.add_argument("--loss", choices=LOSSES, default="softmax", help="; ".join(f"{name}: {text}" for name, text in LOSSES.items()))
+    parser.add_argument("--num-negatives", type=int, default=512, help="items drawn for each batch, with which all its targets compete")
+    parser.add_argument("--calibration", type=float, default=0.75, help="t of gbce, from 0 (bce) to 1")
+    parser.add_argument("--scores", choices=SCORES, default="cosine", help="how a query scores an item")
+    parser.add_argument("--temperature", type=float, default=0.07, help="divisor of cosines in the loss; dot products are not divided")
+    parser.add_argument("--intervals", action="store_true", help="add an embedding of the time since the previous event to each input")
+    return trainer.parse(parser, arguments, at_least_1=("batch_events", "num_layers", "num_negatives"))
 
 
 class Trainer(trainer.Trainer):
     """Trains a next-item model. Its name is that of its encoder."""
 
     metrics = {"ndcg@10": "NDCG@10", "hr@10": "HR@10"}
-    own_settings = ("num_layers", "num_negatives", "temperature")
+    own_settings = ("num_layers", "loss", "num_negatives", "calibration", "scores", "temperature", "intervals")
 
     def make_model(self, device: torch.device) -> SequenceModel:
-        sizes = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history")
-        return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in sizes}, device=device)
+        names = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "scores", "intervals")
+        return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in names}, device=device)
 
     @property
     def num_items(self) -> int:
@@ -59,7 +70,11 @@ class Trainer(trainer.Trainer):
             )
 
     def losses(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
-        return sampled_softmax(vectors, batch.targets, batch.rivals, self.options.temperature)
+        temperature = self.options.temperature if self.options.scores == "cosine" else 1.0
+        logits = make_logits(vectors, batch.targets, batch.rivals, temperature)
+        if self.options.loss == "softmax":
+            return sampled_softmax(logits)
+        return generalised_bce(logits, self.num_items, self.options.calibration if self.options.loss == "gbce" else 0.0)
 
     def predictions(self, vectors: Vectors, batch: SequenceBatch) -> torch.Tensor:
         last = batch.last_inputs()
@@ -70,7 +85,7 @@ class Trainer(trainer.Trainer):
 
 
 def popularity(datasets: dict[str, SequenceDataset]) -> torch.Tensor:
-    """Number of training ratings of each item, [num_items]: a ranking that is the same for all users."""
+    """Number of training events of each item, [num_items]: a ranking that is the same for all users."""
     log = datasets["train"].log
     held_out = np.concatenate([datasets[name].windows.end for name in ("valid", "test")])
     return torch.from_numpy(np.bincount(log.item, minlength=log.num_items) - np.bincount(log.item[held_out], minlength=log.num_items))
@@ -86,14 +101,22 @@ def evaluate_popularity(datasets: dict[str, SequenceDataset]) -> dict[str, float
 
 def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
     source = options.data or "generated log"
-    log = read_log(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
+    log = read_events(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
     try:
-        datasets = make_datasets(log, options.max_history)
+        datasets = make_datasets(log, options.max_history, options.intervals)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     tested = len(datasets["test"])
-    print(f"{source}: {len(log):,} ratings of {log.num_items:,} items by {log.num_users:,} users, of whom {tested:,} are tested")
+    print(f"{source}: {len(log):,} events of {log.num_items:,} items by {log.num_users:,} users, of whom {tested:,} are tested")
     return datasets
+
+
+def choose_batch_size(num_events: int, windows: Windows) -> int:
+    """The number of windows that have `num_events` inputs on average.
+
+    Histories of one data set may be ten times as long as those of another. A batch of as many events then needs no other learning rate.
+    """
+    return max(1, round(num_events * len(windows) / int((windows.end - windows.start).sum())))
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -101,14 +124,18 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     device = trainer.prepare_device(options)
     if not options.temperature > 0:
         raise ValueError(f"temperature must be positive, not {options.temperature}")
+    if not 0 <= options.calibration <= 1:
+        raise ValueError(f"calibration must lie in [0, 1], not {options.calibration}")
     datasets = load_datasets(options)
-    names = ENCODERS if options.compare else (options.model,)
-    trainers = {name: Trainer(options, name, datasets, device) for name in names}
-    return trainer.train_all(trainers, options, baselines={"popularity": evaluate_popularity(datasets)})
+    if options.batch_size is None:
+        options = trainer.variant(options, batch_size=choose_batch_size(options.batch_events, datasets["train"].windows))
+    models = dict.fromkeys(ENCODERS if options.compare else (options.model,), options)
+    baselines = {"popularity": evaluate_popularity(datasets)}
+    return trainer.train_all(models, lambda name, own: Trainer(own, name, datasets, device), options, baselines)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    trainer.main("train_hstu", run, parse_arguments(arguments), {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10"})
+    trainer.main("train_hstu", run, parse_arguments(arguments), {"hr@10": "test HR@10", "ndcg@10": "test NDCG@10", "mrr": "test MRR"})
 
 
 if __name__ == "__main__":

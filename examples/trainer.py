@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import Any
 
 import sharding
@@ -42,13 +43,15 @@ SETTINGS = (
 def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     """A parser of the options that all programs have. `defaults`: default values that differ between programs."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", help="MovieLens log, or its folder; generated if not given")
+    parser.add_argument("--data", help="log, or its folder; generated if not given")
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--compare", action="store_true", help="train all the models and print them side by side")
     parser.add_argument("--out", type=Path, help="folder for metrics, curves and checkpoints")
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
     parser.add_argument("--epochs", type=int)
+    parser.add_argument("--patience", type=int, default=0, help="stop after this many epochs without a better held-out result; 0: never")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=1, help="train from this many seeds, --seed and following; report mean and deviation")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
     parser.add_argument("--timeout", type=float, default=30, help="seconds that processes of torchrun wait for one another")
@@ -72,8 +75,8 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
 
 def parse(parser: argparse.ArgumentParser, arguments: list[str] | None, at_least_1: tuple[str, ...] = ()) -> argparse.Namespace:
     options = parser.parse_args(arguments)
-    for name in ("epochs", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1):
-        if getattr(options, name) < 1:
+    for name in ("epochs", "seeds", "batch_size", "embedding_dim", "num_heads", "users", "threads", *at_least_1):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, not {getattr(options, name)}")
     if options.embedding_dim % options.num_heads:
         parser.error(f"--embedding-dim {options.embedding_dim} is not a multiple of --num-heads {options.num_heads}")
@@ -165,20 +168,26 @@ class Trainer(ABC):
         return tables, OptimizerSpec(torch.optim.AdamW, dict(lr=options.lr, weight_decay=0.0))
 
     def fit(self) -> None:
-        """Train the remaining epochs, with a checkpoint after each."""
-        first = f"valid_{next(iter(self.metrics))}"
+        """Train the remaining epochs, with a checkpoint after each, or until `patience` epochs in a row were not better than the best."""
         for epoch in range(len(self.epochs), self.options.epochs):
+            if self.options.patience and epoch - self.best_epoch() >= self.options.patience:
+                break
             begin = time.perf_counter()
             loss, examples = self._train_epoch(epoch)
             speed = examples / (time.perf_counter() - begin)
             held_out = self.evaluate("valid", self.average.average)
             valid = {f"valid_{name}": value for name, value in held_out.items()}
-            if valid[first] > max((past[first] for past in self.epochs), default=0.0):
-                self.average.keep_as_best()
             self.epochs.append({"epoch": epoch + 1, "loss": loss, **valid, "examples_per_second": speed})
+            if self.best_epoch() == epoch + 1:
+                self.average.keep_as_best()
             save_checkpoint(self.checkpoints, self.settings, self.epochs, self._state())
             values = "  ".join(f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items())
             tqdm.write(f"{self.name:>9}  epoch {epoch + 1}  loss {loss:.4f}  held-out {values}  {speed:,.0f} examples/s")
+
+    def best_epoch(self) -> int:
+        """The first epoch with the best held-out result, counted from 1; 0 before training."""
+        metric = f"valid_{next(iter(self.metrics))}"
+        return max(self.epochs, key=lambda epoch: epoch[metric])["epoch"] if self.epochs else 0
 
     def _train_epoch(self, epoch: int) -> tuple[float, int]:
         """The mean loss and the number of examples."""
@@ -261,35 +270,71 @@ def prepare_device(options: argparse.Namespace) -> torch.device:
     return device
 
 
-def train_all(trainers: dict[str, Trainer], options: argparse.Namespace, baselines: dict[str, dict[str, float]] | None = None) -> dict:
-    """Resume (with --resume), train, test and write the files. Returns the content of metrics.json.
+def variant(options: argparse.Namespace, **changes: Any) -> argparse.Namespace:
+    """The options with other values."""
+    return argparse.Namespace(**{**vars(options), **changes})
+
+
+def seed_variants(options: argparse.Namespace) -> list[argparse.Namespace]:
+    """The options of the run of each seed. Each of several runs has its own folder."""
+    if options.seeds == 1:
+        return [options]
+    seeds = range(options.seed, options.seed + options.seeds)
+    return [variant(options, seed=seed, out=options.out / f"seed-{seed}") for seed in seeds]
+
+
+def train_all(
+    models: dict[str, argparse.Namespace],
+    make_trainer: Callable[[str, argparse.Namespace], Trainer],
+    options: argparse.Namespace,
+    baselines: dict[str, dict[str, float]] | None = None,
+) -> dict[str, Any]:
+    """Resume (with --resume), train, test and write the files, for each seed. Returns the content of metrics.json.
 
     Args:
-        trainers: trainers by name. If there are several, their steps are measured too.
+        models: options of each model by its name. If there are several, their steps are measured too.
+        make_trainer: makes the trainer of a model from its name and options. Those of one seed exist at a time.
         baselines: test metrics of baselines without training, by name.
     """
-    if options.resume:
-        if not any(find_checkpoint(trainer.checkpoints) for trainer in trainers.values()):
-            raise FileNotFoundError(f"--resume: no checkpoint {', '.join(trainers)} in {options.out}")
-        for trainer in trainers.values():
-            trainer.resume()
+    runs = {name: seed_variants(own) for name, own in models.items()}
+    if options.resume and not any(find_checkpoint(own.out / name) for name, seeds in runs.items() for own in seeds):
+        raise FileNotFoundError(f"--resume: no checkpoint {', '.join(models)} in {options.out}")
 
-    results: dict[str, dict[str, Any]] = {}
-    for name, trainer in trainers.items():
-        trainer.fit()
-        results[name] = {"epochs": trainer.epochs, "test": trainer.test()}
+    by_seed: dict[str, dict[str, dict[str, Any]]] = {name: {} for name in models}
+    for seeds in zip(*runs.values(), strict=True):
+        trainers = {name: make_trainer(name, own) for name, own in zip(models, seeds, strict=True)}
+        for name, trainer in trainers.items():
+            if options.resume:
+                trainer.resume()
+            trainer.fit()
+            by_seed[name][str(trainer.options.seed)] = {"epochs": trainer.epochs, "test": trainer.test()}
+    results = {name: summarise_seeds(of_seeds) for name, of_seeds in by_seed.items()}
     if len(trainers) > 1:
         measure_steps(trainers, results)
     trainer = next(iter(trainers.values()))
-    curves = {name: result["epochs"] for name, result in results.items()}
+    curves = {
+        name if options.seeds == 1 else f"{name}, seed {seed}": result["epochs"]
+        for name, of_seeds in by_seed.items()
+        for seed, result in of_seeds.items()
+    }
     if sharding.rank() == 0:
         save_curves(options.out / "curves.png", curves, *next(iter(trainer.metrics.items())))
     results |= {name: {"test": metrics} for name, metrics in (baselines or {}).items()}
-    settings = {name: getattr(options, name) for name in (*SETTINGS, *trainer.own_settings, "epochs")}
+    settings = {name: getattr(options, name) for name in (*SETTINGS, *trainer.own_settings, "epochs", "patience", "seeds")}
     metrics = {"settings": settings, "device": trainer.device.type, "results": results}
     if sharding.rank() == 0:
         save_json(options.out / "metrics.json", metrics)
     return metrics
+
+
+def summarise_seeds(by_seed: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """The result of the only seed, or the mean and the sample standard deviation of the test metrics, and the result of each seed."""
+    first, *others = by_seed.values()
+    if not others:
+        return first
+    values = {metric: [result["test"][metric] for result in by_seed.values()] for metric in first["test"]}
+    mean, deviation = ({metric: summary(x) for metric, x in values.items()} for summary in (fmean, stdev))
+    return {"test": mean, "test_deviation": deviation, "seeds": by_seed}
 
 
 def measure_steps(trainers: dict[str, Trainer], results: dict[str, dict[str, Any]], num_batches: int = 10) -> None:
@@ -311,15 +356,23 @@ def main(program: str, run: Callable[[argparse.Namespace], dict], options: argpa
         except (ValueError, OSError) as error:
             sys.exit(f"{program}: {error}")
         print_table(metrics, columns)
-        written = ["metrics.json", "curves.png", *(f"{name}/" for name, result in metrics["results"].items() if "epochs" in result)]
+        trained = [name for name, result in metrics["results"].items() if "epochs" in result or "seeds" in result]
+        folders = trained if options.seeds == 1 else [own.out.name for own in seed_variants(options)]
+        written = ["metrics.json", "curves.png", *(f"{folder}/" for folder in folders)]
         print(f"\nwritten to {options.out}: {', '.join(written)}")
 
 
 def print_table(metrics: dict[str, Any], columns: dict[str, str]) -> None:
-    """Print the columns and, if measured, milliseconds and peak tensor memory of a training step."""
-    widths = {name: max(10, len(heading) + 2) for name, heading in columns.items()}
+    """Print the columns, of several seeds their means and deviations, and if measured, milliseconds and peak memory of a training step."""
+    deviates = any("test_deviation" in result for result in metrics["results"].values())
+    widths = {name: max(17 if deviates else 10, len(heading) + 2) for name, heading in columns.items()}
     print(f"\n{'':>12}" + "".join(f"{heading:>{widths[name]}}" for name, heading in columns.items()) + f"{'step ms':>10}{'peak MB':>10}")
     for name, result in metrics["results"].items():
-        values = "".join(f"{result['test'][column]:>{width}.4f}" for column, width in widths.items())
+        values = "".join(f"{format_metric(result, column):>{width}}" for column, width in widths.items())
         measured = (f"{result[key]:.1f}" if key in result else "-" for key in ("step_ms", "peak_memory_mb"))
         print(f"{name:>12}{values}" + "".join(f"{value:>10}" for value in measured))
+
+
+def format_metric(result: dict[str, Any], name: str) -> str:
+    deviation = f" ± {result['test_deviation'][name]:.4f}" if "test_deviation" in result else ""
+    return f"{result['test'][name]:.4f}{deviation}"

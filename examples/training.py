@@ -70,10 +70,14 @@ def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor)
     return (~(scores < own) & competes).sum(dim=1)
 
 
-def next_item_metrics(ranks: torch.Tensor, k: int = 10) -> dict[str, float]:
-    """Mean hit rate and NDCG at k, for rankings with one target each, at `ranks` [N] counted from 0."""
-    hits = ranks < k
-    return {f"hr@{k}": hits.double().mean().item(), f"ndcg@{k}": (hits / torch.log2(ranks.double() + 2)).mean().item()}
+def next_item_metrics(ranks: torch.Tensor, cutoffs: Sequence[int] = (10, 50, 200)) -> dict[str, float]:
+    """Mean hit rate and NDCG at each cutoff, and mean reciprocal rank, for rankings with one target each, at `ranks` [N] counted from 0."""
+    gains = 1 / torch.log2(ranks.double() + 2)
+    metrics = {}
+    for k in cutoffs:
+        hits = ranks < k
+        metrics |= {f"hr@{k}": hits.double().mean().item(), f"ndcg@{k}": (hits * gains).mean().item()}
+    return metrics | {"mrr": (1 / (ranks.double() + 1)).mean().item()}
 
 
 # -- files -------------------------------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from sharding import PLANS, OptimizerSpec  # noqa: E402
 PROGRAMS = {  # program: module, model, options
     "dlrm": (train_dlrm, "attention", []),
     "whole": (train_dlrm, "attention", ["--parts", *PARTS, "--max-stream", "50", "--block-size", "16"]),
-    "hstu": (train_hstu, "hstu", ["--temperature", "1"]),
+    "hstu": (train_hstu, "hstu", ["--temperature", "4", "--intervals"]),
 }
 STEPS, BATCH_SIZE = 10, 5
 # Ten steps of these magnify an error little. Adagrad with its usual eps would turn a gradient that is nothing but rounding into a whole

@@ -6,9 +6,9 @@ import torch
 from generated_log import generate_log
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from movielens import RatingLog
+from movielens import EventLog, RatingLog
 from ranking_data import make_loader
-from sequence_data import SequenceDataset, leave_one_out, make_datasets
+from sequence_data import NUM_INTERVALS, SequenceDataset, leave_one_out, make_datasets, time_intervals
 
 
 @st.composite
@@ -81,6 +81,19 @@ def test_inputs_do_not_depend_on_the_held_out_items():
         assert torch.equal(before.targets, after.targets) == (name == "train")
 
 
+def test_interval_is_the_log_of_the_time_since_the_previous_event():
+    seconds = [3.0, 3.0, 4.0, 7.0, 1e40, 0.0, 1024.0]
+    log = RatingLog.from_columns(np.array([0, 0, 0, 0, 0, 1, 1]), np.arange(7), np.ones(7), np.array(seconds))
+    # Differences 0, 1, 3, too large for a bucket of their own, and 1024; the first of a user has no previous event.
+    assert time_intervals(log).tolist() == [0, 1, 2, 3, NUM_INTERVALS - 1, 0, 11]
+    dataset = make_datasets(log, max_history=2, intervals=True)["valid"]
+    assert dataset[[0]].ids["interval"].values().tolist() == [1, 2]
+    untimed = EventLog(user=log.user, item=log.item, timestamp=None, num_users=2, num_items=7)
+    assert "interval" not in make_datasets(untimed)["train"][[0]].ids.keys()
+    with pytest.raises(ValueError, match="time intervals need timestamps"):
+        make_datasets(untimed, intervals=True)
+
+
 def test_loader_serves_every_window_once():
     dataset = make_datasets(generate_log(num_users=20, num_items=60, mean_length=30, seed=0), max_history=9)["train"]
     shuffled, in_order = (torch.cat([batch.targets for batch in make_loader(dataset, 8, seed)]) for seed in (1, None))
@@ -91,7 +104,7 @@ def test_bad_arguments():
     log = generate_log(num_users=2, num_items=30, mean_length=20)
     with pytest.raises(ValueError, match="max_history must be at least 1, not 0"):
         leave_one_out(log, 0)
-    with pytest.raises(ValueError, match="none of the 2 users has 3 ratings"):
+    with pytest.raises(ValueError, match="none of the 2 users has 3 events"):
         make_datasets(RatingLog.from_columns(np.array([0, 0, 1]), np.arange(3), np.full(3, 3.0), np.arange(3)))
 
 

@@ -1,8 +1,10 @@
+from functools import partial
+
 import pytest
 import torch
 from generated_log import generate_log
 from sequence_data import make_datasets
-from sequence_model import ENCODERS, SASRecBlock, SequenceModel, sampled_softmax
+from sequence_model import ENCODERS, SCORES, SASRecBlock, SequenceModel, generalised_bce, make_logits, sampled_softmax
 from torch import nn
 from torch.nn import functional
 from torchrec import JaggedTensor
@@ -15,12 +17,16 @@ PICKED = [3, 0, 11, 4, 30]
 def dataset():
     log = generate_log(num_users=20, num_items=NUM_ITEMS, num_clusters=4, mean_length=30, seed=0)
     assert log.num_items == NUM_ITEMS
-    return make_datasets(log, MAX_HISTORY)["train"]
+    return make_datasets(log, MAX_HISTORY, intervals=True)["train"]
+
+
+def make_model(encoder="sasrec", **options):
+    return SequenceModel(NUM_ITEMS, encoder, embedding_dim=16, num_heads=2, max_history=MAX_HISTORY, intervals=True, **options).eval()
 
 
 @pytest.fixture(params=ENCODERS)
 def model(request):
-    return SequenceModel(NUM_ITEMS, request.param, embedding_dim=16, num_heads=2, max_history=MAX_HISTORY).eval()
+    return make_model(request.param)
 
 
 def with_rivals(dataset, picked=PICKED, num_rivals=NUM_ITEMS):
@@ -29,7 +35,7 @@ def with_rivals(dataset, picked=PICKED, num_rivals=NUM_ITEMS):
 
 def test_every_parameter_learns(dataset, model):
     batch = with_rivals(dataset, num_rivals=20)
-    sampled_softmax(model(batch), batch.targets, batch.rivals, TEMPERATURE).mean().backward()
+    sampled_softmax(make_logits(model(batch), batch.targets, batch.rivals, TEMPERATURE)).mean().backward()
     idle = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
     assert idle == []
 
@@ -55,16 +61,60 @@ def test_vectors_of_items_are_normalised_embeddings(dataset, model):
     torch.testing.assert_close(vectors.targets, table[batch.targets])
 
 
-def test_loss_is_the_softmax_over_the_target_and_the_rivals_but_the_target(dataset, model):
+def test_dot_products_are_of_embeddings_as_they_are_and_queries_after_a_layer_norm(dataset):
+    batch = with_rivals(dataset)
+    vectors = (model := make_model(scores="dot"))(batch)
+    table = dict(model.embeddings.embeddings.items())["item"].weight
+    torch.testing.assert_close(vectors.rivals, table)
+    torch.testing.assert_close(vectors.targets, table[batch.targets])
+    torch.testing.assert_close(vectors.queries.square().mean(dim=1), torch.ones(len(batch)), rtol=1e-3, atol=0)
+
+
+def test_queries_depend_on_the_intervals(dataset, model):
+    batch = with_rivals(dataset)
+    queries = model(batch).queries
+    batch.ids["interval"].values().add_(1)
+    assert (model(batch).queries != queries).any(dim=1).all()
+
+
+def softmax_loss(target, rivals):
+    return torch.cat([target[None], rivals]).logsumexp(dim=0) - target
+
+
+def gbce_loss(target, rivals, num_rivals, calibration):
+    """Equations 8 and 12 of the paper, term by term, where the rivals equal to the target count in the number of rivals alone."""
+    alpha = num_rivals / (NUM_ITEMS - 1)
+    beta = alpha * (calibration * (1 - 1 / alpha) + 1 / alpha)
+    return -(target.sigmoid().pow(beta).log() + (1 - rivals.sigmoid()).log().sum()) / (num_rivals + 1)
+
+
+LOSSES = {
+    "softmax": (sampled_softmax, softmax_loss),
+    "gbce": (partial(generalised_bce, num_items=NUM_ITEMS, calibration=0.75), partial(gbce_loss, num_rivals=40, calibration=0.75)),
+    "bce": (partial(generalised_bce, num_items=NUM_ITEMS, calibration=0.0), partial(gbce_loss, num_rivals=40, calibration=0.0)),
+}
+
+
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_compare_the_target_with_the_rivals_but_the_target(dataset, loss, scores):
     batch = dataset[PICKED].add_rivals(torch.randint(NUM_ITEMS, (40,)))
     assert set(batch.rivals.tolist()) & set(batch.targets.tolist())  # so that leaving the target out of the rivals counts
-    vectors = model(batch)
-    cosines = vectors.queries @ functional.normalize(model.embeddings.embeddings["item"].weight, dim=1).T / TEMPERATURE
-    losses = []
-    for row, target in zip(cosines, batch.targets, strict=True):
-        logits = torch.cat([row[target][None], row[batch.rivals[batch.rivals != target]]])
-        losses.append(logits.logsumexp(dim=0) - logits[0])
-    torch.testing.assert_close(sampled_softmax(vectors, batch.targets, batch.rivals, TEMPERATURE), torch.stack(losses))
+    vectors = (model := make_model(scores=scores))(batch)
+    items = model.embeddings.embeddings["item"].weight
+    logits = vectors.queries @ (functional.normalize(items, dim=1) if scores == "cosine" else items).T / TEMPERATURE
+    actual, expected = LOSSES[loss]
+    rows = zip(logits, batch.targets, strict=True)
+    losses = torch.stack([expected(row[target], row[batch.rivals[batch.rivals != target]]) for row, target in rows])
+    torch.testing.assert_close(actual(make_logits(vectors, batch.targets, batch.rivals, TEMPERATURE)), losses, rtol=1e-5, atol=1e-6)
+
+
+def test_fully_calibrated_gbce_weighs_the_target_by_the_sampling_rate(dataset):
+    batch = with_rivals(dataset, num_rivals=20)
+    logits = make_logits(make_model()(batch), batch.targets, batch.rivals, TEMPERATURE)
+    plain, calibrated = (generalised_bce(logits, NUM_ITEMS, calibration) for calibration in (0.0, 1.0))
+    target = functional.softplus(-logits.target) / 21
+    torch.testing.assert_close(plain - calibrated, target * (1 - 20 / (NUM_ITEMS - 1)))
 
 
 def test_autocast_gives_nearly_the_same(dataset, model):
@@ -93,6 +143,8 @@ def test_sasrec_block_computes_what_a_causal_transformer_layer_computes():
     torch.testing.assert_close(block(x).values(), torch.cat(expected))
 
 
-def test_unknown_encoder():
+def test_unknown_names():
+    with pytest.raises(ValueError, match=r"scores must be one of .*'dot'.*, not 'euclid'"):
+        SequenceModel(NUM_ITEMS, "hstu", scores="euclid")
     with pytest.raises(ValueError, match=r"encoder must be one of .*'hstu'.*, not 'gru'"):
         SequenceModel(NUM_ITEMS, "gru")

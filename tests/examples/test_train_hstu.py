@@ -9,11 +9,16 @@ import pytest
 import torch
 import train_hstu
 from generated_log import generate_log
-from sequence_data import make_datasets
+from sequence_data import Windows, make_datasets
 from sequence_model import ENCODERS
 
+from ..marks import SLOW
+
 ROOT = Path(__file__).parents[2]
-TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--embedding-dim", "16", "--num-negatives", "64", "--max-history", "40"]
+TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--embedding-dim", "16", "--num-negatives", "64"]
+TINY += ["--max-history", "40", "--batch-events", "512"]
+METRICS = ["hr@10", "ndcg@10", "hr@50", "ndcg@50", "hr@200", "ndcg@200", "mrr"]
+COLUMNS = ["hr@10", "ndcg@10", "mrr"]
 
 
 def train(out, *arguments):
@@ -27,7 +32,7 @@ def test_trains_and_writes_metrics_curves_and_checkpoint(tmp_path, model, capsys
     result = metrics["results"][model]
     first, last = result["epochs"]
     assert last["loss"] < first["loss"]
-    assert list(result["test"]) == ["hr@10", "ndcg@10"] and 0 <= last["valid_ndcg@10"] <= last["valid_hr@10"] <= 1
+    assert list(result["test"]) == METRICS and 0 <= last["valid_ndcg@10"] <= last["valid_hr@10"] <= 1
     assert last["examples_per_second"] > 0
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["metrics.json", "curves.png", model])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
@@ -46,11 +51,19 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(tmp_path, without_speed, ass
 def test_learns_more_than_popularity(tmp_path):
     log = generate_log(num_users=300, num_items=200, num_clusters=8, mean_length=40, selectivity=train_hstu.SELECTIVITY, seed=0)
     datasets = make_datasets(log, max_history=40)
-    arguments = ["--epochs", "6", "--embedding-dim", "32", "--batch-size", "8", "--lr", "3e-3", "--out", str(tmp_path)]
+    sizes = ["--epochs", "6", "--embedding-dim", "32", "--batch-size", "8"]
+    arguments = [*sizes, "--lr", "3e-3", "--dropout", "0.2", "--temperature", "0.15", "--out", str(tmp_path)]
     trainer = train_hstu.Trainer(train_hstu.parse_arguments([*TINY, *arguments]), "hstu", datasets, torch.device("cpu"))
     trainer.fit()
     learned, popularity = trainer.test(), train_hstu.evaluate_popularity(datasets)
     assert all(learned[name] > 1.3 * popularity[name] for name in ("hr@10", "ndcg@10"))
+
+
+def test_a_batch_has_the_given_number_of_events_on_average(tmp_path):
+    windows = Windows(start=np.array([0, 10, 30, 40]), end=np.array([10, 29, 33, 48]))  # 40 events
+    assert [train_hstu.choose_batch_size(events, windows) for events in (1, 20, 26, 1000)] == [1, 2, 3, 100]
+    metrics = train(tmp_path, "--data", str(write_sequences(tmp_path)), "--epochs", "1", "--batch-events", "40")
+    assert 5 < metrics["settings"]["batch_size"] < 20  # of 30 windows
 
 
 def test_popularity_counts_what_is_trained_on():
@@ -63,12 +76,60 @@ def test_popularity_counts_what_is_trained_on():
 def test_compare_prints_a_row_of_each_model(tmp_path, capsys):
     metrics = train(tmp_path, "--compare", "--epochs", "1")
     assert list(metrics["results"]) == [*ENCODERS, "popularity"]
-    table = capsys.readouterr().out.partition("test HR@10  test NDCG@10   step ms   peak MB\n")[2]
+    table = capsys.readouterr().out.partition("test HR@10  test NDCG@10  test MRR   step ms   peak MB\n")[2]
     rows = [line.split() for line in table.splitlines()[:3]]
     for row, (name, result) in zip(rows, metrics["results"].items(), strict=True):
         assert row[0] == name
-        assert [float(value) for value in row[1:3]] == pytest.approx([result["test"]["hr@10"], result["test"]["ndcg@10"]], abs=1e-4)
-        assert (row[3:] == ["-", "-"]) == (name == "popularity")
+        assert [float(value) for value in row[1:4]] == pytest.approx([result["test"][column] for column in COLUMNS], abs=1e-4)
+        assert (row[4:] == ["-", "-"]) == (name == "popularity")
+
+
+def write_sequences(folder):
+    """A sequence file: user u chooses items u, u + 3, u + 6, ... of 20, more often than not."""
+    rows = [[user] + [100 + (user + 3 * step + step // 5) % 20 for step in range(3 + user % 9)] for user in range(30)]
+    (folder / "small.txt").write_text("".join(" ".join(map(str, row)) + "\n" for row in rows))
+    return folder / "small.txt"
+
+
+@pytest.mark.parametrize("models", [["--model", "sasrec"], pytest.param(["--compare"], marks=SLOW)])
+def test_seeds_of_a_sequence_file_give_mean_and_deviation(tmp_path, models, capsys):
+    arguments = ["--data", str(write_sequences(tmp_path)), *models, "--epochs", "1", "--batch-size", "30"]
+    single = [train(tmp_path / f"single-{seed}", *arguments, "--seed", f"{seed}")["results"]["sasrec"]["test"] for seed in (3, 4)]
+    capsys.readouterr()
+    metrics = train(tmp_path / "both", *arguments, "--seed", "3", "--seeds", "2")
+    assert metrics["settings"]["seeds"] == 2
+    result = metrics["results"]["sasrec"]
+    assert [result["seeds"][seed]["test"] for seed in ("3", "4")] == single
+    for name, mean in result["test"].items():
+        first, second = (test[name] for test in single)
+        assert mean == pytest.approx((first + second) / 2)
+        assert result["test_deviation"][name] == pytest.approx(abs(first - second) / 2**0.5)
+    printed = capsys.readouterr().out
+    assert f"{result['test']['mrr']:.4f} ± {result['test_deviation']['mrr']:.4f}" in printed
+    assert "metrics.json, curves.png, seed-3/, seed-4/" in printed
+    for seed in (3, 4):
+        trained = sorted(path.name for path in (tmp_path / "both" / f"seed-{seed}").iterdir())
+        assert trained == sorted({*metrics["results"]} - {"popularity"})
+
+
+def test_training_stops_after_epochs_without_a_better_result(tmp_path):
+    # Without a learning rate the weights stay, so no epoch is better than the first.
+    still = ["--data", str(write_sequences(tmp_path)), "--lr", "0", "--weight-decay", "0", "--epochs", "9"]
+    metrics = train(tmp_path / "out", *still, "--patience", "2")
+    assert len(metrics["results"]["hstu"]["epochs"]) == 3
+    assert train(tmp_path / "out", *still, "--patience", "2", "--resume") == metrics  # which has nothing left to train
+    assert len(train(tmp_path / "out", *still, "--patience", "4", "--resume")["results"]["hstu"]["epochs"]) == 5
+
+
+@pytest.mark.parametrize("loss", ["gbce", "bce"])
+def test_other_losses_and_scores_train_too(tmp_path, loss):
+    first, last = train(tmp_path, "--loss", loss, "--scores", "dot", "--intervals", "--lr", "1e-2")["results"]["hstu"]["epochs"]
+    assert last["loss"] < first["loss"]
+
+
+def test_intervals_need_timestamps(tmp_path):
+    with pytest.raises(SystemExit, match="small.txt: time intervals need timestamps"):
+        train(tmp_path / "out", "--data", str(write_sequences(tmp_path)), "--intervals")
 
 
 @pytest.mark.parametrize(
@@ -79,6 +140,7 @@ def test_compare_prints_a_row_of_each_model(tmp_path, capsys):
         (["--bf16"], "--bf16 needs a GPU"),
         (["--max-history", "0"], "generated log: max_history must be at least 1, not 0"),
         (["--temperature", "0"], "temperature must be positive, not 0.0"),
+        (["--calibration", "1.5"], r"calibration must lie in \[0, 1\], not 1.5"),
     ],
 )
 def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, message):
@@ -89,13 +151,13 @@ def test_bad_input_ends_with_one_line_and_writes_nothing(tmp_path, arguments, me
 
 def test_a_log_too_small_to_test_on_is_refused(tmp_path):
     (tmp_path / "u.data").write_text("1\t1\t5\t1\n1\t2\t1\t2\n")
-    with pytest.raises(SystemExit, match="none of the 1 users has 3 ratings"):
+    with pytest.raises(SystemExit, match="none of the 1 users has 3 events"):
         train(tmp_path / "out", "--data", str(tmp_path / "u.data"))
 
 
 def test_settings_of_the_checkpoint_must_agree(tmp_path):
     train(tmp_path, "--epochs", "1")
-    with pytest.raises(SystemExit, match="other settings: temperature 0.15 -> 0.2"):
+    with pytest.raises(SystemExit, match="other settings: temperature 0.07 -> 0.2"):
         train(tmp_path, "--resume", "--temperature", "0.2")
 
 
@@ -116,5 +178,5 @@ def test_runs_as_a_program_from_anywhere_on_a_given_log(tmp_path):
     command = [sys.executable, str(ROOT / "examples" / "train_hstu.py"), "--data", "u.data", *TINY]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    assert "u.data: 240 ratings of 40 items by 12 users, of whom 12 are tested" in done.stdout
+    assert "u.data: 240 events of 40 items by 12 users, of whom 12 are tested" in done.stdout
     assert json.loads((tmp_path / "runs" / "hstu" / "metrics.json").read_text())["settings"]["data"] == "u.data"

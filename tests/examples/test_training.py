@@ -1,9 +1,10 @@
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.nn import functional
-from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg
+from torchmetrics.functional.retrieval import retrieval_hit_rate, retrieval_normalized_dcg, retrieval_reciprocal_rank
 from torchrec import JaggedTensor
 from training import (
     draw_curves,
@@ -43,14 +44,22 @@ def test_rank_counts_unseen_items_that_score_at_least_as_high():
     assert rank_unseen(scores, targets, seen).tolist() == [3, 2, 0, 2]
 
 
-def test_hit_rate_and_ndcg_are_those_of_torchmetrics():
+def test_next_item_metrics_are_those_of_torchmetrics():
     scores = torch.rand(50, 30)
     targets = torch.randint(30, (50,))
     nothing = JaggedTensor(values=torch.zeros(0, dtype=torch.int64), lengths=torch.zeros(50, dtype=torch.int64))
-    metrics = next_item_metrics(rank_unseen(scores, targets, nothing), k=5)
+    metrics = next_item_metrics(rank_unseen(scores, targets, nothing), cutoffs=(5, 20))
     relevant = functional.one_hot(targets, 30)
-    for name, metric in (("hr@5", retrieval_hit_rate), ("ndcg@5", retrieval_normalized_dcg)):
-        expected = torch.stack([metric(*pair, top_k=5) for pair in zip(scores, relevant, strict=True)]).mean().item()
+    expected_metrics = {
+        "hr@5": partial(retrieval_hit_rate, top_k=5),
+        "ndcg@5": partial(retrieval_normalized_dcg, top_k=5),
+        "hr@20": partial(retrieval_hit_rate, top_k=20),
+        "ndcg@20": partial(retrieval_normalized_dcg, top_k=20),
+        "mrr": retrieval_reciprocal_rank,
+    }
+    assert list(metrics) == list(expected_metrics)
+    for name, metric in expected_metrics.items():
+        expected = torch.stack([metric(*pair) for pair in zip(scores, relevant, strict=True)]).mean().item()
         assert 0 < metrics[name] == pytest.approx(expected, rel=1e-6)
 
 

@@ -1,0 +1,50 @@
+import numpy as np
+import pytest
+from movielens import read_log
+from sequence_files import read_events
+
+RATINGS = "1\t5\t3\t100\n1\t6\t3\t100\n2\t6\t4\t50\n1\t4\t5\t20\n"
+
+
+def write(folder, text, name="small.txt"):
+    (folder / name).write_text(text)
+    return folder / name
+
+
+@pytest.mark.parametrize("text", ["7 30 10 20 10\n2 20 5\n", "7 30 10 20 10\r\n\r\n2  20 5", "\ufeff2 20 5 \n7 30 10 20 10\n\n"])
+def test_a_line_has_the_items_of_a_user_in_their_order(tmp_path, text):
+    log = read_events(write(tmp_path, text))
+    assert (log.num_users, log.num_items, len(log), log.timestamp) == (2, 4, 6, None)
+    assert log.user.tolist() == [0, 0, 1, 1, 1, 1]  # users 2 and 7
+    assert np.array([5, 10, 20, 30])[log.item].tolist() == [20, 5, 30, 10, 20, 10]
+
+
+@pytest.mark.parametrize("as_folder", [False, True])
+def test_movielens_formats_are_read_as_such(tmp_path, as_folder):
+    path = write(tmp_path, RATINGS, "u.data")
+    log, expected = read_events(tmp_path if as_folder else path), read_log(path)
+    assert log.timestamp.tolist() == expected.timestamp.tolist() == [20, 100, 100, 50]
+    assert log.item.tolist() == [0, 1, 2, 2]  # items 5 and 6 of user 1 have one timestamp and stay in the order of the file
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "small.txt is empty"),
+        ("1 2 3\n2 4 x\n", "small.txt, line 2: expected integers separated by spaces: a user's id, then item ids .*'x'"),
+        ("1 2 3\n2 4 1.5\n", "small.txt, line 2: expected integers separated by spaces"),
+        ("1 2 3\n\n2\n", "small.txt, line 3: expected integers .* user 2 has no items"),
+        ("1 2 3\n2 4\n1 5\n", "small.txt, line 3: expected one line per user; user 1 has line 1 too"),
+        (f"1 2 3\n2 {2**70}\n", "small.txt, line 2: expected integers separated by spaces"),
+        ("1 2 3\n2 4\t5,6\n", "small.txt, line 2: expected integers separated by spaces"),
+    ],
+)
+def test_bad_input(tmp_path, text, message):
+    with pytest.raises(ValueError, match=message):
+        read_events(write(tmp_path, text))
+
+
+def test_a_file_that_is_no_text(tmp_path):
+    (tmp_path / "small.txt").write_bytes(b"1 2 3\n\xff\xfe 4\n")
+    with pytest.raises(ValueError, match="small.txt: expected text in UTF-8; byte 6 is not"):
+        read_events(tmp_path / "small.txt")
