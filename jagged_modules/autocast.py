@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, library
 from torch._C import DisableTorchFunction
 
-if TYPE_CHECKING:  # torch.library does not export the class
+if TYPE_CHECKING:  # not public in torch.library
     from torch._library.custom_ops import CustomOpDef
 
 
