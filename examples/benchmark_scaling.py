@@ -26,19 +26,17 @@ import torch
 import torch.distributed as dist
 from benchmark_dlrm import (
     MODELS,
-    STAGES,
-    Profile,
     add_model_options,
     add_run_options,
     length_statistics,
     make_config,
-    profile_steps,
     random_batches,
     set_sizes,
 )
 from ranking_data import RankingBatch, TableSizes
 from ranking_model import RankingModel
 from sharding import OptimizerSpec
+from step_profile import STAGES, Profile, profile_steps
 from torch.nn import functional
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from training import peak_memory, pick_device, save_json, synchronize

@@ -1,14 +1,12 @@
 import json
-import time
-from types import SimpleNamespace
 
 import benchmark_dlrm as bench
 import numpy as np
 import pytest
+import step_profile
 import torch
 from padded_layers import PADDED
 from ranking_model import PARTS, RankingModel
-from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
 TINY = """--device cpu --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 2 --embedding-dim 16
@@ -39,61 +37,6 @@ def test_flops_are_those_that_torch_counts_when_nothing_is_padded():
     assert bench.layer_flops(model, batch) == counted
 
 
-def test_stages_are_found_from_the_operators_around():
-    def operator(*names):
-        event = None
-        for name in names:
-            event = SimpleNamespace(name=name, cpu_parent=event)
-        return bench.stage_of(event)
-
-    assert operator("autograd::engine", "EmbeddingBackward0", "aten::add") == "embeddings"
-    assert operator("embeddings", "aten::index_select") == "embeddings"
-    assert operator("jagged_kernels::attention", "aten::empty") == "our kernels"
-    assert operator("Optimizer.step#Adam.step", "aten::mul") == "optimizer"
-    assert operator("aten::linear", "aten::addmm") == "dense"
-    assert operator("## start_sparse_data_dist 3 ##", "fbgemm::permute_2D_sparse_data") == "embeddings"
-    assert operator("autograd::engine", "All2All_Pooled_ReqBackward", "aten::copy_") == "embeddings"
-    assert operator("DistributedDataParallel.forward", "aten::mul") == "dense"
-
-
-def test_time_is_split_by_what_runs_at_once():
-    spans = [bench.Span("compute", 0, 10), bench.Span("collective", 6, 14), bench.Span("compute", 2, 8), bench.Span("collective", 20, 21)]
-    both, compute, collective = frozenset({"compute", "collective"}), frozenset({"compute"}), frozenset({"collective"})
-    assert bench.time_by_activities(spans) == {compute: 6, both: 4, collective: 4 + 1}
-    assert bench.time_by_activities([]) == {}
-
-
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_collectives_are_no_computation(on_gpu):
-    def activity(name, device, annotation=False):
-        return bench.activity_of(SimpleNamespace(name=name, device_type=device, is_user_annotation=annotation), on_gpu)
-
-    cpu, gpu = DeviceType.CPU, DeviceType.CUDA
-    assert activity("gloo:all_to_all", cpu, annotation=True) == (None if on_gpu else "collective")
-    assert activity("aten::addmm", cpu) == (None if on_gpu else "compute")
-    assert activity("All2All_Seq_ReqBackward", cpu) == (None if on_gpu else "wait")
-    assert activity("## forward 3 ##", cpu, annotation=True) is None
-    if on_gpu:
-        assert activity("ncclDevKernel_SendRecv(ncclDevKernelArgsStorage<4096ul>)", gpu) == "collective"
-        assert activity("nccl:all_to_all", gpu, annotation=True) is None
-        assert activity("sm90_xmma_gemm", gpu) == "compute"
-
-
-def test_stages_add_up_to_the_time_of_the_steps():
-    def run():
-        begin = time.perf_counter()
-        for _ in range(4):
-            torch.ones(100, 100) @ torch.ones(100, 100)
-            time.sleep(0.01)
-        return time.perf_counter() - begin
-
-    seconds = []
-    profiled = bench.profile_steps(lambda: seconds.append(run()), 4, torch.device("cpu"))
-    assert sum(profiled.stages.values()) == pytest.approx(1e3 * seconds[0] / 4, rel=0.1)
-    assert profiled.stages["host"] >= 10 and profiled.stages["dense"] > 0
-    assert profiled.collectives == profiled.exposed == 0
-
-
 def test_claims_compare_the_fastest_of_each_kind():
     def result(step_ms, memory, utilisation):
         return {"step_ms": step_ms, "samples_per_second": 1000 / step_ms, "peak_memory_mb": memory, "layer_mfu": {"stream": utilisation}}
@@ -114,7 +57,7 @@ def check_report(path, models, printed, parts=tuple(PARTS)):
     for result in report["results"].values():
         assert result["step_ms"] > 0 and result["peak_memory_mb"] > 0
         assert result["samples_per_second"] == pytest.approx(1e3 * report["samples_per_step"] / result["step_ms"])
-        assert list(result["stages_ms"]) == list(bench.STAGES) and result["stages_ms"]["embeddings"] > 0
+        assert list(result["stages_ms"]) == list(step_profile.STAGES) and result["stages_ms"]["embeddings"] > 0
         assert set(result["layer_mfu"]) == {*parts, "interaction"} and min(result["layer_mfu"].values()) > 0
     assert report["results"]["jagged"]["stages_ms"]["our kernels"] > 0 == report["results"]["padded"]["stages_ms"]["our kernels"]
     for claim in report["claims"]:
