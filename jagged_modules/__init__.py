@@ -3,6 +3,7 @@
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 
 from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
+from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
 from .layers.block_attention import BlockDiagonalSelfAttention
@@ -30,6 +31,7 @@ __all__ = [
     "JaggedMLP",
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
+    "RelativeBias",
     "Rotary",
     "TileSchedule",
     "backward_workspace",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .activations import POINTWISE
+from .bias import RelativeBias, next_timestamps, position_index, time_buckets
 from .masks import AttentionMask
 from .scalars import to_ints
 
@@ -24,8 +25,9 @@ def attention_reference(
     activation: str = "softmax",
     mask: AttentionMask | None = None,
     output_scale: float | Tensor = 1.0,
+    bias: RelativeBias | None = None,
 ) -> Tensor:
-    """activation(scale · q kᵀ) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
+    """activation(scale · q kᵀ + bias) · output_scale · v per segment and head; see `functional.jagged_attention` for shapes.
 
     The result of a row that sees no key is 0. q_shared: all segments use all rows of q, and q_offsets are those of the output. With n · B
     query segments, segments b, B + b, ... use key segment b. Values at masked positions must be finite here: 0 times NaN is NaN.
@@ -38,6 +40,8 @@ def attention_reference(
     for b, (q_rows, kv_rows) in enumerate(zip(q_segments, kv_segments, strict=True)):
         keys, values = (x[kv_rows].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
+        if bias is not None and scores.numel():
+            scores = scores + _bias_of_segment(bias, b, q_rows, kv_rows, q.device).to(scores.dtype)
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)
         if mask is not None:
             targets = num_targets[b] if num_targets and b < len(num_targets) else 0
@@ -51,6 +55,22 @@ def attention_reference(
             p = p * (output_scale[b] if isinstance(output_scale, Tensor) and output_scale.numel() else output_scale)
         outputs.append(torch.einsum("hij,jhd->ihd", p, values))
     return torch.cat(outputs)
+
+
+def _bias_of_segment(bias: RelativeBias, segment: int, q_rows: slice, kv_rows: slice, device: torch.device) -> Tensor:
+    """The bias of a segment's scores, `[H or 1, rows, columns]`."""
+    shift = 0 if bias.query_shift is None else int(bias.query_shift[segment])
+    num_queries, num_keys = q_rows.stop - q_rows.start, kv_rows.stop - kv_rows.start
+    j = torch.arange(num_keys, device=device)
+    i = torch.arange(num_queries, device=device) + (num_keys - num_queries + shift)
+    total = torch.zeros((), device=device)
+    if bias.position is not None and bias.max_seqlen is not None:
+        total = total + bias.position.reshape(-1, bias.position.shape[-1])[:, position_index(i, j, bias.max_seqlen)]
+    if bias.time is not None and bias.timestamps is not None and bias.boundaries is not None:
+        t = bias.timestamps[kv_rows]
+        u = next_timestamps(i, t) if bias.query_timestamps is None else bias.query_timestamps[q_rows]
+        total = total + bias.time.reshape(-1, bias.time.shape[-1])[:, time_buckets(u, t, bias.boundaries)]
+    return total
 
 
 def linear_compress_reference(weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Sequence[Tensor]) -> Tensor:

@@ -17,6 +17,7 @@ from torch.nn.functional import pad
 
 from ..autocast import host_operator
 from ..masks import AttentionMask
+from .attention_bias import BlockBias, TableGradients, empty_table_gradients
 from .attention_math import scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
 from .buckets import Rows, compute_dtype
 
@@ -24,8 +25,10 @@ from .buckets import Rows, compute_dtype
 @host_operator("jagged_modules::attention_cpu")
 def attention_cpu(
     q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
-    activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
+    activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool, table_gradients: bool,
     num_targets: Tensor | None, segment_scale: Tensor | None,
+    position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Jagged attention.
 
@@ -35,16 +38,20 @@ def attention_cpu(
     Returns:
         The output `[rows, H, Dv]`, and the log-sum-exp of the scores in fp32 or fp64: `[rows, H, 1]` with softmax, otherwise `[0, H, 1]`.
     """
-    params = AttentionParams(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
+    params = AttentionParams(
+        scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
+    )  # fmt: skip
     out, lse = (x.zero_() for x in _empty_outputs(q, v, q_offsets, q_shared, activation))
     queries, keys, values, results = _computable(activation, q, k, v, out)
     for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
-        operands = group.operands(queries, keys, values)
-        if activation == "softmax":
+        operands, bias = group.operands(queries, keys, values), group.bias(params)
+        if activation == "softmax" and bias is None:
             block, block_lse = softmax_forward(*operands, *group.mask, scale)
-            _put(lse, group.rows, block_lse[..., None])
         else:
-            block, _ = unfused_forward(*operands, *group.mask, scale, activation)
+            block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, bias)
+        if block_lse is not None:
+            _put(lse, group.rows, block_lse[..., None])
         _put(results, group.rows, block)
     return _as(out, _scaled(results, q_offsets, params)), lse
 
@@ -58,33 +65,43 @@ def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
 def attention_cpu_backward(
     do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None,
     q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool,
-    activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
+    activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool, table_gradients: bool,
     num_targets: Tensor | None, segment_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v, each in its operand's shape and dtype. out, lse: results of the forward with softmax, otherwise None."""
-    params = AttentionParams(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
+    position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k, v and the tables of the bias, each in its operand's shape and dtype; `[0]` for a table that gets none.
+
+    out, lse: results of the forward with softmax, otherwise None.
+    """
+    params = AttentionParams(
+        scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
+    )  # fmt: skip
     queries, keys, values, grad, *results = _computable(activation, q, k, v, do, *([] if out is None else [out]))
     grad = _scaled(grad, q_offsets, params)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
+    dtables = TableGradients.of(params)
     for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
-        operands = _take(grad, group.rows), *group.operands(queries, keys, values)
-        if activation == "softmax" and lse is not None:
+        operands, bias = (_take(grad, group.rows), *group.operands(queries, keys, values)), group.bias(params)
+        if activation == "softmax" and lse is not None and bias is None:
             block, block_lse = (_take(x, group.rows) for x in (*results, lse))
             block_dq, block_dk, block_dv = softmax_backward(*operands, block, block_lse[..., 0], *group.mask, scale)
         else:
-            block_dq, block_dk, block_dv = unfused_backward(*operands, *group.mask, scale, activation)
+            block_dq, block_dk, block_dv = unfused_backward(*operands, *group.mask, scale, activation, bias, dtables)
         if q_shared:
             dq += block_dq.sum(0).transpose(0, 1)
         else:
             _put(dq, group.q_rows, block_dq)
         for dx, block_dx in ((dk, block_dk), (dv, block_dv)):
             _put(dx, group.kv_rows, block_dx if group.first else _take(dx, group.kv_rows) + block_dx)
-    return _as(q, dq), _as(k, dk), _as(v, dv)
+    return _as(q, dq), _as(k, dk), _as(v, dv), *dtables.results(q, params)
 
 
 @attention_cpu_backward.register_fake
-def _(do, q, k, v, *args):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+def _(do, q, k, v, out, lse, q_offsets, kv_offsets, *params):
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, *empty_table_gradients(q, AttentionParams(*params))
 
 
 class _Group(NamedTuple):
@@ -94,6 +111,7 @@ class _Group(NamedTuple):
         rows, q_rows, kv_rows: their rows of the output, of q, and of k and v.
         mask: the mask, and the number of targets of each segment.
         first: they belong to the first query group, so gradients of keys are stored, not added.
+        shift: query_shift of each segment.
     """
 
     rows: Rows
@@ -101,11 +119,20 @@ class _Group(NamedTuple):
     kv_rows: Rows
     mask: tuple[AttentionMask | None, int]
     first: bool
+    shift: int
 
     def operands(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """`[segments, heads, rows, dim]` blocks of q, k and v; shared queries repeat without a copy."""
         keys, values = (_take(x, self.kv_rows) for x in (k, v))
         return _take(q, self.q_rows).expand(len(keys), -1, -1, -1), keys, values
+
+    def bias(self, params: AttentionParams) -> BlockBias | None:
+        """The bias of these segments."""
+        if not params.has_bias:
+            return None
+        t = None if params.timestamps is None else self.kv_rows.take(params.timestamps)
+        u = None if params.query_timestamps is None else self.rows.take(params.query_timestamps)
+        return BlockBias(params, self.kv_rows.length - self.rows.length + self.shift, t, u)
 
 
 def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: AttentionParams) -> Iterator[_Group]:
@@ -117,22 +144,24 @@ def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: Atten
     mask = None if params.mask is None else AttentionMask.from_params(MaskParams(*params.mask), params.num_targets)
     q_shared, batch_invariant = params.q_shared, params.batch_invariant
     q_bounds, kv_bounds = q_offsets.tolist(), kv_offsets.tolist()
-    num_segments, by_rows = len(kv_bounds) - 1, batch_invariant and mask is None and not q_shared
+    num_segments = len(kv_bounds) - 1
+    by_rows = batch_invariant and mask is None and not q_shared and not params.has_bias
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
+    shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
     starts = defaultdict(list)
     for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
         bounds = q_bounds[first : first + num_segments + 1]
-        for q_start, q_end, kv_start, kv_end, t in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets):
+        for q_start, q_end, kv_start, kv_end, *flags in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
             if q_end > q_start and kv_end > kv_start:
                 num_queries = 1 if by_rows else q_end - q_start
-                starts[first, num_queries, kv_end - kv_start, t] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
-    for (list_start, num_queries, num_keys, t), pairs in starts.items():
+                starts[first, num_queries, kv_end - kv_start, *flags] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
+    for (list_start, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = 1 if batch_invariant else max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):
             q_starts, kv_starts = zip(*pairs[first : first + at_a_time])
             rows, kv_rows = Rows.of(q_starts, num_queries, batch_invariant), Rows.of(kv_starts, num_keys, batch_invariant)
             q_rows = Rows.of((0,), num_queries) if q_shared else rows
-            yield _Group(rows, q_rows, kv_rows, (mask, t), list_start == 0 and not by_rows)
+            yield _Group(rows, q_rows, kv_rows, (mask, t), list_start == 0 and not by_rows, shift)
 
 
 def _take(x: Tensor, rows: Rows) -> Tensor:
@@ -179,15 +208,21 @@ def _setup_context(ctx, inputs, output):
     q, k, v, q_offsets, kv_offsets, *params = inputs
     params = AttentionParams(*params)
     saved = output if params.activation == "softmax" else (None, None)
-    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, params.num_targets, params.segment_scale)
-    ctx.params = params._replace(num_targets=None, segment_scale=None)
+    ctx.num_options = next(i for i, name in enumerate(params._fields) if name == "num_targets")  # the fields from there on are tensors
+    ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, *params[ctx.num_options :])
+    ctx.options = params[: ctx.num_options]
 
 
 def _backward(ctx, do, _dlse):
-    *tensors, num_targets, segment_scale = ctx.saved_tensors
-    params = ctx.params._replace(num_targets=num_targets, segment_scale=segment_scale)
-    grads = attention_cpu_backward(do, *tensors, *params)
-    return *grads, None, None, *(None for _ in params)
+    tensors = ctx.saved_tensors
+    params = AttentionParams(*ctx.options, *tensors[7:])
+    dq, dk, dv, dposition, dtime = attention_cpu_backward(do, *tensors[:7], *params)
+    of_params = AttentionParams(*(None for _ in params))  # pyright: ignore[reportArgumentType] - gradients, one for each field
+    if params.table_gradients:
+        of_params = of_params._replace(
+            position_bias=None if params.position_bias is None else dposition, time_bias=None if params.time_bias is None else dtime
+        )
+    return dq, dk, dv, None, None, *of_params
 
 
 def _no_second_derivative(ctx, *grads):

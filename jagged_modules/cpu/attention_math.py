@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..activations import POINTWISE
 from ..masks import AttentionMask
+from .attention_bias import BlockBias, TableGradients
 from .buckets import softmax_gradient
 
 ROWS = 128  # query rows of a block; fewer rows see fewer columns, more rows need fewer passes over k and v
@@ -103,15 +104,18 @@ def _fused_backward(
 
 
 def unfused_forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str
-) -> tuple[Tensor, Tensor | None]:
-    """P v with P = act(scale · q kᵀ), 0 where hidden. With softmax also the log-sum-exp of the scores `[segments, heads, rows]`."""
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str,
+    bias: BlockBias | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """P v with P = act(scale · q kᵀ + bias), 0 where hidden. With softmax also the log-sum-exp of the scores `[segments, heads, rows]`."""
     finite = mask is None or _are_finite(v)
     queries, keys, values = _fold(q * scale, k), k.flatten(0, 1), v.flatten(0, 1)
     out = queries.new_zeros(*queries.shape[:3], v.shape[3])
     lse = queries.new_zeros(queries.shape[:3]) if activation == "softmax" else None
     for some, rows, columns, hidden in _pieces(q, k, mask, num_targets):
         scores = queries[some, :, rows].flatten(1, 2) @ keys[some, columns].mT
+        if bias is not None:
+            bias.add(scores, q, k, some, rows, columns)
         if lse is not None:
             lse[some, :, rows] = _hide(scores, hidden, -math.inf).logsumexp(-1).view_as(lse[some, :, rows])
         p, value = _weights(scores, hidden, activation), values[some, columns]
@@ -121,9 +125,10 @@ def unfused_forward(
 
 
 def unfused_backward(
-    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str
-) -> tuple[Tensor, Tensor, Tensor]:
-    """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q)."""
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, num_targets: int, scale: float, activation: str,
+    bias: BlockBias | None = None, dtables: TableGradients | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """dV = Pᵀ dO,  dS = act'(S) ∘ dO Vᵀ,  dQ = scale · dS K,  dK = dSᵀ (scale · Q). dS is also added to the gradients of bias tables."""
     queries, grads, keys, values = _fold(q * scale, k), _fold(do, k), k.flatten(0, 1), v.flatten(0, 1)
     finite = mask is None or _are_finite(queries, grads, keys)
     dq, dk, dv = (torch.zeros_like(x) for x in (queries, keys, values))
@@ -131,8 +136,12 @@ def unfused_backward(
         query, grad = (x[some, :, rows].flatten(1, 2) for x in (queries, grads))
         key, value = keys[some, columns], values[some, columns]
         scores = query @ key.mT
+        if bias is not None:
+            bias.add(scores, q, k, some, rows, columns)
         p = _weights(scores, hidden, activation)
         ds = _ds(grad @ value.mT, scores, p, hidden, activation)
+        if bias is not None and dtables is not None:
+            dtables.add(ds, bias, q, k, some, rows, columns)
         if finite or hidden is None:
             dv[some, columns].baddbmm_(p.mT, grad)
             dk[some, columns].baddbmm_(ds.mT, query)

@@ -14,10 +14,12 @@ from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
 from ..autocast import autocast
+from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask, check_num_targets
 from ..reference import attention_reference
+from ..scalars import check_kind
 from ..schedule import TileSchedule, device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 from ..validation import (
@@ -53,10 +55,11 @@ def jagged_attention(
     scale: float | None = None,
     output_scale: float | Tensor = 1,  # an int, because torch.compile makes a symbol of a float default
     mask: AttentionMask | None = None,
+    bias: RelativeBias | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
 ) -> Tensor:
-    """Attention within the segments of jagged tensors: activation(scale · q kᵀ) · output_scale · v for every segment and head.
+    """Attention within the segments of jagged tensors: activation(scale · q kᵀ + bias) · output_scale · v for every segment and head.
 
     Gradients flow to q, k, v and a tensor output_scale. The result of a query row that sees no key is 0. Nothing is padded, and an operand
     that all segments share is not replicated. Blocks of keys that the mask hides from a whole tile of queries are skipped.
@@ -78,6 +81,8 @@ def jagged_attention(
             be 1 with softmax. With a tensor, fp16 operands are computed in fp32 if segments share keys. torch.compile recompiles for
             another number, but not for other values of a tensor.
         mask: which keys each query row sees; all if None. Must be None with shared keys or several query groups.
+        bias: learned biases of the scores by relative position and time, on q's device. Its tables get gradients. Must be None with shared
+            queries or keys, or several query groups: their rows have no position.
         schedule: the tile schedule of these lengths, from `Jagged.schedule` or `zigzag_schedule`. If None, it is built from the offsets,
             without a sync if they are on the device. Only the kernels use it.
         implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability 9.0, a 16-bit dtype, D and Dv that are
@@ -97,9 +102,14 @@ def jagged_attention(
     q, k, v = autocast(q), autocast(k), autocast(v)
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
+    if bias is not None:
+        check_kind("bias", bias, RelativeBias, "a RelativeBias")
     if implementation != "reference":
         refuse_transforms("jagged_attention does")
     segments = _check_segments(q, k, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
+    if bias is not None:
+        bias = bias.with_boundaries()
+        _check_bias(bias, q, k, segments)
     batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
     if mask is not None and mask.hides_nothing():
         mask = None
@@ -128,14 +138,18 @@ def jagged_attention(
         mask=None if mask is None else list(mask.params),
         output_scale=1.0 if by_segment else float(output_scale),
         batch_invariant=batch_invariant,
+        table_gradients=False,
         num_targets=None if mask is None else mask.num_targets,
         segment_scale=output_scale if by_segment else None,
     )
+    if bias is not None and implementation != "reference":
+        params = _with_bias(params, bias, q.dtype)
     offsets = segments.q_offsets, segments.kv_offsets
     if implementation == "reference":
         out = attention_reference(
-            q, k, v, *offsets, scale=params.scale, q_shared=params.q_shared, activation=activation, mask=mask, output_scale=output_scale
-        )
+            q, k, v, *offsets, scale=params.scale, q_shared=params.q_shared, activation=activation, mask=mask, output_scale=output_scale,
+            bias=bias,
+        )  # fmt: skip
     elif implementation == "auto" and q.device.type != "cuda":
         out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
@@ -193,6 +207,45 @@ def _check_segments(
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
     return segments
+
+
+def _check_bias(bias: RelativeBias, q: Tensor, k: Tensor, segments: _Segments) -> None:
+    """Check the bias against the operands and, if their values may be read, the offsets."""
+    if segments.q_shared or segments.share_keys:
+        raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
+    for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
+        x = getattr(bias, name)
+        if x is not None and x.device != q.device:
+            raise ValueError(f"bias.{name} must be on q's device, {q.device}, got {x.device}")
+    for name, table in (("position", bias.position), ("time", bias.time)):
+        if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
+            raise ValueError(f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got {table.shape[0]}")
+    for name, x, owner, rows in (("timestamps", bias.timestamps, "k", k), ("query_timestamps", bias.query_timestamps, "q", q)):
+        if x is not None and x.shape[0] != rows.shape[0]:
+            raise ValueError(f"bias.{name} must have one element for each of {owner}'s rows, {rows.shape[0]}, got {x.shape[0]}")
+    if bias.query_shift is not None and bias.query_shift.shape[0] != segments.num_segments:
+        raise ValueError(f"bias.query_shift must have shape [B] = [{segments.num_segments}], got {list(bias.query_shift.shape)}")
+    if bias.max_seqlen is None:
+        return
+    for name, offsets in (("q_offsets", segments.q_offsets), ("kv_offsets", segments.kv_offsets)):
+        if values_are_checkable(offsets) and offsets.shape[0] > 1 and int(offsets.diff().max()) > bias.max_seqlen:
+            longest = int(offsets.diff().max())
+            raise ValueError(f"{name} has a segment of {longest} rows, but bias.position has entries for {bias.max_seqlen} rows")
+
+
+def _with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
+    """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64 operands."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    position, time = (None if x is None else x.to(dtype).reshape(-1, x.shape[-1]).contiguous() for x in (bias.position, bias.time))
+    return params._replace(
+        table_gradients=any(x is not None and x.requires_grad for x in (position, time)),
+        position_bias=position,
+        time_bias=time,
+        timestamps=bias.timestamps,
+        boundaries=bias.boundaries,
+        query_timestamps=bias.query_timestamps,
+        query_shift=bias.query_shift,
+    )
 
 
 def _split_scale(output_scale: Tensor, q: Tensor, segments: _Segments, batch_invariant: bool) -> tuple[Tensor, Tensor]:

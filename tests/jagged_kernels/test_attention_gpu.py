@@ -356,7 +356,7 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     library.opcheck(tile_list, (segments, segments, 300, 4, 64, 64, mask, targets))
     tiles = tile_list(segments, segments, 300, 4, 128, 64, mask, targets)
     key_tiles = tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True)
-    params = AttentionParams(0.125, False, activation, mask, 0.5, False, targets, None)
+    params = AttentionParams(0.125, False, activation, mask, 0.5, False, False, targets, None)
     library.opcheck(triton_attention, (q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params))
 
 

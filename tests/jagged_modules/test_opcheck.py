@@ -16,7 +16,7 @@ def test_opcheck(q_shared, activation, masked, offsets_of):
     q_offsets, kv_offsets = offsets_of([4, 4] if q_shared else [3, 1]), offsets_of([2, 5])
     mask, num_targets = ([1, -1, 3, 1, 1, 0, 2, 0], torch.tensor([1, 2])) if masked else (None, None)
     segment_scale, output_scale = (None, 1.0) if activation == "softmax" else (torch.tensor([0.5, 2.0]), 0.1)
-    params = AttentionParams(0.3, q_shared, activation, mask, output_scale, False, num_targets, segment_scale)
+    params = AttentionParams(0.3, q_shared, activation, mask, output_scale, False, False, num_targets, segment_scale, None, None, None, None, None, None)
     arguments = q, k, v, q_offsets, kv_offsets, *params
     library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
     grad = torch.randn(8 if q_shared else 4, 4, 6)
@@ -28,7 +28,7 @@ def test_opcheck(q_shared, activation, masked, offsets_of):
 def test_opcheck_of_strided_low_precision_inputs(offsets_of):
     packed = torch.randn(7, 3, 2, 8, dtype=torch.bfloat16, requires_grad=True)
     offsets = offsets_of([2, 0, 5], torch.int32)
-    params = AttentionParams(0.3, False, "softmax", None, 1.0, False, None, None)
+    params = AttentionParams(0.3, False, "softmax", None, 1.0, False, False, None, None, None, None, None, None, None, None)
     arguments = *packed.unbind(1), offsets, offsets.clone(), *params
     library.opcheck(torch.ops.jagged_modules.attention_cpu.default, arguments)
 

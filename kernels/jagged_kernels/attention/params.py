@@ -33,8 +33,11 @@ class AttentionParams(NamedTuple):
         mask: `MaskParams`, as a list at an operator's boundary; None: everything is visible.
         output_scale: factor of the output.
         batch_invariant: kernels, tiles and splits do not depend on the number of rows or segments.
+        table_gradients: the backward also computes the gradients of position_bias and time_bias.
         num_targets: `[B]`, if the mask has targets.
         segment_scale: fp32, one factor of the output for each segment of queries; replaces output_scale if not None.
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields of `RelativeBias`. Tables are `[H or 1, entries]`, in
+            fp32, or fp64 with fp64 operands. None without them.
     """
 
     scale: float
@@ -43,8 +46,19 @@ class AttentionParams(NamedTuple):
     mask: MaskParams | list[int] | None
     output_scale: float
     batch_invariant: bool
+    table_gradients: bool
     num_targets: Tensor | None
     segment_scale: Tensor | None
+    position_bias: Tensor | None = None
+    time_bias: Tensor | None = None
+    timestamps: Tensor | None = None
+    boundaries: Tensor | None = None
+    query_timestamps: Tensor | None = None
+    query_shift: Tensor | None = None
+
+    @property
+    def has_bias(self) -> bool:
+        return self.position_bias is not None or self.time_bias is not None
 
 
 class Operands(NamedTuple):

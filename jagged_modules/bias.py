@@ -1,0 +1,154 @@
+"""RelativeBias: learned biases of attention scores by relative position and by time difference."""
+
+from __future__ import annotations
+
+import dataclasses
+import decimal
+import functools
+
+import torch
+from torch import Tensor
+
+from .scalars import check_size
+from .validation import WrongDtype, check_integers, check_tensor, values_are_checkable
+
+LOG_STEP = decimal.Decimal("0.301")  # HSTU's published rule: bucket(d) = floor(ln(d) / 0.301)
+LARGEST = torch.iinfo(torch.int64).max
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RelativeBias:
+    """Biases that are added to attention scores before the activation, as in HSTU (Zhai et al. 2024, arXiv:2402.17152).
+
+        S[b, h, i, j] = scale · <q_i, k_j> + position[h, j - i + N - 1] + time[h, bucket(u[i] - t[j])]
+        bucket(d)     = number of boundaries that are <= |d|
+
+    i and j are positions in the segment. Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. t are the
+    timestamps of the keys, u those of the queries. By default u[i] = t[min(i + 1, Nk - 1)]: a row knows when the next event comes, as in the
+    published protocol. Both tables get gradients, summed in fp32 in a fixed order. ALiBi and T5's bias are special position tables.
+
+    Args:
+        position: `[2N - 1]`, shared by the heads, or `[H, 2N - 1]`. Entry N - 1 belongs to distance 0, later entries to later keys. Segments
+            have at most N rows: longer ones are an error if offsets are on the host; otherwise distances beyond N - 1 count as N - 1.
+        time: `[K + 1]`, shared by the heads, or `[H, K + 1]`, one entry per bucket.
+        timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in int64.
+        boundaries: int64 `[K]`, not decreasing; `log_boundaries(K)` if None.
+        query_timestamps: int64 `[Lq]`, u of each query row, for example the time of the event to be predicted.
+        query_shift: int32 or int64 `[B]`: the queries of segment b have positions that are larger by query_shift[b]. Queries that follow
+            cached keys, and are not among them, are shifted by their number.
+
+    Raises:
+        TypeError, ValueError: both tables are None; a tensor has another dtype, shape or device; timestamps are missing, or given without
+        `time`; boundaries decrease.
+
+    Example::
+
+        q = k = v = torch.randn(5, 2, 16)                                       # two users with 2 and 3 events
+        bias = jm.RelativeBias(position=torch.zeros(2 * 100 - 1))               # histories of up to 100 events
+        F.jagged_attention(q, k, v, torch.tensor([0, 2, 5]), activation="silu", bias=bias)
+    """
+
+    position: Tensor | None = None
+    time: Tensor | None = None
+    timestamps: Tensor | None = None
+    boundaries: Tensor | None = None
+    query_timestamps: Tensor | None = None
+    query_shift: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.position is None and self.time is None:
+            raise ValueError("position or time must be given, got None for both")
+        for name, shape, table in (("position", "[2N - 1] or [H, 2N - 1]", self.position), ("time", "[K + 1] or [H, K + 1]", self.time)):
+            if table is None:
+                continue
+            check_tensor(name, table, 2 if isinstance(table, Tensor) and table.dim() == 2 else 1, shape)
+            if table.shape[-1] == 0 or name == "position" and table.shape[-1] % 2 == 0:
+                raise ValueError(f"{name} must have shape {shape}, got {list(table.shape)}")
+        others = dict(timestamps=self.timestamps, boundaries=self.boundaries, query_timestamps=self.query_timestamps)
+        for name, x in others.items():
+            if x is None:
+                continue
+            if self.time is None:
+                raise ValueError(f"{name} must be None without time, got a {type(x).__name__}")
+            check_timestamps(name, x)
+        if self.query_shift is not None:
+            check_integers("query_shift", self.query_shift)
+        if self.time is not None and self.timestamps is None:
+            raise ValueError("timestamps must be given with time, got None")
+        if self.time is not None and self.boundaries is not None:
+            _check_boundaries(self.boundaries, self.time.shape[-1] - 1)
+
+    @staticmethod
+    def log_boundaries(num_buckets: int) -> Tensor:
+        """Boundaries of HSTU's published rule, int64 `[num_buckets]`: bucket(d) = floor(ln(max(|d|, 1)) / 0.301), at most num_buckets.
+
+        Boundary k, counted from 1, is the smallest integer d with ln(d) >= 0.301 k, so buckets follow from integer comparisons alone.
+
+        Raises:
+            TypeError, ValueError: num_buckets is not a non-negative integer.
+        """
+        check_size("num_buckets", num_buckets, at_least=0)
+        return torch.tensor(_log_boundaries(num_buckets), dtype=torch.int64)
+
+    @property
+    def max_seqlen(self) -> int | None:
+        """The number of rows N that the position table serves; None without one."""
+        return None if self.position is None else (self.position.shape[-1] + 1) // 2
+
+    def with_boundaries(self) -> RelativeBias:
+        """This bias with boundaries, on the device of `time`."""
+        if self.time is None or self.boundaries is not None:
+            return self
+        return dataclasses.replace(self, boundaries=_boundaries_on(self.time.shape[-1] - 1, self.time.device))
+
+    def __repr__(self) -> str:
+        """The tensors' shapes: reading values could wait for a device."""
+        given = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return f"RelativeBias({', '.join(f'{name}={list(x.shape)}' for name, x in given.items() if x is not None)})"
+
+
+def check_timestamps(name: str, x: object) -> None:
+    """TypeError unless x is an int64 tensor, ValueError unless it is 1-D."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+    if x.dtype != torch.int64:
+        raise WrongDtype(f"{name} must be int64, got {x.dtype}")
+    if x.dim() != 1:
+        raise ValueError(f"{name} must be 1-D, got shape {list(x.shape)}")
+
+
+def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:
+    if boundaries.shape[0] != num_buckets:
+        raise ValueError(f"boundaries must have one element less than time has buckets, {num_buckets}, got {boundaries.shape[0]}")
+    if values_are_checkable(boundaries) and bool((boundaries.diff() < 0).any()):
+        raise ValueError(f"boundaries must not decrease, got {boundaries}")
+
+
+@functools.cache
+def _log_boundaries(num_buckets: int) -> tuple[int, ...]:
+    with decimal.localcontext(prec=60):
+        edges = ((LOG_STEP * k).exp().to_integral_value(decimal.ROUND_CEILING) for k in range(1, num_buckets + 1))
+        return tuple(min(int(edge), LARGEST) for edge in edges)
+
+
+@functools.cache
+def _boundaries_on(num_buckets: int, device: torch.device) -> Tensor:
+    return RelativeBias.log_boundaries(num_buckets).to(device)
+
+
+# -- definition, for one or more segments of equal lengths ---------------------------------------------------------------------------
+
+
+def position_index(i: Tensor, j: Tensor, max_seqlen: int) -> Tensor:
+    """Index into the position table, int64 `[rows, columns]`, of query positions i `[rows]` and key positions j `[columns]`."""
+    return (j - i[:, None] + (max_seqlen - 1)).clamp(0, 2 * max_seqlen - 2)
+
+
+def time_buckets(u: Tensor, t: Tensor, boundaries: Tensor) -> Tensor:
+    """Buckets, int64 `[..., rows, columns]`, of query timestamps u `[..., rows]` and key timestamps t `[..., columns]`."""
+    return torch.bucketize((u[..., :, None] - t[..., None, :]).abs(), boundaries, right=True)
+
+
+def next_timestamps(i: Tensor, t: Tensor) -> Tensor:
+    """The default timestamps u of queries at positions i `[rows]`: those of the next keys, or of the last one. t: `[..., Nk]`, Nk > 0."""
+    return t[..., (i + 1).clamp(0, t.shape[-1] - 1)]

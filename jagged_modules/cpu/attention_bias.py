@@ -1,0 +1,121 @@
+"""RelativeBias on the CPU: biases of blocks of scores, and the gradients of its tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+import torch
+from jagged_kernels.attention.params import AttentionParams
+from torch import Tensor
+
+from ..bias import next_timestamps, position_index, time_buckets
+from .buckets import compute_dtype
+
+
+class _Entries(NamedTuple):
+    """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and their indices, `[segments or 1, rows, columns]`."""
+
+    table: Tensor
+    index: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockBias:
+    """The bias of segments of equal lengths.
+
+    params: with the tables. first: position of the first query row. t `[segments, keys]`: timestamps of the keys. u `[segments, rows]`: of
+    the queries; None: the default.
+    """
+
+    params: AttentionParams
+    first: int
+    t: Tensor | None
+    u: Tensor | None
+
+    def add(self, scores: Tensor, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> None:
+        """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs, in place. q, k: as `unfused_forward`'s."""
+        pairs = _Pairs.of(q, k, some)
+        blocks = scores.view(len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start)
+        for table, index in (entries for entries in self.entries(pairs, rows, columns) if entries is not None):
+            for head in range(pairs.group):
+                blocks[:, head] += table.flatten()[pairs.flat_index(index, head, table)].to(scores.dtype)
+
+    def entries(self, pairs: _Pairs, rows: slice, columns: slice) -> tuple[_Entries | None, _Entries | None]:
+        """The entries of the position table and of the time table."""
+        params, position, time = self.params, None, None
+        i = torch.arange(rows.start, rows.stop) + self.first
+        if params.position_bias is not None:
+            max_seqlen = (params.position_bias.shape[1] + 1) // 2
+            position = _Entries(params.position_bias, position_index(i, torch.arange(columns.start, columns.stop), max_seqlen)[None])
+        if params.time_bias is not None and self.t is not None and params.boundaries is not None:
+            t = self.t[pairs.segments]
+            u = next_timestamps(i, t) if self.u is None else self.u[pairs.segments, rows]
+            time = _Entries(params.time_bias, time_buckets(u, t[:, columns], params.boundaries))
+        return position, time
+
+
+class _Pairs(NamedTuple):
+    """Consecutive (segment, key head) pairs: the segments that they belong to, each pair's segment among these, its key head, and the number
+    of query heads of a key head."""
+
+    segments: slice
+    segment: Tensor
+    kv_head: Tensor
+    group: int
+
+    @classmethod
+    def of(cls, q: Tensor, k: Tensor, some: slice) -> _Pairs:
+        segments, kv_heads = k.shape[:2]
+        pairs = torch.arange(some.start, min(some.stop, segments * kv_heads))
+        first = some.start // kv_heads
+        return cls(slice(first, (int(pairs[-1]) // kv_heads) + 1), pairs // kv_heads - first, pairs % kv_heads, q.shape[1] // kv_heads)
+
+    def flat_index(self, index: Tensor, head: int, table: Tensor) -> Tensor:
+        """Indices `[pairs, rows, columns]` into the flattened table, of one of the query heads of each pair's key head."""
+        index = index if len(index) == 1 else index[self.segment]
+        if len(table) == 1:
+            return index
+        return index + ((self.kv_head * self.group + head) * table.shape[1])[:, None, None]
+
+
+@dataclasses.dataclass
+class TableGradients:
+    """Sums of dS over all scores that use an entry, in fp64. None: the table is missing or gets no gradient."""
+
+    position: Tensor | None
+    time: Tensor | None
+
+    @classmethod
+    def of(cls, params: AttentionParams) -> TableGradients:
+        tables = (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
+        return cls(*(None if table is None else torch.zeros(table.numel(), dtype=torch.float64) for table in tables))
+
+    def add(self, ds: Tensor, bias: BlockBias, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> None:
+        """Add dS `[some, group · rows, columns]` of a block to the entries that its scores used."""
+        pairs = _Pairs.of(q, k, some)
+        blocks = ds.view(len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start)
+        for total, entries in zip((self.position, self.time), bias.entries(pairs, rows, columns)):
+            if total is None or entries is None:
+                continue
+            for head in range(pairs.group):
+                index = pairs.flat_index(entries.index, head, entries.table)
+                block = blocks[:, head].double()
+                if len(index) == 1:
+                    block = block.sum(0, keepdim=True)
+                total.index_add_(0, index.flatten(), block.flatten())
+
+    def results(self, q: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+        """The gradients, in the shapes and dtypes of the tables; `[0]` without one."""
+        results = empty_table_gradients(q, params)
+        for result, total in zip(results, (self.position, self.time)):
+            if total is not None:
+                result.copy_(total.view_as(result))
+        return results
+
+
+def empty_table_gradients(q: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
+    """Tensors of the shapes of the tables' gradients; `[0]` for a table that gets none."""
+    tables = (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
+    position, time = (q.new_empty(0, dtype=compute_dtype(q)) if table is None else torch.empty_like(table) for table in tables)
+    return position, time
