@@ -40,6 +40,7 @@ from .segment_scale import expand_to_rows
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
 BLOCKS = (16, 32, 64, 128)  # block sizes, in rows, that the kernels have tiles for
 TILES = (*BLOCKS, 192)
+SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
 
 
 def jagged_attention(
@@ -285,7 +286,8 @@ def _triton_attention(
 
     device, kv_shared = q.device, segments.kv_shared
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
-    if params.scale <= 0 and params.activation == "softmax":  # the kernels compute row maxima of unscaled scores, so scale must be > 0
+    # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by the scale.
+    if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
         q, params = q * params.scale, params._replace(scale=1.0)
     q_offsets, kv_offsets = segments.q_offsets.to(device, non_blocking=True), segments.kv_offsets.to(device, non_blocking=True)
     if params.num_targets is not None:

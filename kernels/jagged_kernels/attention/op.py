@@ -30,6 +30,7 @@ from ..common.device import contiguous_last_dim, device_properties, precision, r
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
+from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
 from .params import AttentionParams, Gradients, MaskParams, Operands
 from .select import AttentionProblem, Selection, select
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
@@ -50,7 +51,9 @@ def triton_attention(
     tiles: Tensor, num_tiles: Tensor, key_tiles: Tensor | None, num_key_tiles: Tensor | None,
     block_m: int, key_block: int | None, kv_shared: bool, implementation: str, workspace: int | None,
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
-    num_targets: Tensor | None, segment_scale: Tensor | None,
+    table_gradients: bool, num_targets: Tensor | None, segment_scale: Tensor | None,
+    position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the forward kernel.
 
@@ -69,7 +72,10 @@ def triton_attention(
     Returns:
         out `[rows, H, Dv]` in q's dtype and, with softmax, lse `[H, rows]` fp32, log2 of the sum of exp(scores); `[H, 0]` without.
     """
-    params = _params(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
+    params = _params(
+        scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
+    )  # fmt: skip
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
     selection = select(_problem(operands, segments, None, params, kv_shared, implementation))
@@ -83,7 +89,8 @@ def triton_attention(
 
 
 def _backward_fake(do, out, lse, q, k, v, *rest):
-    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
+    return *grads, *empty_table_gradients(AttentionParams(*rest[-len(AttentionParams._fields) :]), q)
 
 
 @operator("attention_backward", fake=_backward_fake)
@@ -93,14 +100,20 @@ def triton_attention_backward(
     tiles: Tensor, num_tiles: Tensor, key_tiles: Tensor | None, num_key_tiles: Tensor | None,
     block_m: int, key_block: int | None, kv_shared: bool, implementation: str, workspace: int | None,
     scale: float, q_shared: bool, activation: str, mask: list[int] | None, output_scale: float, batch_invariant: bool,
-    num_targets: Tensor | None, segment_scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    table_gradients: bool, num_targets: Tensor | None, segment_scale: Tensor | None,
+    position_bias: Tensor | None, time_bias: Tensor | None, timestamps: Tensor | None, boundaries: Tensor | None,
+    query_timestamps: Tensor | None, query_shift: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Launch the dq kernel, which with softmax also writes delta = rowsum(dO ∘ O), then the dk, dv kernel, which reads it. On Hopper:
     hopper_backward.py. Only softmax reads `out`. Other arguments: as the forward's.
 
-    Returns dq, dk and dv, in the shapes and dtypes of q, k and v.
+    Returns dq, dk, dv and the gradients of position_bias and time_bias, in the shapes and dtypes of what they are gradients of; `[0]` for
+    a table that gets none.
     """
-    params = _params(scale, q_shared, activation, mask, output_scale, batch_invariant, num_targets, segment_scale)
+    params = _params(
+        scale, q_shared, activation, mask, output_scale, batch_invariant, table_gradients, num_targets, segment_scale,
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift,
+    )  # fmt: skip
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
     operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
@@ -114,18 +127,25 @@ def triton_attention_backward(
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(lse))
-    if selection.backend == "hopper":
+    dtables = empty_table_gradients(params, q)
+    if selection.backend == "hopper" and not params.has_bias:
         from . import hopper_backward as hopper
 
         workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
         hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
-        _triton_backward(operands, grads, queries, keys, params, kv_shared, selection)
+        dtables = _triton_dq(operands, grads, queries, params, selection)
+        if selection.backend == "hopper":
+            from . import hopper_backward as hopper
+
+            hopper.dkdv(operands, grads, keys, params, selection)
+        else:
+            _triton_dkdv(operands, grads, keys, params, kv_shared, selection)
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
     if kv_shared:
         dk, dv = (dx.view(chunks, *x.shape).sum(0).to(x.dtype) for dx, x in ((dk, k), (dv, v)))
-    return dq, dk, dv
+    return dq, dk, dv, *dtables
 
 
 def _params(scale, q_shared, activation, mask, *rest) -> AttentionParams:
@@ -193,35 +213,46 @@ def _triton_forward(operands: Operands, segments: Segments, params: AttentionPar
     tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
     if grid := _grid(config, tiles):
         align, strides = row_and_head_strides(q, k, v, out)
-        factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets,
-            params.segment_scale, params.scale, *factors, params.output_scale, *strides, lse.stride(0),
+            params.segment_scale, kernel_bias(params), *_scales(q, params), *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
         )  # fmt: skip
 
 
-def _triton_backward(
-    operands: Operands, grads: Gradients, queries: Segments, keys: Segments, params: AttentionParams, kv_shared: bool, selection: Selection
-) -> None:  # fmt: skip
-    q, k, v, out, lse = operands
-    do, dq, dk, dv, delta = grads
-    factors = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-    scales = params.scale, *factors, params.output_scale
+def _scales(q: Tensor, params: AttentionParams) -> tuple[float, ...]:
+    return params.scale, *activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale), params.output_scale
 
+
+def _triton_dq(
+    operands: Operands, grads: Gradients, queries: Segments, params: AttentionParams, selection: Selection
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """dq, and with softmax delta. Returns the gradients of the bias tables."""
+    q, k, v, out, lse = operands
+    do, dq, _, _, delta = grads
     config = selection.dq
     tiles, num_tiles = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
-    if grid := _grid(config, tiles):
+    grid = _grid(config, tiles)
+    sums = TableGradients.empty(params, grid[0] if grid else 0, config.tile * config.block, q.device)
+    if grid:
         out = do if out is None else out
         align, strides = row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             queries.q_offsets, queries.kv_offsets, queries.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
-            *scales, *strides, lse.stride(0),
+            kernel_bias(params), *_scales(q, params), *strides, lse.stride(0), sums.argument(),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
+            BUCKETS=sums.buckets,
         )  # fmt: skip
+    return sums.results(params, q)
 
+
+def _triton_dkdv(
+    operands: Operands, grads: Gradients, keys: Segments, params: AttentionParams, kv_shared: bool, selection: Selection
+) -> None:  # fmt: skip
+    q, k, v, _, lse = operands
+    do, _, dk, dv, delta = grads
     config = selection.dkdv
     tiles, num_tiles = kernel_tiles(keys, config, dk.shape[0], k.shape[1], params, key_tiles=True)
     if grid := _grid(config, tiles):
@@ -229,7 +260,7 @@ def _triton_backward(
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta, *_descriptors(selection.tma, align, (q, config.block), (k, config.tile), (do, config.block)),
             keys.q_offsets, keys.kv_offsets, keys.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
-            *scales, *strides, lse.stride(0),
+            kernel_bias(params), *_scales(q, params), *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.block, BLOCK_N=config.tile, Q_SHARED=params.q_shared,
             KV_SHARED=kv_shared, QUERY_GROUPS=keys.query_groups,
         )  # fmt: skip
@@ -291,7 +322,7 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-_OPTIONS = slice(9, -2)  # of the forward operator's arguments, those that are not tensors
+_OPTIONS = slice(9, AttentionParams._fields.index("num_targets") - len(AttentionParams._fields))  # the arguments that are not tensors
 
 
 class _Attention(torch.autograd.Function):
@@ -310,7 +341,19 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
         inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
-        return *triton_attention_backward(do, out, lse, *inputs), *(None,) * (len(inputs) - 3)
+        params = AttentionParams(*inputs[-len(AttentionParams._fields) :])
+        dq, dk, dv, dposition, dtime = triton_attention_backward(do, out, lse, *inputs)
+        return dq, dk, dv, *(None,) * (len(inputs) - len(params) - 3), *_gradients_of(params, dposition, dtime)
+
+
+def _gradients_of(params: AttentionParams, dposition: Tensor, dtime: Tensor) -> AttentionParams:
+    """The gradients of the fields of params: those of the bias tables, and None."""
+    nothing = AttentionParams(*(None,) * len(params))
+    if not params.table_gradients:
+        return nothing
+    tables = params.position_bias, params.time_bias
+    dposition, dtime = (None if table is None else gradient for table, gradient in zip(tables, (dposition, dtime)))
+    return nothing._replace(position_bias=dposition, time_bias=dtime)
 
 
 differentiate(triton_attention, _Attention.apply)

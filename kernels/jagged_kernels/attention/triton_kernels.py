@@ -1,6 +1,6 @@
 """Triton kernels of jagged attention for any GPU: forward, dq, and dk with dv, each around its function for one block.
 
-    S = scale · q kᵀ,  P = activation(S),  O = output scale · P v                    per segment and head
+    S = scale · q kᵀ + bias,  P = activation(S),  O = output scale · P v             per segment and head
     dV = Pᵀ dO,  dP = dO vᵀ,  dQ = scale · dS k,  dK = scale · dSᵀ q
     softmax:    dS = P ∘ (dP − delta),  delta = rowsum(dO ∘ O);  scores and lse are in base 2
     pointwise:  dS = activation'(S) ∘ dP
@@ -20,6 +20,7 @@ import triton.language as tl
 
 from ..common.loads import Rows, load_rows, load_segment, load_tile, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
+from .bias import BiasOfTile, add_bucket_sums, add_diagonals, bias_block, bias_of_tile, first_entry, key_times, query_times
 from .mask import column_blocks, first_target_column, is_visible, masked_block, num_masked_blocks, row_blocks, visible_columns
 from .scales import output_factor, score_factor
 
@@ -51,6 +52,25 @@ class _Visible(NamedTuple):
 
     rows: tl.tensor
     bounds: tl.tensor
+
+
+class _RowBias(NamedTuple):
+    """The bias of a tile's rows, queries or keys: that of their segment and head, the first row, and the rows' timestamps."""
+
+    of_tile: BiasOfTile
+    row: tl.tensor
+    times: tl.tensor
+
+
+class _TileSums(NamedTuple):
+    """Where a tile of query rows adds its dS, times `factor`: the position table at distance 0, scratch memory for a block, and the time table,
+    each this program's own part and the tile's head. num_rows: rows of the tile in the segment."""
+
+    position_ptr: tl.tensor
+    scratch_ptr: tl.tensor
+    time_ptr: tl.tensor
+    num_rows: tl.tensor
+    factor: tl.tensor
 
 
 class _KeyBlock(NamedTuple):
@@ -90,9 +110,10 @@ class _Queries(NamedTuple):
 
 
 class _QueryBlock(NamedTuple):
-    """A block of query rows: first row in q, first row in the other operands, column of the first row, head, and number of rows from
-    there on in the segment."""
+    """A block of query rows: first row in the segment, in q, and in the other operands; column of the first row, head, and number of rows
+    from there on in the segment."""
 
+    first: tl.tensor
     q_row: tl.tensor
     row: tl.tensor
     column: tl.tensor
@@ -101,12 +122,33 @@ class _QueryBlock(NamedTuple):
 
 
 @triton.jit
-def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
+def _bias_of_rows(bias, tile, head, ROWS: tl.constexpr):
+    """_RowBias of a tile of query rows; None without a bias."""
+    if bias is None:
+        return None
+    else:
+        of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len)
+        return _RowBias(of_tile, tile.block * ROWS, query_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS)))
+
+
+@triton.jit
+def _scores(q, k, block, bias, OPTIONS: tl.constexpr):
+    """q kᵀ of a key block, plus the bias divided by the scale."""
+    if bias is None:
+        return tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
+    else:
+        times = key_times(bias.of_tile, block.column + tl.arange(0, OPTIONS.block))
+        start = bias_block(bias.of_tile, bias.row, block.column, bias.times, times, q.shape[0], OPTIONS.block, False)
+        return tl.dot(q, tl.trans(k), start, input_precision=OPTIONS.precision)
+
+
+@triton.jit
+def _fwd_block(q, keys, values, block, visible, state, scale, bias, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
     """One key block: scores, online softmax or activation, acc += P v. Returns the new state."""
     BLOCK_N: tl.constexpr = OPTIONS.block
     k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
     v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
+    scores = _scores(q, k, block, bias, OPTIONS)
     columns = tl.arange(0, BLOCK_N)[None, :]
     if MASKED and OPTIONS.mask is not None:
         seen = is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask)
@@ -137,7 +179,7 @@ def _fwd_block(q, keys, values, block, visible, state, scale, OPTIONS: tl.conste
 @triton.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
     scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
@@ -167,17 +209,18 @@ def attention_fwd_kernel(
         first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
         blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, tile.kv_len, first_target, MASK, BLOCK_N)
         visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
+        row_bias = _bias_of_rows(bias, tile, tile.head, BLOCK_M)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         )  # fmt: skip
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
-            state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, False)
+            state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, row_bias, OPTIONS, False)
         for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
-            state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, OPTIONS, True)
+            state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, row_bias, OPTIONS, True)
 
         acc, row_max, row_sum = state
         if ACTIVATION is None:
@@ -200,12 +243,15 @@ def _what_rows_see(rows, first_target, MASK: tl.constexpr):
 
 
 @triton.jit
-def _dq_block(queries, keys, values, block, visible, acc, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
-    """One key block: dS from the scores computed again, acc += dS k."""
+def _dq_block(
+    queries, keys, values, block, visible, acc, buckets, scale, bias, sums, OPTIONS: tl.constexpr, MASKED: tl.constexpr
+):  # fmt: skip
+    """One key block: dS from the scores computed again, acc += dS k. With `sums`, dS is also added to the sums of the bias tables. Returns acc
+    and buckets."""
     BLOCK_N: tl.constexpr = OPTIONS.block
     k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
     v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)
-    scores = tl.dot(queries.q, tl.trans(k), input_precision=OPTIONS.precision)
+    scores = _scores(queries.q, k, block, bias, OPTIONS)
     dp = tl.dot(queries.do, tl.trans(v), input_precision=OPTIONS.precision)
     if OPTIONS.activation is None:
         ds = tl.exp2(scores * scale - queries.lse[:, None]) * (dp - queries.delta[:, None])
@@ -218,23 +264,59 @@ def _dq_block(queries, keys, values, block, visible, acc, scale, OPTIONS: tl.con
             ds = tl.where(is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask), ds, 0.0)
         elif OPTIONS.activation is None:  # exp2 may have overflown where there is no key; elsewhere k is 0
             ds = tl.where(columns < block.num_keys, ds, 0.0)
-    return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision)
+    if sums is not None:
+        buckets = _add_to_tables(ds, block, bias, sums, buckets, OPTIONS)
+    return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision), buckets
+
+
+@triton.jit
+def _sums_of_tile(sums, tile, num_rows, factor, bias, SCORES: tl.constexpr):
+    """_TileSums of a tile of query rows; None without gradients of tables. SCORES: scores in a block."""
+    if sums is None:
+        return None
+    else:
+        program = tl.program_id(0).to(tl.int64)
+        position_ptr, scratch_ptr, time_ptr = None, None, None
+        if sums.position_ptr is not None:
+            of_head = tile.head.to(tl.int64) * bias.position_stride + bias.num_positions // 2
+            position_ptr = sums.position_ptr + program * sums.position_stride + of_head
+            scratch_ptr = sums.scratch_ptr + program * SCORES
+        if sums.time_ptr is not None:
+            time_ptr = sums.time_ptr + program * sums.time_stride + tile.head.to(tl.int64) * sums.time_head_stride
+        return _TileSums(position_ptr, scratch_ptr, time_ptr, num_rows, factor)
+
+
+@triton.jit
+def _add_to_tables(ds, block, bias, sums, buckets, OPTIONS: tl.constexpr):
+    """Add dS of a key block to the sums of the position table, in memory, and to those of the time table, `buckets`."""
+    ROWS: tl.constexpr = ds.shape[0]
+    COLUMNS: tl.constexpr = ds.shape[1]
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    ds = tl.where((rows < sums.num_rows) & (columns < block.num_keys), ds, 0.0)
+    if sums.position_ptr is not None:
+        entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
+        add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)
+    if sums.time_ptr is not None:
+        times = key_times(bias.of_tile, block.column + tl.arange(0, COLUMNS))
+        buckets = add_bucket_sums(buckets, ds, bias.times, times, bias.of_tile, buckets.shape[0])
+    return buckets
 
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
     scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_dom, stride_doh,
-    stride_dqm, stride_dqh, stride_lse,
+    stride_dqm, stride_dqh, stride_lse, sums,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr,
+    Q_SHARED: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
-    """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads."""
+    """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With `sums`, a TableSums,
+    also sums dS for the gradients of the bias tables, each program in its own memory."""
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
@@ -269,20 +351,60 @@ def attention_bwd_dq_kernel(
             tl.store(delta_ptr + offsets, delta, mask=lanes < num_rows)
 
         queries = _QueryTile(q, do, lse, delta)
+        row_bias = _bias_of_rows(bias, tile, tile.head, BLOCK_M)
+        factor = dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment)
+        tile_sums = _sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        buckets = tl.zeros([BUCKETS], tl.float32)
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
-            acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, False)
+            acc, buckets = _dq_block(
+                queries, k_rows, v_rows, key_block, visible, acc, buckets, score_scale, row_bias, tile_sums, OPTIONS, False
+            )  # fmt: skip
         for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
-            acc = _dq_block(queries, k_rows, v_rows, key_block, visible, acc, score_scale, OPTIONS, True)
+            acc, buckets = _dq_block(
+                queries, k_rows, v_rows, key_block, visible, acc, buckets, score_scale, row_bias, tile_sums, OPTIONS, True
+            )  # fmt: skip
+        if tile_sums is not None:
+            _store_buckets(tile_sums, buckets)
         acc = acc * (scale * dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
-def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
+def _store_buckets(sums, buckets):
+    """Add a tile's sums of dS by bucket to the program's own."""
+    if sums.time_ptr is not None:
+        ptrs = sums.time_ptr + tl.arange(0, buckets.shape[0])
+        tl.store(ptrs, tl.load(ptrs) + sums.factor * buckets)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _transposed_scores(keys, q, block, bias, OPTIONS: tl.constexpr):
+    """k qᵀ of a block of query rows, plus the bias divided by the scale."""
+    if bias is None:
+        return tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
+    else:
+        times = query_times(bias.of_tile, block.first + tl.arange(0, OPTIONS.block))
+        start = bias_block(bias.of_tile, block.first, bias.row, bias.times, times, keys.k.shape[0], OPTIONS.block, True)
+        return tl.dot(keys.k, tl.trans(q), start, input_precision=OPTIONS.precision)
+
+
+@triton.jit
+def _bias_of_keys(bias, tile, head, ROWS: tl.constexpr):
+    """_RowBias of a tile of keys and a query head; None without a bias."""
+    if bias is None:
+        return None
+    else:
+        of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len)
+        return _RowBias(of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS)))
+
+
+@triton.jit
+def _dkdv_block(keys, queries, block, dk, dv, scale, bias, OPTIONS: tl.constexpr, MASKED: tl.constexpr):
     """One query block: dv += Pᵀ dO, dk += dSᵀ q. Scores are transposed, so that Pᵀ and dSᵀ are first operands of MMAs."""
     BLOCK_M: tl.constexpr = OPTIONS.block
     q = load_rows(queries.q, block.q_row, block.head, block.num_rows, OPTIONS.head_dim, BLOCK_M, OPTIONS.block_d, MASKED)
@@ -292,7 +414,7 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASK
         bounds = visible_columns(columns_of_rows, keys.first_target, OPTIONS.mask)
         visible = is_visible(keys.columns, columns_of_rows, bounds, OPTIONS.mask)
     do = load_rows(queries.do, block.row, block.head, block.num_rows, OPTIONS.v_dim, BLOCK_M, OPTIONS.block_dv, MASKED)
-    scores = tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
+    scores = _transposed_scores(keys, q, block, bias, OPTIONS)
     dp = tl.dot(keys.v, tl.trans(do), input_precision=OPTIONS.precision)
     if OPTIONS.activation is None:
         if MASKED:  # rows past the segment add nothing: exp2(0 - inf) = 0
@@ -317,7 +439,7 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, OPTIONS: tl.constexpr, MASK
 @triton.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
     scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dkn, stride_dkh, stride_dvn, stride_dvh, stride_lse,
@@ -367,13 +489,14 @@ def attention_bwd_dkdv_kernel(
                 if ACTIVATION is None:
                     lse_head, delta_head = lse_ptr + head.to(tl.int64) * stride_lse, delta_ptr + head.to(tl.int64) * stride_lse
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head)
+                key_bias = _bias_of_keys(bias, tile, head, BLOCK_N)
                 for m in range(blocks.full_first * BLOCK_M, (blocks.full_first + blocks.full_count) * BLOCK_M, BLOCK_M):
-                    query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
-                    dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, False)
+                    query_block = _QueryBlock(m, q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
+                    dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, key_bias, OPTIONS, False)
                 for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
                     m = masked_block(number, blocks) * BLOCK_M
-                    query_block = _QueryBlock(q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m)
-                    dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, OPTIONS, True)
+                    query_block = _QueryBlock(m, q_row + m, q_start + m, m + tile.kv_len - q_len, head, q_len - m)
+                    dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, key_bias, OPTIONS, True)
         out_scale = output_factor(output_scale, segment_scale_ptr, tile.segment)
         store_rows(dk_rows, row, tile.head, dk * (scale * dact_factor * out_scale), num_rows, HEAD_DIM, BLOCK_N, BLOCK_D)
         store_rows(dv_rows, row, tile.head, dv * (act_factor * out_scale), num_rows, V_DIM, BLOCK_N, BLOCK_DV)

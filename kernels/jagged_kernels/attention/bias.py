@@ -1,0 +1,209 @@
+"""Device functions of RelativeBias: the bias of a block of scores, and sums of dS for the gradients of its tables.
+
+    S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) = number of boundaries <= |d|
+
+The MMA of a block's scores starts from the bias divided by the scale, so that what follows is the same with and without a bias.
+Position tables are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1 rows of distance needs no
+bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
+
+Few buckets occur in a block. Their range follows from the extremes of its timestamps; a score's bucket is then found by comparing
+timestamps with each boundary in this range (`time_block`). Timestamps may have any order.
+"""
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores together
+
+
+class Bias(NamedTuple):
+    """RelativeBias as the kernels take it. Pointers are None for what is not there.
+
+    position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
+    time_ptr, time_stride: likewise. query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
+    """
+
+    position_ptr: tl.tensor
+    position_stride: tl.tensor
+    num_positions: tl.tensor
+    time_ptr: tl.tensor
+    time_stride: tl.tensor
+    boundaries_ptr: tl.tensor
+    num_boundaries: tl.tensor
+    timestamps_ptr: tl.tensor
+    query_timestamps_ptr: tl.tensor
+    query_shift_ptr: tl.tensor
+    inverse_scale: tl.tensor
+
+
+class TableSums(NamedTuple):
+    """Memory of the table gradients, of which each program has its own part. None for a table without a gradient.
+
+    position_ptr: `[programs, H or 1, num_positions]`; time_ptr: `[programs, H or 1, BUCKETS]`; both 0 at first. scratch_ptr: a block of dS for
+    each program. *_stride: elements of a program's part. time_head_stride: of a head's, 0 if heads share the table.
+    """
+
+    position_ptr: tl.tensor
+    position_stride: tl.tensor
+    time_ptr: tl.tensor
+    time_stride: tl.tensor
+    time_head_stride: tl.tensor
+    scratch_ptr: tl.tensor
+
+
+class BiasOfTile(NamedTuple):
+    """The bias of a segment and head.
+
+    position_ptr: the head's table, at the entry of key 0 and query 0. low, high: range of the offset from there that lies in the table.
+    time_ptr: the head's table. timestamps_ptr: at the segment's first key. query_timestamps_ptr: at its first query.
+    shift: position of query 0.
+    """
+
+    position_ptr: tl.tensor
+    low: tl.tensor
+    high: tl.tensor
+    time_ptr: tl.tensor
+    boundaries_ptr: tl.tensor
+    num_boundaries: tl.tensor
+    timestamps_ptr: tl.tensor
+    query_timestamps_ptr: tl.tensor
+    shift: tl.tensor
+    q_len: tl.tensor
+    kv_len: tl.tensor
+    inverse_scale: tl.tensor
+
+
+@triton.jit
+def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len):
+    """The BiasOfTile of a segment and query head."""
+    shift = kv_len - q_len
+    if bias.query_shift_ptr is not None:
+        shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
+    position_ptr, low, high, time_ptr, timestamps_ptr, query_ptr = None, 0, 0, None, None, None
+    if bias.position_ptr is not None:
+        middle = bias.num_positions // 2  # the entry of distance 0
+        low, high = -middle, middle
+        position_ptr = bias.position_ptr + head.to(tl.int64) * bias.position_stride + middle
+    if bias.time_ptr is not None:
+        time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
+        timestamps_ptr = bias.timestamps_ptr + kv_start
+        if bias.query_timestamps_ptr is not None:
+            query_ptr = bias.query_timestamps_ptr + q_start
+    return BiasOfTile(
+        position_ptr, low, high, time_ptr, bias.boundaries_ptr, bias.num_boundaries, timestamps_ptr, query_ptr, shift, q_len, kv_len,
+        bias.inverse_scale,
+    )  # fmt: skip
+
+
+@triton.jit
+def key_times(bias, keys):
+    """Timestamps of a vector of keys of the segment; past its end, the last key's. 0 without a time table."""
+    if bias.time_ptr is None:
+        return keys
+    else:
+        return tl.load(bias.timestamps_ptr + tl.maximum(tl.minimum(keys, bias.kv_len - 1), 0), mask=(keys == keys) & (bias.kv_len > 0), other=0)
+
+
+@triton.jit
+def query_times(bias, rows):
+    """Timestamps of a vector of query rows of the segment; past its end, the last row's. Without a time table, anything."""
+    if bias.time_ptr is None:
+        return rows
+    elif bias.query_timestamps_ptr is not None:
+        return tl.load(bias.query_timestamps_ptr + tl.maximum(tl.minimum(rows, bias.q_len - 1), 0), mask=(rows == rows) & (bias.q_len > 0), other=0)
+    else:
+        return key_times(bias, tl.minimum(rows, bias.q_len - 1) + bias.shift + 1)
+
+
+@triton.jit
+def first_entry(bias, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Offset in the position table of a block's first query row and first key. It is limited so that the whole block, ROWS queries by
+    COLUMNS keys, lies in the padded table; the entries are the same."""
+    return tl.minimum(tl.maximum(column - row - bias.shift, bias.low + ROWS - 1), bias.high - COLUMNS + 1)
+
+
+@triton.jit
+def count_boundaries(distance, boundaries_ptr, num_boundaries):
+    """Number of boundaries <= distance: the bucket of one distance."""
+    low = (distance * 0).to(tl.int32)
+    high = low + num_boundaries
+    while low < high:
+        middle = (low + high) // 2
+        below = tl.load(boundaries_ptr + middle) <= distance
+        low = tl.where(below, middle + 1, low)
+        high = tl.where(below, high, middle)
+    return low
+
+
+@triton.jit
+def bucket_range(rows, columns, bias):
+    """First and last bucket of the differences between two vectors of timestamps."""
+    row_min, row_max = tl.min(rows, 0), tl.max(rows, 0)
+    column_min, column_max = tl.min(columns, 0), tl.max(columns, 0)
+    nearest = tl.maximum(tl.maximum(row_min - column_max, column_min - row_max), 0)
+    farthest = tl.maximum(row_max - column_min, column_max - row_min)
+    first = count_boundaries(nearest, bias.boundaries_ptr, bias.num_boundaries)
+    return first, count_boundaries(farthest, bias.boundaries_ptr, bias.num_boundaries)
+
+
+@triton.jit
+def time_block(rows, columns, bias):
+    """The time bias of a block, `[rows, columns]`, of two vectors of timestamps, one of queries and one of keys."""
+    first, last = bucket_range(rows, columns, bias)
+    distance = tl.abs(rows[:, None] - columns[None, :])
+    value = tl.load(bias.time_ptr + first)
+    block = tl.where(distance >= 0, value, value)
+    for bucket in range(first, last):
+        block = tl.where(distance >= tl.load(bias.boundaries_ptr + bucket), tl.load(bias.time_ptr + bucket + 1), block)
+    return block
+
+
+@triton.jit
+def bias_block(bias, row, column, row_times, column_times, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """The bias of the block from (query row, key column) on, divided by the scale: `[ROWS, COLUMNS]`. TRANSPOSED: its rows are the keys."""
+    block = tl.zeros([ROWS, COLUMNS], tl.float32)
+    if bias.position_ptr is not None:
+        rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+        if TRANSPOSED:
+            block = tl.load(bias.position_ptr + first_entry(bias, row, column, COLUMNS, ROWS) + (rows - columns))
+        else:
+            block = tl.load(bias.position_ptr + first_entry(bias, row, column, ROWS, COLUMNS) + (columns - rows))
+    if bias.time_ptr is not None:
+        block += time_block(row_times, column_times, bias)
+    return block * bias.inverse_scale
+
+
+# -- gradients of the tables --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """sums[column - row] += factor · dS[row, column]; sums_ptr points to the entry of row 0 and column 0.
+
+    The rows are turned by their number, through scratch memory, so that a diagonal of the block becomes a column, or two parts of one.
+    """
+    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
+    tl.store(scratch_ptr + rows * COLUMNS + columns, ds)
+    tl.debug_barrier()
+    turned = tl.load(scratch_ptr + rows * COLUMNS + (columns + rows) % COLUMNS)
+    turns = (columns + rows) // COLUMNS
+    for turn in tl.static_range(0, (ROWS + COLUMNS - 2) // COLUMNS + 1):
+        ptrs = sums_ptr + tl.arange(0, COLUMNS) - turn * COLUMNS
+        tl.store(ptrs, tl.load(ptrs) + factor * tl.sum(tl.where(turns == turn, turned, 0.0), 0))
+        tl.debug_barrier()
+
+
+@triton.jit
+def add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr):
+    """sums `[BUCKETS]` plus the sums of dS of each bucket; rows, columns: vectors of timestamps."""
+    first, last = bucket_range(rows, columns, bias)
+    distance = tl.abs(rows[:, None] - columns[None, :])
+    buckets = tl.arange(0, BUCKETS)
+    for bucket in range(first, last + 1):
+        inside = distance >= tl.load(bias.boundaries_ptr + bucket - 1, mask=bucket > 0, other=0)
+        below = distance < tl.load(bias.boundaries_ptr + bucket, mask=bucket < bias.num_boundaries, other=0)
+        inside = inside & (below | (bucket == bias.num_boundaries))
+        sums += tl.where(buckets == bucket, tl.sum(tl.sum(tl.where(inside, ds, 0.0), 1), 0), 0.0)
+    return sums
