@@ -302,6 +302,7 @@ def _triton_attention(
             implementation=implementation,
             activation=params.activation,
             masked=params.mask is not None,
+            biased=params.has_bias,
             batch_invariant=params.batch_invariant,
         )
         q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]

@@ -19,7 +19,7 @@ PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores to
 
 
 class Bias(NamedTuple):
-    """RelativeBias as the kernels take it. Pointers are None for what is not there.
+    """RelativeBias as the kernels take it. `KIND` (params.py) says what is there; the rest is None.
 
     position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
     time_ptr, time_stride: likewise. query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
@@ -53,17 +53,23 @@ class TableSums(NamedTuple):
     scratch_ptr: tl.tensor
 
 
+class Times(NamedTuple):
+    """Timestamps of a vector of rows, and the extremes of the timestamps."""
+
+    stamps: tl.tensor
+    earliest: tl.tensor
+    latest: tl.tensor
+
+
 class BiasOfTile(NamedTuple):
     """The bias of a segment and head.
 
-    position_ptr: the head's table, at the entry of key 0 and query 0. low, high: range of the offset from there that lies in the table.
-    time_ptr: the head's table. timestamps_ptr: at the segment's first key. query_timestamps_ptr: at its first query.
-    shift: position of query 0.
+    position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr: the head's table. timestamps_ptr: at the
+    segment's first key. query_timestamps_ptr: at its first query. shift: position of query 0. 0 stands for what is not there.
     """
 
     position_ptr: tl.tensor
-    low: tl.tensor
-    high: tl.tensor
+    middle: tl.tensor
     time_ptr: tl.tensor
     boundaries_ptr: tl.tensor
     num_boundaries: tl.tensor
@@ -76,52 +82,62 @@ class BiasOfTile(NamedTuple):
 
 
 @triton.jit
-def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len):
+def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl.constexpr):
     """The BiasOfTile of a segment and query head."""
     shift = kv_len - q_len
-    if bias.query_shift_ptr is not None:
+    if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    position_ptr, low, high, time_ptr, timestamps_ptr, query_ptr = None, 0, 0, None, None, None
-    if bias.position_ptr is not None:
+    middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, timestamps_ptr, query_ptr = 0, 0, 0, 0, 0, 0, 0
+    if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
-        low, high = -middle, middle
         position_ptr = bias.position_ptr + head.to(tl.int64) * bias.position_stride + middle
-    if bias.time_ptr is not None:
+    if KIND.time:
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
+        boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
         timestamps_ptr = bias.timestamps_ptr + kv_start
-        if bias.query_timestamps_ptr is not None:
-            query_ptr = bias.query_timestamps_ptr + q_start
+    if KIND.query_times:
+        query_ptr = bias.query_timestamps_ptr + q_start
     return BiasOfTile(
-        position_ptr, low, high, time_ptr, bias.boundaries_ptr, bias.num_boundaries, timestamps_ptr, query_ptr, shift, q_len, kv_len,
-        bias.inverse_scale,
-    )  # fmt: skip
+        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, timestamps_ptr, query_ptr, shift, q_len, kv_len, bias.inverse_scale
+    )
 
 
 @triton.jit
-def key_times(bias, keys):
-    """Timestamps of a vector of keys of the segment; past its end, the last key's. 0 without a time table."""
-    if bias.time_ptr is None:
-        return keys
+def key_times(bias, keys, KIND: tl.constexpr):
+    """Times of a vector of keys of the segment; past its end, of the last key. Without a time table nothing reads them."""
+    if KIND.time:
+        return _times(_load_key_times(bias, keys))
     else:
-        return tl.load(bias.timestamps_ptr + tl.maximum(tl.minimum(keys, bias.kv_len - 1), 0), mask=(keys == keys) & (bias.kv_len > 0), other=0)
+        return Times(keys, 0, 0)
 
 
 @triton.jit
-def query_times(bias, rows):
-    """Timestamps of a vector of query rows of the segment; past its end, the last row's. Without a time table, anything."""
-    if bias.time_ptr is None:
-        return rows
-    elif bias.query_timestamps_ptr is not None:
-        return tl.load(bias.query_timestamps_ptr + tl.maximum(tl.minimum(rows, bias.q_len - 1), 0), mask=(rows == rows) & (bias.q_len > 0), other=0)
+def _times(values):
+    return Times(values, tl.min(values, 0), tl.max(values, 0))
+
+
+@triton.jit
+def _load_key_times(bias, keys):
+    return tl.load(bias.timestamps_ptr + tl.maximum(tl.minimum(keys, bias.kv_len - 1), 0), mask=(keys == keys) & (bias.kv_len > 0), other=0)
+
+
+@triton.jit
+def query_times(bias, rows, KIND: tl.constexpr):
+    """Times of a vector of query rows of the segment; past its end, of the last row. Without a time table nothing reads them."""
+    rows = tl.maximum(tl.minimum(rows, bias.q_len - 1), 0)
+    if not KIND.time:
+        return Times(rows, 0, 0)
+    elif KIND.query_times:
+        return _times(tl.load(bias.query_timestamps_ptr + rows, mask=(rows == rows) & (bias.q_len > 0), other=0))
     else:
-        return key_times(bias, tl.minimum(rows, bias.q_len - 1) + bias.shift + 1)
+        return _times(_load_key_times(bias, rows + bias.shift + 1))
 
 
 @triton.jit
 def first_entry(bias, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Offset in the position table of a block's first query row and first key. It is limited so that the whole block, ROWS queries by
     COLUMNS keys, lies in the padded table; the entries are the same."""
-    return tl.minimum(tl.maximum(column - row - bias.shift, bias.low + ROWS - 1), bias.high - COLUMNS + 1)
+    return tl.minimum(tl.maximum(column - row - bias.shift, ROWS - 1 - bias.middle), bias.middle - COLUMNS + 1)
 
 
 @triton.jit
@@ -139,20 +155,18 @@ def count_boundaries(distance, boundaries_ptr, num_boundaries):
 
 @triton.jit
 def bucket_range(rows, columns, bias):
-    """First and last bucket of the differences between two vectors of timestamps."""
-    row_min, row_max = tl.min(rows, 0), tl.max(rows, 0)
-    column_min, column_max = tl.min(columns, 0), tl.max(columns, 0)
-    nearest = tl.maximum(tl.maximum(row_min - column_max, column_min - row_max), 0)
-    farthest = tl.maximum(row_max - column_min, column_max - row_min)
+    """First and last bucket of the differences between two Times."""
+    nearest = tl.maximum(tl.maximum(rows.earliest - columns.latest, columns.earliest - rows.latest), 0)
+    farthest = tl.maximum(rows.latest - columns.earliest, columns.latest - rows.earliest)
     first = count_boundaries(nearest, bias.boundaries_ptr, bias.num_boundaries)
     return first, count_boundaries(farthest, bias.boundaries_ptr, bias.num_boundaries)
 
 
 @triton.jit
 def time_block(rows, columns, bias):
-    """The time bias of a block, `[rows, columns]`, of two vectors of timestamps, one of queries and one of keys."""
+    """The time bias of a block, `[rows, columns]`, of two Times, one of queries and one of keys."""
     first, last = bucket_range(rows, columns, bias)
-    distance = tl.abs(rows[:, None] - columns[None, :])
+    distance = tl.abs(rows.stamps[:, None] - columns.stamps[None, :])
     value = tl.load(bias.time_ptr + first)
     block = tl.where(distance >= 0, value, value)
     for bucket in range(first, last):
@@ -161,16 +175,18 @@ def time_block(rows, columns, bias):
 
 
 @triton.jit
-def bias_block(bias, row, column, row_times, column_times, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr):
+def bias_block(
+    bias, row, column, row_times, column_times, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, KIND: tl.constexpr
+):  # fmt: skip
     """The bias of the block from (query row, key column) on, divided by the scale: `[ROWS, COLUMNS]`. TRANSPOSED: its rows are the keys."""
     block = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if bias.position_ptr is not None:
+    if KIND.position:
         rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
         if TRANSPOSED:
             block = tl.load(bias.position_ptr + first_entry(bias, row, column, COLUMNS, ROWS) + (rows - columns))
         else:
             block = tl.load(bias.position_ptr + first_entry(bias, row, column, ROWS, COLUMNS) + (columns - rows))
-    if bias.time_ptr is not None:
+    if KIND.time:
         block += time_block(row_times, column_times, bias)
     return block * bias.inverse_scale
 
@@ -197,9 +213,9 @@ def add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr):
-    """sums `[BUCKETS]` plus the sums of dS of each bucket; rows, columns: vectors of timestamps."""
+    """sums `[BUCKETS]` plus the sums of dS of each bucket; rows, columns: Times."""
     first, last = bucket_range(rows, columns, bias)
-    distance = tl.abs(rows[:, None] - columns[None, :])
+    distance = tl.abs(rows.stamps[:, None] - columns.stamps[None, :])
     buckets = tl.arange(0, BUCKETS)
     for bucket in range(first, last + 1):
         inside = distance >= tl.load(bias.boundaries_ptr + bucket - 1, mask=bucket > 0, other=0)

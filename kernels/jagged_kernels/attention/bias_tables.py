@@ -65,8 +65,10 @@ class TableGradients(NamedTuple):
 
     @property
     def buckets(self) -> int:
-        """Entries of the time table in memory, 1 without a gradient."""
-        return 1 if self.time is None else self.time.shape[2]
+        """Entries of the time table in memory; 1 if only the position table has a gradient, 0 if none has."""
+        if self.time is not None:
+            return self.time.shape[2]
+        return 0 if self.position is None else 1
 
     def argument(self) -> TableSums | None:
         """The kernel's argument; None without a gradient."""

@@ -69,6 +69,7 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
+from .bias_tables import kernel_bias
 from .hopper_common import (
     Position,
     Schedule,
@@ -393,9 +394,9 @@ class _Launches:
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
+                kernel_bias(params), params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
                 HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
-                **launch_constants(config, self.operands, params),
+                BIAS=params.bias_kind, **launch_constants(config, self.operands, params),
             )  # fmt: skip
 
     def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor) -> None:
@@ -407,6 +408,11 @@ class _Launches:
                 tiles, num_tiles, segment_scale, self.params.scale, self.dact_factor, self.params.output_scale,
                 QUERY_BLOCK=self.selection.dkdv.block, **dq_from_ds_constants(self.selection.dq_from_ds, self.operands),
             )  # fmt: skip
+
+
+def dkdv(operands: Operands, grads: Gradients, keys: Segments, params: AttentionParams, selection: Selection) -> None:
+    """Launch the kernel for dk, dv alone: with a bias, a portable kernel computes dq and the gradients of the bias tables."""
+    _Launches(operands, grads, params, False, selection).dkdv(keys, params.segment_scale)
 
 
 def backward(

@@ -60,6 +60,8 @@ from ..common.pipeline import (
     zero_tail,
 )
 from ..common.ptxas import safe_ptxas
+from .bias import Bias
+from .hopper_bias import bias_block, bias_of_keys
 from .hopper_common import (
     Schedule,
     Tile,
@@ -95,6 +97,7 @@ class _Options(NamedTuple):
     kv_shared: gl.constexpr
     query_groups: gl.constexpr
     has_ds: gl.constexpr  # whether dS is stored
+    bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
     block: gl.constexpr  # query rows of a block
 
@@ -146,6 +149,7 @@ class _Kernel(NamedTuple):
     stats: _Stats
     outputs: _Outputs
     scales: _Scales
+    bias: Bias
     ds_ptr: gl.tensor
     ds_blocks_ptr: gl.tensor
     queue: TileQueue
@@ -161,8 +165,9 @@ class _Keys(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The query rows of a block: column of the first one, number of rows from there on in the segment, and its first target column."""
+    """The query rows of a block: the first one, its column, number of rows from there on in the segment, and its first target column."""
 
+    first: gl.tensor
     column: gl.tensor
     num_rows: gl.tensor
     first_target: gl.tensor
@@ -329,7 +334,8 @@ def _skip_rows(rings, step, num_rows, tail_phase, consumer: gl.constexpr, CONSUM
 
 @gluon.jit
 def _dkdv_block(
-    keys, rings, step, dk, dv, rows, scale, tail_phase, ds_block, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+    keys, rings, step, dk, dv, rows, scale, bias, tail_phase, ds_block, consumer: gl.constexpr, OPTIONS: gl.constexpr,
+    MASKED: gl.constexpr,
 ):  # fmt: skip
     """One query block, transposed: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing to either. ds_block: workspace
     block where dSᵀ is stored, with a workspace. Returns dk, dv and the next tail phase."""
@@ -342,7 +348,10 @@ def _dkdv_block(
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     STATS: gl.constexpr = gl.SliceLayout(0, mma_layout(WARPGROUP_ROWS, BLOCK))
-    scores = mma_abt(keys.k, q)
+    start = None
+    if OPTIONS.bias is not None:
+        start = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
+    scores = mma_abt(keys.k, q, start)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do)
     scores = warpgroup_mma_wait(1, deps=(scores,))
@@ -413,22 +422,29 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
             keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first, kernel.ds_ptr)
             for number in range(visited.masked):
-                _, q_len, _, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+                _, q_len, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
                 row = block * BLOCK
+                bias = None
+                if OPTIONS.bias is not None:
+                    bias = bias_of_keys(kernel.bias, tile, tile.head * OPTIONS.group + group_head, first, OPTIONS.bias)
                 if consumer_visits(tile, block, query_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
-                        keys, rings, step + number, dk, dv, _Rows(row + tile.kv_len - q_len, q_len - row, first_target),
-                        score_factor(scales.scale, OPTIONS.activation), tail_phase, ds_block, consumer, OPTIONS, True,
+                        keys, rings, step + number, dk, dv, _Rows(row, row + tile.kv_len - q_len, q_len - row, first_target),
+                        score_factor(scales.scale, OPTIONS.activation), bias, tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     tail_phase = _skip_rows(rings, step + number, q_len - row, tail_phase, consumer, CONSUMERS)
             keys = _Keys(opaque_rows(rings.k, wave), opaque_rows(rings.v, wave), first, kernel.ds_ptr)
             for number in range(visited.masked, visited.count):
                 ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
+                bias, row = None, 0
+                if OPTIONS.bias is not None:
+                    _, _, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
+                    bias, row = bias_of_keys(kernel.bias, tile, tile.head * OPTIONS.group + group_head, first, OPTIONS.bias), block * BLOCK
                 dk, dv, tail_phase = _dkdv_block(
-                    keys, rings, step + number, dk, dv, _Rows(0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
-                    tail_phase, ds_block, consumer, OPTIONS, False,
+                    keys, rings, step + number, dk, dv, _Rows(row, 0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
+                    bias, tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.k, wave)
             consumer_release(rings.v, wave)
@@ -455,17 +471,17 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dkdv_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
     scale, act_factor, dact_factor, output_scale, stride_lse, ds_ptr, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, KV_SHARED: gl.constexpr, QUERY_GROUPS: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr,
-    ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr, BIAS: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of a tile of key rows. It loops over the query blocks of all query groups and of all heads of a key head. With a `ds_ptr`, it
     also stores dS there, of the segments that have a block in `ds_blocks_ptr`."""
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     OPTIONS: gl.constexpr = _Options(
-        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, QUERY_GROUPS, ds_ptr is not None, CONSUMERS, BLOCK
+        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, KV_SHARED, QUERY_GROUPS, ds_ptr is not None, BIAS, CONSUMERS, BLOCK
     )  # fmt: skip
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
@@ -480,6 +496,6 @@ def attention_bwd_dkdv_hopper_kernel(
     scales = _Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(
-        q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, ds_ptr, ds_blocks_ptr, queue
+        q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, bias, ds_ptr, ds_blocks_ptr, queue
     )  # fmt: skip
     launch_specialised(_dkdv_consume, _dkdv_produce, kernel, OPTIONS, REGISTERS)

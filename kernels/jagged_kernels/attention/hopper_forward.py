@@ -1,6 +1,6 @@
 """Forward of jagged attention for Hopper: a warp-specialised kernel, persistent over the tile schedule.
 
-    S = scale · q kᵀ,  P = activation(S),  O = output scale · P v        per segment and head
+    S = scale · q kᵀ + bias,  P = activation(S),  O = output scale · P v        per segment and head
     softmax, per block of keys:  m' = max(m, max S),  P = exp2(S − m'),  l' = l · exp2(m − m') + Σ P,  O' = O · exp2(m − m') + P v
     at the end of a tile:  O / l,  lse = m + log2 l
 
@@ -66,7 +66,10 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments
+from .bias import Bias
+from .bias_tables import kernel_bias
 from .configs import HopperConfig
+from .hopper_bias import bias_block, bias_of_queries
 from .hopper_common import (
     Position,
     Schedule,
@@ -101,6 +104,7 @@ class _Options(NamedTuple):
     mask: gl.constexpr
     q_shared: gl.constexpr
     q_in_registers: gl.constexpr
+    bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
 
 
@@ -138,6 +142,7 @@ class _Kernel(NamedTuple):
     rings: _Rings
     outputs: _Outputs
     scales: _Scales
+    bias: Bias
     queue: TileQueue
 
 
@@ -145,7 +150,7 @@ class _Visit(NamedTuple):
     """A consumer's work on a tile: the blocks of keys from the `skipped`-th to the last visited one.
 
     wave: step of the ring of q. step: of the tile's first block in the rings of k and v. row: column of the consumer's first row.
-    num_keys: in the first block, the only one that the segment's end may cut.
+    num_keys: in the first block, the only one that the segment's end may cut. bias: RowBias of the consumer's rows, or None.
     """
 
     wave: gl.tensor
@@ -156,6 +161,7 @@ class _Visit(NamedTuple):
     skipped: gl.tensor
     row: gl.tensor
     num_keys: gl.tensor
+    bias: gl.tensor
 
 
 # -- producer -----------------------------------------------------------------------------------------------------------------------
@@ -198,11 +204,14 @@ def _fwd_produce(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(q, k, OPTIONS: gl.constexpr):
-    """Start q kᵀ."""
+def _start_scores(q, k, column, bias, OPTIONS: gl.constexpr):
+    """Start q kᵀ, plus the bias divided by the scale, of the keys from a column on."""
     if OPTIONS.q_in_registers:
         q = gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2), assert_trivial=True)
-    return mma_abt(q, k)
+    if OPTIONS.bias is not None:
+        return mma_abt(q, k, bias_block(bias, column, k.shape[0], False, OPTIONS.bias))
+    else:
+        return mma_abt(q, k)
 
 
 @gluon.constexpr_function
@@ -221,7 +230,9 @@ def _q_operand(q, rings, wave, SKIPS: gl.constexpr, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, COLUMNS: gl.constexpr):
+def _first_block(
+    q, rings, step, position, state, scale, bias, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, COLUMNS: gl.constexpr
+):  # fmt: skip
     """P of the first COLUMNS keys of a tile's first block, and the new state. No MMA of an earlier block is under way. Also zeroes the tail
     of v."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
@@ -229,7 +240,7 @@ def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.cons
     k = consumer_wait(rings.k, step)
     if _skips_blocks(OPTIONS.mask, OPTIONS.consumers, rings.k.buffers.shape[2]):
         k = opaque_rows(rings.k, step)
-    scores = _start_scores(q, k.slice(0, COLUMNS), OPTIONS)
+    scores = _start_scores(q, k.slice(0, COLUMNS), position.column, bias, OPTIONS)
     has_tail = position.num_keys < COLUMNS
     if has_tail:
         zero_tail(consumer_wait(rings.v, step).slice(0, COLUMNS), position.num_keys, tail, consumer, OPTIONS.consumers)
@@ -243,14 +254,14 @@ def _first_block(q, rings, step, position, state, scale, tail, consumer: gl.cons
 
 
 @gluon.jit
-def _next_block(q, rings, step, more, position, p, state, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
+def _next_block(q, rings, step, more, position, p, state, scale, bias, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
     """P of the block of a step, and the new state with acc += P v of the previous block. `more`: whether another block follows."""
     WAITS_AHEAD: gl.constexpr = OPTIONS.activation is not None
     if WAITS_AHEAD:  # the previous block has waited for these keys
         k = ring_rows(rings.k, step % rings.k.buffers.shape[0])
     else:
         k = consumer_wait(rings.k, step)
-    scores = _start_scores(q, k, OPTIONS)
+    scores = _start_scores(q, k, position.column, bias, OPTIONS)
     acc = warpgroup_mma(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(rings.k, step)
@@ -316,8 +327,8 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
     if num_keys <= BLOCK // 2:
         q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
         half, first = _first_block(
-            q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, tail, consumer, OPTIONS,
-            BLOCK // 2,
+            q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, visit.bias, tail,
+            consumer, OPTIONS, BLOCK // 2,
         )  # fmt: skip
         state = SoftmaxState(gl.convert_layout(first.row_max, STATS), first.row_sum, first.acc)
         if count > begun:
@@ -327,7 +338,7 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
             q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
             p, state = _next_block(
                 q_rows, rings, step + begun, count > begun + 1, Position(row, column, kv_len - column, first_target), half, state, scale,
-                OPTIONS, OPTIONS.mask is not None,
+                visit.bias, OPTIONS, OPTIONS.mask is not None,
             )  # fmt: skip
         else:
             half_acc, factor, lse = _last_values(half, rings, step + skipped, wave, state, OPTIONS)
@@ -336,7 +347,8 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
     else:
         q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
         p, state = _first_block(
-            q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, tail, consumer, OPTIONS, BLOCK
+            q_rows, rings, step + skipped, Position(row, column, num_keys, first_target), state, scale, visit.bias, tail, consumer, OPTIONS,
+            BLOCK,
         )  # fmt: skip
         if OPTIONS.activation is not None:
             consumer_wait_ahead(rings.k, step + begun, count > begun)
@@ -346,12 +358,16 @@ def _fwd_rows(q, rings, visit, scale, tail, consumer: gl.constexpr, OPTIONS: gl.
             column = visited_block(number, blocks) * BLOCK
             p, state = _next_block(
                 q_rows, rings, step + number, number + 1 < count, Position(row, column, kv_len - column, first_target), p, state, scale,
-                OPTIONS, True,
+                visit.bias, OPTIONS, True,
             )  # fmt: skip
     q_rows = _q_operand(q, rings, wave, SKIPS, OPTIONS)
     for number in range(gl.maximum(begun, masked), count):
+        column = 0
+        if OPTIONS.bias is not None:
+            column = visited_block(number, blocks) * BLOCK
         p, state = _next_block(
-            q_rows, rings, step + number, number + 1 < count, Position(row, 0, BLOCK, first_target), p, state, scale, OPTIONS, False
+            q_rows, rings, step + number, number + 1 < count, Position(row, column, BLOCK, first_target), p, state, scale, visit.bias,
+            OPTIONS, False,
         )  # fmt: skip
     acc = state.acc
     if begun <= count:
@@ -413,7 +429,10 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             if _skips_blocks(OPTIONS.mask, CONSUMERS, BLOCK):
                 skipped = _num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
                 _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
-            visit = _Visit(wave, step, tile, blocks, visited, skipped, first + tile.kv_len - tile.q_len, num_keys)
+            bias = None
+            if OPTIONS.bias is not None:
+                bias = bias_of_queries(kernel.bias, tile, first, OPTIONS.bias)
+            visit = _Visit(wave, step, tile, blocks, visited, skipped, first + tile.kv_len - tile.q_len, num_keys, bias)
             acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
             if SOFTMAX:
                 next_tile = pop_tile(queue, wave + 1, wave + 1 < waves)
@@ -441,20 +460,21 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
     scale, act_factor, output_scale, stride_lse,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
+    BIAS: gl.constexpr,
 ):  # fmt: skip
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
-    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, CONSUMERS)
+    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, BIAS, CONSUMERS)
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS))
     outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
     scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
-    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, queue)
+    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, queue)
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
 
 
@@ -473,6 +493,6 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
-            params.segment_scale, params.scale, act_factor, params.output_scale, lse.stride(0),
-            Q_REGISTERS=config.rows_in_registers, **constants,
+            params.segment_scale, kernel_bias(params), params.scale, act_factor, params.output_scale, lse.stride(0),
+            Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, **constants,
         )  # fmt: skip

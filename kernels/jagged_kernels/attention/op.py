@@ -31,7 +31,7 @@ from ..common.ops import below_autograd, differentiate, operator, refuse_derivat
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
-from .params import AttentionParams, Gradients, MaskParams, Operands
+from .params import AttentionParams, BiasKind, Gradients, MaskParams, Operands
 from .select import AttentionProblem, Selection, select
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 
@@ -166,6 +166,7 @@ def _problem(
         implementation=implementation,
         activation=params.activation,
         masked=params.mask is not None,
+        biased=params.has_bias,
         batch_invariant=params.batch_invariant,
         q_rows=q.shape[0],
         q_segments=segments.q_offsets.shape[0] - 1,
@@ -276,7 +277,7 @@ def _constants(config: LaunchConfig, operands: Operands, params: AttentionParams
     """The launch arguments that all three kernels share."""
     q, k, v, _, _ = operands
     dims = q.shape[1] // k.shape[1], q.shape[2], v.shape[2]
-    return _constants_of(config, *dims, q.dtype, precision(q), params.activation, params.mask)
+    return _constants_of(config, *dims, q.dtype, precision(q), params.activation, params.mask, params.bias_kind)
 
 
 @functools.cache
@@ -289,6 +290,7 @@ def _constants_of(
     precision: str,
     activation: str,
     mask: MaskParams | None,
+    bias: BiasKind | None,
 ) -> dict:
     return dict(
         GROUP=group,
@@ -299,6 +301,7 @@ def _constants_of(
         PRECISION=precision,
         ACTIVATION=activation_function(activation, dtype == torch.bfloat16),
         MASK=mask and MaskParams(*mask),
+        BIAS=bias,
         MASKED_STAGES=1 if mask is None else min(2, config.num_stages),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

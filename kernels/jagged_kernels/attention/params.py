@@ -23,6 +23,15 @@ class MaskParams(NamedTuple):
     full_attn_len: int
 
 
+class BiasKind(NamedTuple):
+    """What a RelativeBias has, as a constant of a launch: tables, and timestamps of queries."""
+
+    position: bool
+    time: bool
+    query_times: bool
+    shift: bool
+
+
 class AttentionParams(NamedTuple):
     """What is computed. The fields are the last arguments of the registered operators of CPU and GPU, in their order.
 
@@ -59,6 +68,12 @@ class AttentionParams(NamedTuple):
     @property
     def has_bias(self) -> bool:
         return self.position_bias is not None or self.time_bias is not None
+
+    @property
+    def bias_kind(self) -> BiasKind | None:
+        if not self.has_bias:
+            return None
+        return BiasKind(*(x is not None for x in (self.position_bias, self.time_bias, self.query_timestamps, self.query_shift)))
 
 
 class Operands(NamedTuple):

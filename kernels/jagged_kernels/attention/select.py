@@ -15,7 +15,7 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, hopper_attention_config
+from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, biased_dq_config, hopper_attention_config
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
@@ -30,7 +30,7 @@ class AttentionProblem(NamedTuple):
         dtype: of q, k and v.
         capability: compute capability of the GPU; None: there is none (Triton's interpreter).
         implementation: "auto", "triton" or "hopper".
-        activation: a public name. masked: whether there is a mask.
+        activation: a public name. masked, biased: whether there is a mask, or a RelativeBias.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
@@ -46,6 +46,7 @@ class AttentionProblem(NamedTuple):
     implementation: str = "auto"
     activation: str = "softmax"
     masked: bool = False
+    biased: bool = False
     batch_invariant: bool = False
     q_rows: int | None = None
     q_segments: int | None = None
@@ -96,7 +97,7 @@ def select(problem: AttentionProblem) -> Selection:
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
-        selection = _hopper_selection(p.head_dim, p.activation, p.masked, long)
+        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long)
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
 
     tile = _triton_tile(p, q_seqlen)
@@ -105,6 +106,8 @@ def select(problem: AttentionProblem) -> Selection:
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
     long_keys, long_queries = (not p.masked and (length or 0) >= LONG for length in (kv_seqlen, queries_of_keys))
     selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries)
+    if p.biased:
+        selection = dataclasses.replace(selection, dq=biased_dq_config(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability or HOPPER))
     return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
 
@@ -200,9 +203,13 @@ def _cached(function: Callable) -> Callable:
 
 
 @_cached
-def _hopper_selection(dim: int, activation: str, masked: bool, long: bool) -> Selection:
+def _hopper_selection(dim: int, activation: str, masked: bool, biased: bool, long: bool) -> Selection:
+    """With a bias, a portable kernel computes dq and the gradients of the bias tables."""
     kernels = "fwd", "dq", "dkdv", "dq_from_ds"
-    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, long) for kernel in kernels})
+    configs = {kernel: hopper_attention_config(kernel, dim, activation, masked or biased, long) for kernel in kernels}
+    if biased:
+        configs |= dict(dq=biased_dq_config(dim, 2, HOPPER), dq_from_ds=None)
+    return Selection("hopper", **configs, tma=biased)
 
 
 @_cached

@@ -27,7 +27,7 @@ from .scales import output_factor, score_factor
 
 class _Options(NamedTuple):
     """Constants of a launch. block: keys, or in the dk, dv kernel query rows, of a block. block_d, block_dv: head dims padded to powers
-    of 2. activation: a function of activations.py, None: softmax."""
+    of 2. activation: a function of activations.py, None: softmax. bias: BiasKind, or None. has_sums: whether dS is summed for the bias tables."""
 
     head_dim: tl.constexpr
     v_dim: tl.constexpr
@@ -37,6 +37,8 @@ class _Options(NamedTuple):
     precision: tl.constexpr
     activation: tl.constexpr
     mask: tl.constexpr
+    bias: tl.constexpr
+    has_sums: tl.constexpr
 
 
 class _State(NamedTuple):
@@ -122,23 +124,20 @@ class _QueryBlock(NamedTuple):
 
 
 @triton.jit
-def _bias_of_rows(bias, tile, head, ROWS: tl.constexpr):
-    """_RowBias of a tile of query rows; None without a bias."""
-    if bias is None:
-        return None
-    else:
-        of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len)
-        return _RowBias(of_tile, tile.block * ROWS, query_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS)))
+def _bias_of_rows(bias, tile, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """_RowBias of a tile of query rows."""
+    of_tile = bias_of_tile(bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
+    return _RowBias(of_tile, tile.block * ROWS, query_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
 def _scores(q, k, block, bias, OPTIONS: tl.constexpr):
     """q kᵀ of a key block, plus the bias divided by the scale."""
-    if bias is None:
+    if OPTIONS.bias is None:
         return tl.dot(q, tl.trans(k), input_precision=OPTIONS.precision)
     else:
-        times = key_times(bias.of_tile, block.column + tl.arange(0, OPTIONS.block))
-        start = bias_block(bias.of_tile, bias.row, block.column, bias.times, times, q.shape[0], OPTIONS.block, False)
+        times = key_times(bias.of_tile, block.column + tl.arange(0, OPTIONS.block), OPTIONS.bias)
+        start = bias_block(bias.of_tile, bias.row, block.column, bias.times, times, q.shape[0], OPTIONS.block, False, OPTIONS.bias)
         return tl.dot(q, tl.trans(k), start, input_precision=OPTIONS.precision)
 
 
@@ -185,10 +184,10 @@ def attention_fwd_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr,
+    Q_SHARED: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
-    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
+    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, False)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
@@ -209,7 +208,9 @@ def attention_fwd_kernel(
         first_target = first_target_column(num_targets_ptr, tile.segment, tile.kv_len, MASK)
         blocks = column_blocks(column, column + tl.minimum(num_rows, BLOCK_M) - 1, tile.kv_len, first_target, MASK, BLOCK_N)
         visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
-        row_bias = _bias_of_rows(bias, tile, tile.head, BLOCK_M)
+        row_bias = None
+        if BIAS is not None:
+            row_bias = _bias_of_rows(bias, tile, BLOCK_M, BIAS)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -264,26 +265,23 @@ def _dq_block(
             ds = tl.where(is_visible(block.column + columns, visible.rows, visible.bounds, OPTIONS.mask), ds, 0.0)
         elif OPTIONS.activation is None:  # exp2 may have overflown where there is no key; elsewhere k is 0
             ds = tl.where(columns < block.num_keys, ds, 0.0)
-    if sums is not None:
+    if OPTIONS.has_sums:
         buckets = _add_to_tables(ds, block, bias, sums, buckets, OPTIONS)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision), buckets
 
 
 @triton.jit
-def _sums_of_tile(sums, tile, num_rows, factor, bias, SCORES: tl.constexpr):
-    """_TileSums of a tile of query rows; None without gradients of tables. SCORES: scores in a block."""
-    if sums is None:
-        return None
-    else:
-        program = tl.program_id(0).to(tl.int64)
-        position_ptr, scratch_ptr, time_ptr = None, None, None
-        if sums.position_ptr is not None:
-            of_head = tile.head.to(tl.int64) * bias.position_stride + bias.num_positions // 2
-            position_ptr = sums.position_ptr + program * sums.position_stride + of_head
-            scratch_ptr = sums.scratch_ptr + program * SCORES
-        if sums.time_ptr is not None:
-            time_ptr = sums.time_ptr + program * sums.time_stride + tile.head.to(tl.int64) * sums.time_head_stride
-        return _TileSums(position_ptr, scratch_ptr, time_ptr, num_rows, factor)
+def _sums_of_tile(sums, tile, num_rows, factor, bias, SCORES: tl.constexpr, KIND: tl.constexpr):
+    """_TileSums of a tile of query rows. SCORES: scores in a block."""
+    program = tl.program_id(0).to(tl.int64)
+    position_ptr, scratch_ptr, time_ptr = 0, 0, 0
+    if KIND.position:
+        of_head = tile.head.to(tl.int64) * bias.position_stride + bias.num_positions // 2
+        position_ptr = sums.position_ptr + program * sums.position_stride + of_head
+        scratch_ptr = sums.scratch_ptr + program * SCORES
+    if KIND.time:
+        time_ptr = sums.time_ptr + program * sums.time_stride + tile.head.to(tl.int64) * sums.time_head_stride
+    return _TileSums(position_ptr, scratch_ptr, time_ptr, num_rows, factor)
 
 
 @triton.jit
@@ -293,11 +291,11 @@ def _add_to_tables(ds, block, bias, sums, buckets, OPTIONS: tl.constexpr):
     COLUMNS: tl.constexpr = ds.shape[1]
     rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
     ds = tl.where((rows < sums.num_rows) & (columns < block.num_keys), ds, 0.0)
-    if sums.position_ptr is not None:
+    if OPTIONS.bias.position:
         entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
         add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)
-    if sums.time_ptr is not None:
-        times = key_times(bias.of_tile, block.column + tl.arange(0, COLUMNS))
+    if OPTIONS.bias.time:
+        times = key_times(bias.of_tile, block.column + tl.arange(0, COLUMNS), OPTIONS.bias)
         buckets = add_bucket_sums(buckets, ds, bias.times, times, bias.of_tile, buckets.shape[0])
     return buckets
 
@@ -313,11 +311,12 @@ def attention_bwd_dq_kernel(
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr, BUCKETS: tl.constexpr,
+    Q_SHARED: tl.constexpr, BIAS: tl.constexpr, BUCKETS: tl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With `sums`, a TableSums,
-    also sums dS for the gradients of the bias tables, each program in its own memory."""
-    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
+    also sums dS for the gradients of the bias tables, each program in its own memory. BUCKETS: entries of the time table's sums; 0 without
+    `sums`."""
+    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, BUCKETS > 0)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
@@ -351,11 +350,14 @@ def attention_bwd_dq_kernel(
             tl.store(delta_ptr + offsets, delta, mask=lanes < num_rows)
 
         queries = _QueryTile(q, do, lse, delta)
-        row_bias = _bias_of_rows(bias, tile, tile.head, BLOCK_M)
-        factor = dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment)
-        tile_sums = _sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N)
+        row_bias, tile_sums = None, None
+        if BIAS is not None:
+            row_bias = _bias_of_rows(bias, tile, BLOCK_M, BIAS)
+        if BUCKETS > 0:
+            factor = dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment)
+            tile_sums = _sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-        buckets = tl.zeros([BUCKETS], tl.float32)
+        buckets = tl.zeros([BUCKETS if BUCKETS > 0 else 1], tl.float32)
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
             acc, buckets = _dq_block(
@@ -367,16 +369,16 @@ def attention_bwd_dq_kernel(
             acc, buckets = _dq_block(
                 queries, k_rows, v_rows, key_block, visible, acc, buckets, score_scale, row_bias, tile_sums, OPTIONS, True
             )  # fmt: skip
-        if tile_sums is not None:
-            _store_buckets(tile_sums, buckets)
+        if BUCKETS > 0:
+            _store_buckets(tile_sums, buckets, BIAS)
         acc = acc * (scale * dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
 
 
 @triton.jit
-def _store_buckets(sums, buckets):
+def _store_buckets(sums, buckets, KIND: tl.constexpr):
     """Add a tile's sums of dS by bucket to the program's own."""
-    if sums.time_ptr is not None:
+    if KIND.time:
         ptrs = sums.time_ptr + tl.arange(0, buckets.shape[0])
         tl.store(ptrs, tl.load(ptrs) + sums.factor * buckets)
         tl.debug_barrier()
@@ -385,22 +387,19 @@ def _store_buckets(sums, buckets):
 @triton.jit
 def _transposed_scores(keys, q, block, bias, OPTIONS: tl.constexpr):
     """k qᵀ of a block of query rows, plus the bias divided by the scale."""
-    if bias is None:
+    if OPTIONS.bias is None:
         return tl.dot(keys.k, tl.trans(q), input_precision=OPTIONS.precision)
     else:
-        times = query_times(bias.of_tile, block.first + tl.arange(0, OPTIONS.block))
-        start = bias_block(bias.of_tile, block.first, bias.row, bias.times, times, keys.k.shape[0], OPTIONS.block, True)
+        times = query_times(bias.of_tile, block.first + tl.arange(0, OPTIONS.block), OPTIONS.bias)
+        start = bias_block(bias.of_tile, block.first, bias.row, bias.times, times, keys.k.shape[0], OPTIONS.block, True, OPTIONS.bias)
         return tl.dot(keys.k, tl.trans(q), start, input_precision=OPTIONS.precision)
 
 
 @triton.jit
-def _bias_of_keys(bias, tile, head, ROWS: tl.constexpr):
-    """_RowBias of a tile of keys and a query head; None without a bias."""
-    if bias is None:
-        return None
-    else:
-        of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len)
-        return _RowBias(of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS)))
+def _bias_of_keys(bias, tile, head, ROWS: tl.constexpr, KIND: tl.constexpr):
+    """_RowBias of a tile of keys and a query head."""
+    of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
+    return _RowBias(of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
@@ -447,10 +446,11 @@ def attention_bwd_dkdv_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr,
     MASKED_STAGES: tl.constexpr, Q_SHARED: tl.constexpr, KV_SHARED: tl.constexpr, QUERY_GROUPS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of a tile of BLOCK_N key rows. It loops over the query groups, the query heads of the key head, and their blocks of BLOCK_M
     rows."""
-    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK)
+    OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_M, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, False)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, q_desc, stride_qm * ALIGN, stride_qh * ALIGN)
     k_rows = Rows(k_ptr, k_desc, stride_kn * ALIGN, stride_kh * ALIGN)
@@ -489,7 +489,9 @@ def attention_bwd_dkdv_kernel(
                 if ACTIVATION is None:
                     lse_head, delta_head = lse_ptr + head.to(tl.int64) * stride_lse, delta_ptr + head.to(tl.int64) * stride_lse
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head)
-                key_bias = _bias_of_keys(bias, tile, head, BLOCK_N)
+                key_bias = None
+                if BIAS is not None:
+                    key_bias = _bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
                 for m in range(blocks.full_first * BLOCK_M, (blocks.full_first + blocks.full_count) * BLOCK_M, BLOCK_M):
                     query_block = _QueryBlock(m, q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, key_bias, OPTIONS, False)

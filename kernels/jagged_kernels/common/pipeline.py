@@ -61,11 +61,14 @@ def vector_layout(width):
 
 
 @gluon.jit
-def mma_abt(a, b):
-    """Start the asynchronous MMA a bᵀ, `[64, rows of b]`; `a` in shared memory or registers, `b` in shared memory."""
+def mma_abt(a, b, start=None):
+    """Start the asynchronous MMA a bᵀ + start, `[64, rows of b]`; `a` in shared memory or registers, `b` in shared memory."""
     COLUMNS: gl.constexpr = b.shape[0]
-    zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, mma_layout(WARPGROUP_ROWS, COLUMNS))
-    return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    if start is None:
+        zeros = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, mma_layout(WARPGROUP_ROWS, COLUMNS))
+        return warpgroup_mma(a, b.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    else:
+        return warpgroup_mma(a, b.permute((1, 0)), start, is_async=True)
 
 
 @gluon.jit
