@@ -303,6 +303,7 @@ def _triton_attention(
             activation=params.activation,
             masked=params.mask is not None,
             biased=params.has_bias,
+            timed=params.time_bias is not None,
             batch_invariant=params.batch_invariant,
         )
         q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]

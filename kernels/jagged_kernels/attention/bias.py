@@ -91,7 +91,7 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
         position_ptr = bias.position_ptr + head.to(tl.int64) * bias.position_stride + middle
-    if KIND.time:
+    if KIND.boundaries > 0:
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
         timestamps_ptr = bias.timestamps_ptr + kv_start
@@ -105,7 +105,7 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
 @triton.jit
 def key_times(bias, keys, KIND: tl.constexpr):
     """Times of a vector of keys of the segment; past its end, of the last key. Without a time table nothing reads them."""
-    if KIND.time:
+    if KIND.boundaries > 0:
         return _times(_load_key_times(bias, keys))
     else:
         return Times(keys, 0, 0)
@@ -125,7 +125,7 @@ def _load_key_times(bias, keys):
 def query_times(bias, rows, KIND: tl.constexpr):
     """Times of a vector of query rows of the segment; past its end, of the last row. Without a time table nothing reads them."""
     rows = tl.maximum(tl.minimum(rows, bias.q_len - 1), 0)
-    if not KIND.time:
+    if KIND.boundaries == 0:
         return Times(rows, 0, 0)
     elif KIND.query_times:
         return _times(tl.load(bias.query_timestamps_ptr + rows, mask=(rows == rows) & (bias.q_len > 0), other=0))
@@ -141,36 +141,35 @@ def first_entry(bias, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def count_boundaries(distance, boundaries_ptr, num_boundaries):
-    """Number of boundaries <= distance: the bucket of one distance."""
-    low = (distance * 0).to(tl.int32)
-    high = low + num_boundaries
-    while low < high:
-        middle = (low + high) // 2
-        below = tl.load(boundaries_ptr + middle) <= distance
-        low = tl.where(below, middle + 1, low)
-        high = tl.where(below, high, middle)
-    return low
-
-
-@triton.jit
-def bucket_range(rows, columns, bias):
-    """First and last bucket of the differences between two Times."""
+def bucket_range(rows, columns, bias, numbers):
+    """First and last bucket of the differences between two Times. numbers: 0, 1, 2, ..., at least as many as there are boundaries."""
     nearest = tl.maximum(tl.maximum(rows.earliest - columns.latest, columns.earliest - rows.latest), 0)
     farthest = tl.maximum(rows.latest - columns.earliest, columns.latest - rows.earliest)
-    first = count_boundaries(nearest, bias.boundaries_ptr, bias.num_boundaries)
-    return first, count_boundaries(farthest, bias.boundaries_ptr, bias.num_boundaries)
+    boundaries = tl.load(bias.boundaries_ptr + numbers, mask=numbers < bias.num_boundaries, other=0x7FFFFFFFFFFFFFFF)
+    # Both counts in one sum. A distance of 2^63 - 1 would count what is not there.
+    counts = (boundaries <= nearest).to(tl.int32) + ((boundaries <= farthest).to(tl.int32) << 16)
+    both = tl.sum(counts, 0)
+    return tl.minimum(both & 0xFFFF, bias.num_boundaries), tl.minimum(both >> 16, bias.num_boundaries)
 
 
 @triton.jit
-def time_block(rows, columns, bias):
-    """The time bias of a block, `[rows, columns]`, of two Times, one of queries and one of keys."""
-    first, last = bucket_range(rows, columns, bias)
-    distance = tl.abs(rows.stamps[:, None] - columns.stamps[None, :])
+def time_block(rows, columns, bias, numbers):
+    """The time bias of a block, `[rows, columns]`, of two Times, one of queries and one of keys. numbers: as in bucket_range.
+
+    Where all differences have one sign, as off the diagonal of sorted timestamps, one comparison for each boundary is enough.
+    """
+    first, last = bucket_range(rows, columns, bias, numbers)
+    u, t = rows.stamps[:, None], columns.stamps[None, :]
     value = tl.load(bias.time_ptr + first)
-    block = tl.where(distance >= 0, value, value)
-    for bucket in range(first, last):
-        block = tl.where(distance >= tl.load(bias.boundaries_ptr + bucket), tl.load(bias.time_ptr + bucket + 1), block)
+    block = tl.where(u >= t, value, value)
+    if rows.earliest >= columns.latest:
+        for bucket in range(first, last):
+            edge, value = tl.load(bias.boundaries_ptr + bucket), tl.load(bias.time_ptr + bucket + 1)
+            block = tl.where(t <= u - edge, value, block)
+    else:
+        for bucket in range(first, last):
+            edge, value = tl.load(bias.boundaries_ptr + bucket), tl.load(bias.time_ptr + bucket + 1)
+            block = tl.where((t <= u - edge) | (t >= u + edge), value, block)
     return block
 
 
@@ -186,8 +185,8 @@ def bias_block(
             block = tl.load(bias.position_ptr + first_entry(bias, row, column, COLUMNS, ROWS) + (rows - columns))
         else:
             block = tl.load(bias.position_ptr + first_entry(bias, row, column, ROWS, COLUMNS) + (columns - rows))
-    if KIND.time:
-        block += time_block(row_times, column_times, bias)
+    if KIND.boundaries > 0:
+        block += time_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries))
     return block * bias.inverse_scale
 
 
@@ -212,9 +211,9 @@ def add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMNS
 
 
 @triton.jit
-def add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr):
+def add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr, KIND: tl.constexpr):
     """sums `[BUCKETS]` plus the sums of dS of each bucket; rows, columns: Times."""
-    first, last = bucket_range(rows, columns, bias)
+    first, last = bucket_range(rows, columns, bias, tl.arange(0, KIND.boundaries))
     distance = tl.abs(rows.stamps[:, None] - columns.stamps[None, :])
     buckets = tl.arange(0, BUCKETS)
     for bucket in range(first, last + 1):

@@ -42,25 +42,28 @@ def _head_stride(table: Tensor) -> int:
 
 
 class TableGradients(NamedTuple):
-    """Sums that the programs of a launch write, each in its own part, so that their order is fixed."""
+    """Sums that the programs of a launch write, or their warpgroups or warps, each in its own part, so that their order is fixed."""
 
     position: Tensor | None
     time: Tensor | None
     scratch: Tensor | None
 
     @classmethod
-    def empty(cls, params: AttentionParams, programs: int, block: int, device: torch.device) -> TableGradients:
-        """Memory for a number of programs. block: scores in a block of dS."""
+    def empty(
+        cls, params: AttentionParams, parts: int, device: torch.device, time_parts: int | None = None, block: int | None = None
+    ) -> TableGradients:  # fmt: skip
+        """Memory for a number of parts. time_parts: of the time table, if it has another number. block: scores in a block of dS, if each part
+        needs scratch memory."""
         if not params.table_gradients:
             return cls(None, None, None)
         position = time = scratch = None
         if params.position_bias is not None:
             heads, entries = params.position_bias.shape
-            position = torch.zeros(programs, heads, entries + 2 * _PAD, device=device)
-            scratch = torch.empty(programs, block, device=device)
+            position = torch.zeros(parts, heads, entries + 2 * _PAD, device=device)
+            scratch = None if block is None else torch.empty(parts, block, device=device)
         if params.time_bias is not None:
             heads, entries = params.time_bias.shape
-            time = torch.zeros(programs, heads, padded_dim(entries), device=device)
+            time = torch.zeros(parts if time_parts is None else time_parts, heads, padded_dim(entries), device=device)
         return cls(position, time, scratch)
 
     @property

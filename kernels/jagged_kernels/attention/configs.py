@@ -115,12 +115,16 @@ class HopperConfig:
         return 64 * self.consumers
 
 
-def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked: bool, long: bool = False) -> HopperConfig:
-    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule knows no more.
+def hopper_attention_config(
+    kernel: str, head_dim: int, activation: str, masked: bool, biased: bool = False, timed: bool = False, long: bool = False
+) -> HopperConfig:  # fmt: skip
+    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule knows no more,
+    but for a time table.
 
     Args:
         kernel: "fwd", "dq", "dkdv", or "dq_from_ds", whose tiles are dq's.
         head_dim: of q and k, or of v: both are padded to the same size.
+        biased, timed: whether there is a RelativeBias, and a time table, whose arithmetic takes many registers.
         long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
     """
     softmax = activation == "softmax"
@@ -129,13 +133,18 @@ def hopper_attention_config(kernel: str, head_dim: int, activation: str, masked:
     if kernel == "dkdv":
         if padded_dim(head_dim) == 128:
             return two(block=64, stages=3, row_stages=1)
-        # With a mask or an activation, blocks of 128 rows would need too many registers.
-        return two(block=128, stages=2, row_stages=2) if softmax and not masked else two(block=64, stages=4, row_stages=2)
+        # With a mask, a bias or an activation, blocks of 128 rows would need too many registers.
+        return two(block=128, stages=2, row_stages=2) if softmax and not masked and not biased else two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
     if kernel == "dq":
-        return three(block=64, stages=3, row_stages=2) if narrow else two(block=64, stages=2, row_stages=2)
+        row_stages = 1 if biased else 2  # dS of a block is turned in shared memory for the gradients of the bias tables
+        if narrow and not timed:
+            return three(block=64, stages=3, row_stages=row_stages)
+        return two(block=64, stages=3 if narrow else 2, row_stages=row_stages)
     if kernel == "dq_from_ds":
         return (three if narrow else two)(block=64, stages=4, row_stages=4)
+    if narrow and timed:
+        return two(block=64, stages=5, row_stages=2)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)

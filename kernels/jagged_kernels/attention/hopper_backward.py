@@ -69,7 +69,9 @@ from ..common.pipeline import (
 from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
-from .bias_tables import kernel_bias
+from .bias import Bias, TableSums
+from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
+from .hopper_bias import add_to_tables, bias_block, bias_of_queries, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
     Schedule,
@@ -116,6 +118,8 @@ class _Options(NamedTuple):
     mask: gl.constexpr
     q_shared: gl.constexpr
     has_ds: gl.constexpr  # whether another kernel computes dq of the segments whose dS is stored
+    bias: gl.constexpr  # BiasKind, or None
+    has_sums: gl.constexpr  # whether dS is summed for the bias tables
     consumers: gl.constexpr
 
 
@@ -157,6 +161,9 @@ class _Kernel(NamedTuple):
     rings: _Rings
     operands: _Operands
     scales: _Scales
+    bias: Bias
+    sums: TableSums
+    scratch: gl.tensor
     ds_blocks_ptr: gl.tensor
     queue: TileQueue
 
@@ -214,9 +221,10 @@ def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, 
 
 @gluon.jit
 def _dq_block(
-    rows, rings, step, more, acc, position, scale, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+    rows, rings, step, more, acc, position, scale, bias, sums, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
-    """One key block: dS from the scores computed again, acc += dS k. `more`: whether another block follows."""
+    """One key block: dS from the scores computed again, acc += dS k, and with `sums` dS added to the sums of the bias tables. `more`:
+    whether another block follows."""
     k = consumer_wait(rings.k, step)
     # With pointwise activations, or blocks of another size, waiting ahead costs more than it gains.
     WAITS_AHEAD: gl.constexpr = OPTIONS.activation is None and k.shape[1] == 64
@@ -226,7 +234,12 @@ def _dq_block(
             zero_tail(k, position.num_keys, tail, consumer, OPTIONS.consumers)
     scores = mma_abt(rows.q, k)
     dp = mma_abt(rows.do, consumer_wait(rings.v, step))
+    block_bias = None
+    if OPTIONS.bias is not None:  # loaded while the MMAs run
+        block_bias = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = warpgroup_mma_wait(1, deps=(scores,))
+    if OPTIONS.bias is not None:
+        scores = scores + block_bias
     if OPTIONS.activation is None:
         dact = gl.exp2(scores * scale - rows.lse[:, None])
         if WAITS_AHEAD:
@@ -241,9 +254,11 @@ def _dq_block(
         ds = gl.where(visible_keys(position, OPTIONS.mask, k.shape[0]), ds, 0.0)
         if has_tail:
             wait_for_tail(tail)
-    ds = to_mma_operand(ds, k.dtype, k.shape[1])
-    acc = warpgroup_mma(ds, k, acc, is_async=True)
-    acc, ds = warpgroup_mma_wait(0, deps=(acc, ds))
+    operand = to_mma_operand(ds, k.dtype, k.shape[1])
+    acc = warpgroup_mma(operand, k, acc, is_async=True)
+    if OPTIONS.has_sums:
+        add_to_tables(ds, position.column, bias, sums, OPTIONS.bias)
+    acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
     consumer_release(rings.k, step)
     return acc
 
@@ -288,21 +303,31 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
             row = first + tile.kv_len - tile.q_len
             rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+            bias, sums = None, None
+            if OPTIONS.bias is not None:
+                bias = bias_of_queries(kernel.bias, tile, first, OPTIONS.bias)
+            if OPTIONS.has_sums:
+                factor = scales.dact_factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
+                part = gl.program_id(0) * CONSUMERS + consumer
+                sums = sums_of_tile(kernel.sums, kernel.bias, kernel.scratch[consumer], part, tile.head, num_rows, factor, OPTIONS.bias)
             for number in range(masked):
                 key_block = visited_block(number, blocks)
                 column = key_block * BLOCK
                 if consumer_visits(tile, key_block, key_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     acc = _dq_block(
                         rows, rings, step + number, number + 1 < visited, acc, Position(row, column, tile.kv_len - column, first_target),
-                        score_factor(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, True,
+                        score_factor(scales.scale, OPTIONS.activation), bias, sums, tail, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
                     skip_key_block(rings.k, rings.v, step + number, tile.kv_len - column, tail, consumer, CONSUMERS)
             rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
             for number in range(masked, visited):
+                column = 0
+                if OPTIONS.bias is not None:
+                    column = visited_block(number, blocks) * BLOCK
                 acc = _dq_block(
-                    rows, rings, step + number, number + 1 < visited, acc, Position(row, 0, BLOCK, first_target),
-                    score_factor(scales.scale, OPTIONS.activation), tail, consumer, OPTIONS, False,
+                    rows, rings, step + number, number + 1 < visited, acc, Position(row, column, BLOCK, first_target),
+                    score_factor(scales.scale, OPTIONS.activation), bias, sums, tail, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.q, wave)
             consumer_release(rings.do, wave)
@@ -328,15 +353,16 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 @gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
-    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias, sums,
     scale, dact_factor, output_scale, stride_lse, ds_blocks_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
     Q_SHARED: gl.constexpr, CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+    BIAS: gl.constexpr, HAS_SUMS: gl.constexpr,
 ):  # fmt: skip
     """dq of a tile of query rows; with softmax also writes delta = rowsum(dO ∘ O), which the dk, dv kernel reads. With a `ds_blocks_ptr`,
     only of the segments whose dS is not stored."""
     OPTIONS: gl.constexpr = _Options(
-        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, ds_blocks_ptr is not None, CONSUMERS
+        HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, Q_SHARED, ds_blocks_ptr is not None, BIAS, HAS_SUMS, CONSUMERS
     )  # fmt: skip
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     q_rings, do_rings = make_rings(q_desc, ROW_STAGES, CONSUMERS), make_rings(do_desc, ROW_STAGES, CONSUMERS)
@@ -345,11 +371,17 @@ def attention_bwd_dq_hopper_kernel(
     operands = _Operands(out_ptr, dq_desc, dq_ptr, lse_ptr, delta_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
     scales = _Scales(scale, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
-    kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, ds_blocks_ptr, queue)
+    scratch = None
+    if HAS_SUMS:
+        scratch = make_scratch(CONSUMERS)
+    kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, bias, sums, scratch, ds_blocks_ptr, queue)
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
 
 
 # -- launcher -----------------------------------------------------------------------------------------------------------------------
+
+
+WARPS = 4  # of a consumer
 
 
 class _Launches:
@@ -369,17 +401,22 @@ class _Launches:
         dq, config = self.grads.dq, self.selection.dq
         return TileList(*kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params), config.tile)
 
-    def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> None:
-        """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles."""
+    def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles. Returns the gradients of the bias tables."""
         tiles, num_tiles, _ = segments.tiles
-        params, lse, delta = self.params, self.operands.lse, self.grads.delta
-        if blocks := grid(tiles):
+        params, lse, delta, config = self.params, self.operands.lse, self.grads.delta, self.selection.dq
+        blocks = grid(tiles)
+        consumers = blocks[0] * config.consumers if blocks else 0
+        sums = TableGradients.empty(params, consumers, tiles.device, time_parts=WARPS * consumers)
+        if blocks:
             attention_bwd_dq_hopper_kernel[blocks](
                 self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
-                HEAD_DIM=self.operands.q.shape[2], **launch_constants(self.selection.dq, self.operands, params),
+                kernel_bias(params), sums.argument(), params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
+                HEAD_DIM=self.operands.q.shape[2], BIAS=params.bias_kind, HAS_SUMS=params.table_gradients,
+                **launch_constants(config, self.operands, params),
             )  # fmt: skip
+        return sums.results(params, self.operands.q)
 
     def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, ds_blocks: Tensor | None = None) -> None:
         """dk and dv; with a workspace `ds`, also stores dS of the segments that have a block there."""
@@ -410,27 +447,22 @@ class _Launches:
             )  # fmt: skip
 
 
-def dkdv(operands: Operands, grads: Gradients, keys: Segments, params: AttentionParams, selection: Selection) -> None:
-    """Launch the kernel for dk, dv alone: with a bias, a portable kernel computes dq and the gradients of the bias tables."""
-    _Launches(operands, grads, params, False, selection).dkdv(keys, params.segment_scale)
-
-
 def backward(
     operands: Operands, grads: Gradients, queries: Segments, keys: Segments, params: AttentionParams, kv_shared: bool,
     selection: Selection, workspace: int | None,
-) -> None:  # fmt: skip
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch the kernels for dq and for dk, dv. If a workspace of at most `workspace` bytes has room for dS, the dk, dv kernel stores dS
-    there, and dq is computed from it."""
+    there, and dq is computed from it; not with a bias, whose tables' gradients the dq kernel computes. Returns these gradients."""
     launches = _Launches(operands, grads, params, kv_shared, selection)
     num_blocks, parts = 0, []
-    if params.mask is None and queries.query_groups == 1 and not (params.q_shared or kv_shared):
+    if params.mask is None and not params.has_bias and queries.query_groups == 1 and not (params.q_shared or kv_shared):
         num_blocks, parts = plan_workspace(
             operands.q, operands.k, queries.q_offsets, queries.kv_offsets, workspace, grads.dq, grads.dk, grads.dv
         )  # fmt: skip
     if not num_blocks:
-        launches.dq(queries._replace(tiles=launches.query_tiles(queries)), params.segment_scale)
+        dtables = launches.dq(queries._replace(tiles=launches.query_tiles(queries)), params.segment_scale)
         launches.dkdv(keys, params.segment_scale)
-        return
+        return dtables
     if params.activation == "softmax":
         write_delta(launches.grads.do, launches.operands.out, grads.delta)
     ds = operands.q.new_empty((num_blocks * 64, 1, 64))
@@ -449,3 +481,4 @@ def backward(
         launches.dkdv(keys_of_part, segment_scale, ds, ds_blocks)
         launches.dq_from_ds(queries_of_part, segment_scale, ds, ds_blocks)
         launches.dq(queries_of_part._replace(tiles=queries_of_part.tiles._replace(num_tiles=num_other_tiles)), segment_scale, ds_blocks)
+    return empty_table_gradients(params, operands.q)

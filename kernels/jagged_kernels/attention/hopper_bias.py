@@ -1,7 +1,11 @@
-"""RelativeBias in a consumer's registers: blocks of scores, in the layout of an MMA's result, from which the MMA of a block's scores starts.
+"""RelativeBias in the kernels for Hopper: blocks of biases in a consumer's registers, and sums of dS for the gradients of the tables.
 
 A block of position biases has one value per diagonal. A thread holds scores of two rows, 8 apart, and of pairs of columns, 8 apart: its
-scores lie on a quarter to a half as many diagonals, each of which it loads once. Their addresses differ by constants.
+scores lie on about half as many diagonals, each of which it loads once. Their addresses differ by constants.
+
+The gradient of the position table is a sum over each diagonal of dS. A consumer writes a block of dS to shared memory in rows of 129
+elements and reads it in rows of 130, so that a diagonal becomes a column. It adds the columns' sums to its own part of global memory. Each
+element there is only ever added to by one consumer, in the order of its blocks, so the result is deterministic.
 """
 
 from __future__ import annotations
@@ -11,8 +15,11 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ..common.gluon_api import reinterpret, thread_barrier
 from ..common.pipeline import WARPGROUP_ROWS, mma_layout
-from .bias import BiasOfTile, Times, bias_of_tile, first_entry, key_times, query_times, time_block
+from .bias import BiasOfTile, Times, bias_of_tile, bucket_range, first_entry, key_times, query_times, time_block
+
+COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
 
 
 class RowBias(NamedTuple):
@@ -66,6 +73,12 @@ def _row_indices(first):
 
 
 @gluon.jit
+def boundary_numbers(KIND: gl.constexpr):
+    """Numbers of the boundaries, all of them in each warp."""
+    return gl.arange(0, KIND.boundaries, layout=gl.BlockedLayout([max(1, KIND.boundaries // 32)], [32], [4], [0]))
+
+
+@gluon.jit
 def bias_of_queries(bias, tile, first, KIND: gl.constexpr):
     """RowBias of the query rows from `first` on."""
     of_tile = bias_of_tile(bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
@@ -93,12 +106,116 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block = _position_block(of_tile.position_ptr + entry, COLUMNS, TRANSPOSED)
     else:
         block = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
-    if KIND.time:
+    if KIND.boundaries > 0:
         indices = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
         times = bias.times
         rows = Times(gl.convert_layout(times.stamps, gl.SliceLayout(1, L)), times.earliest, times.latest)
         if TRANSPOSED:
-            block += time_block(rows, query_times(of_tile, indices, KIND), of_tile)
+            block += time_block(rows, query_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
         else:
-            block += time_block(rows, key_times(of_tile, indices, KIND), of_tile)
+            block += time_block(rows, key_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
     return block * of_tile.inverse_scale
+
+
+# -- gradients of the tables --------------------------------------------------------------------------------------------------------
+
+
+class SumsOfTile(NamedTuple):
+    """Where a consumer adds its rows' dS, times `factor`: its part of the position table at distance 0, its warps' parts of the time table,
+    time_stride apart, both at the tile's head, and its scratch memory. num_rows: its rows in the segment."""
+
+    position_ptr: gl.tensor
+    time_ptr: gl.tensor
+    time_stride: gl.tensor
+    scratch: gl.shared_memory_descriptor
+    num_rows: gl.tensor
+    factor: gl.tensor
+
+
+@gluon.constexpr_function
+def _padded(pad):
+    """64 rows of 128 elements, each followed by padding."""
+    return gl.PaddedSharedLayout.with_identity_for([[128, pad]], [64, 128], [1, 0])
+
+
+@gluon.constexpr_function
+def _column_layout(rows):
+    """One column per thread of a warpgroup."""
+    return gl.BlockedLayout([rows, 1], [1, 32], [1, 4], [1, 0])
+
+
+@gluon.jit
+def _zeroed_scratch():
+    scratch = gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], _padded(2))
+    scratch.store(gl.zeros([WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], gl.float32, _column_layout(64)))
+    return scratch
+
+
+@gluon.jit
+def make_scratch(CONSUMERS: gl.constexpr):
+    """Scratch memory of each consumer, 0 at first."""
+    if CONSUMERS == 2:
+        return _zeroed_scratch(), _zeroed_scratch()
+    else:
+        return _zeroed_scratch(), _zeroed_scratch(), _zeroed_scratch()
+
+
+@gluon.jit
+def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.constexpr):
+    """The SumsOfTile of a consumer; part: its number among all consumers of the grid."""
+    position_ptr, time_ptr, time_stride = 0, 0, 0
+    if KIND.position:
+        of_head = head.to(gl.int64) * bias.position_stride + bias.num_positions // 2
+        position_ptr = sums.position_ptr + part.to(gl.int64) * sums.position_stride + of_head
+    if KIND.boundaries > 0:
+        time_stride = sums.time_stride
+        time_ptr = sums.time_ptr + part.to(gl.int64) * (4 * time_stride) + head.to(gl.int64) * sums.time_head_stride
+    return SumsOfTile(position_ptr, time_ptr, time_stride, scratch, num_rows, factor)
+
+
+@gluon.jit
+def add_to_tables(ds, first, bias, sums, KIND: gl.constexpr):
+    """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums."""
+    if sums.num_rows < WARPGROUP_ROWS:
+        rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
+        ds = gl.where(rows < sums.num_rows, ds, 0.0)
+    if KIND.position:
+        _add_diagonals(ds, sums.position_ptr + first_entry(bias.of_tile, bias.row, first, WARPGROUP_ROWS, ds.shape[1]), sums)
+    if KIND.boundaries > 0:
+        _add_bucket_sums(ds, first, bias, sums, KIND)
+
+
+@gluon.jit
+def _add_diagonals(ds, ptr, sums):
+    """ptr: to the sum of the block's first row and first column. Column s of the scratch, read in rows of 130, holds diagonal 64 - s."""
+    written = reinterpret(sums.scratch, gl.float32, [WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], _padded(1))
+    CHUNK: gl.constexpr = 16
+    L: gl.constexpr = gl.SliceLayout(0, _column_layout(CHUNK))
+    thread_barrier()  # the previous block has been read
+    written.slice(64, 64, 1).store(ds.permute((1, 0)))
+    thread_barrier()
+    total = gl.zeros([COLUMNS_OF_SCRATCH], gl.float32, L)
+    for chunk in gl.static_range(WARPGROUP_ROWS // CHUNK):
+        total += gl.sum(sums.scratch.slice(CHUNK * chunk, CHUNK).load(_column_layout(CHUNK)), 0)
+    gl.atomic_add(ptr + 64 - gl.arange(0, COLUMNS_OF_SCRATCH, layout=L), total * sums.factor, sem="relaxed")
+
+
+@gluon.jit
+def _add_bucket_sums(ds, first, bias, sums, KIND: gl.constexpr):
+    """Each warp adds its 16 rows' sum of each bucket to its own part of the time table."""
+    L: gl.constexpr = ds.type.layout
+    of_tile = bias.of_tile
+    columns = key_times(of_tile, first + gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L)), KIND)
+    rows = Times(gl.convert_layout(bias.times.stamps, gl.SliceLayout(1, L)), bias.times.earliest, bias.times.latest)
+    low, high = bucket_range(rows, columns, of_tile, boundary_numbers(KIND))
+    u, t = rows.stamps[:, None], columns.stamps[None, :]
+    below = gl.zeros([WARPGROUP_ROWS, ds.shape[1]], gl.float32, L)  # dS of the scores below the bucket's upper edge, which belong to a bucket already summed
+    for bucket in range(low, high + 1):
+        edge = gl.load(of_tile.boundaries_ptr + bucket, mask=bucket < of_tile.num_boundaries, other=0)
+        inside = (t > u - edge) & (t < u + edge) | (bucket == of_tile.num_boundaries)
+        now = gl.where(inside, ds, 0.0)
+        by_row = gl.sum(now - below, 1)
+        below = now
+        warps = gl.sum(by_row.reshape([4, 16]), 1)
+        numbers = gl.arange(0, 4, layout=warps.type.layout)
+        gl.atomic_add(sums.time_ptr + numbers * sums.time_stride + bucket, warps * sums.factor, sem="relaxed")

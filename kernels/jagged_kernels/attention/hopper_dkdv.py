@@ -348,13 +348,15 @@ def _dkdv_block(
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     STATS: gl.constexpr = gl.SliceLayout(0, mma_layout(WARPGROUP_ROWS, BLOCK))
-    start = None
-    if OPTIONS.bias is not None:
-        start = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
-    scores = mma_abt(keys.k, q, start)
+    scores = mma_abt(keys.k, q)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do)
+    block_bias = None
+    if OPTIONS.bias is not None:  # loaded while the MMAs run
+        block_bias = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
     scores = warpgroup_mma_wait(1, deps=(scores,))
+    if OPTIONS.bias is not None:
+        scores = scores + block_bias
     if OPTIONS.activation is None:
         p = gl.exp2(scores * scale - rings.lse.index(step % rings.q.buffers.shape[0]).load(STATS)[None, :])
         dact = p

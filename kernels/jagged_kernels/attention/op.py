@@ -127,20 +127,14 @@ def triton_attention_backward(
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(lse))
-    dtables = empty_table_gradients(params, q)
-    if selection.backend == "hopper" and not params.has_bias:
+    if selection.backend == "hopper":
         from . import hopper_backward as hopper
 
         workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
-        hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+        dtables = hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         dtables = _triton_dq(operands, grads, queries, params, selection)
-        if selection.backend == "hopper":
-            from . import hopper_backward as hopper
-
-            hopper.dkdv(operands, grads, keys, params, selection)
-        else:
-            _triton_dkdv(operands, grads, keys, params, kv_shared, selection)
+        _triton_dkdv(operands, grads, keys, params, kv_shared, selection)
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
     if kv_shared:
@@ -167,6 +161,7 @@ def _problem(
         activation=params.activation,
         masked=params.mask is not None,
         biased=params.has_bias,
+        timed=params.time_bias is not None,
         batch_invariant=params.batch_invariant,
         q_rows=q.shape[0],
         q_segments=segments.q_offsets.shape[0] - 1,
@@ -235,7 +230,7 @@ def _triton_dq(
     config = selection.dq
     tiles, num_tiles = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
     grid = _grid(config, tiles)
-    sums = TableGradients.empty(params, grid[0] if grid else 0, config.tile * config.block, q.device)
+    sums = TableGradients.empty(params, grid[0] if grid else 0, q.device, block=config.tile * config.block)
     if grid:
         out = do if out is None else out
         align, strides = row_and_head_strides(q, k, v, out, do, dq)

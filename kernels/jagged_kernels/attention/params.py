@@ -6,6 +6,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from ..common.configs import padded_dim
+
 
 class MaskParams(NamedTuple):
     """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
@@ -24,10 +26,10 @@ class MaskParams(NamedTuple):
 
 
 class BiasKind(NamedTuple):
-    """What a RelativeBias has, as a constant of a launch: tables, and timestamps of queries."""
+    """What a RelativeBias has, as a constant of a launch. boundaries: a power of 2 not below their number; 0 without a time table."""
 
     position: bool
-    time: bool
+    boundaries: int
     query_times: bool
     shift: bool
 
@@ -73,7 +75,8 @@ class AttentionParams(NamedTuple):
     def bias_kind(self) -> BiasKind | None:
         if not self.has_bias:
             return None
-        return BiasKind(*(x is not None for x in (self.position_bias, self.time_bias, self.query_timestamps, self.query_shift)))
+        boundaries = 0 if self.time_bias is None else padded_dim(self.time_bias.shape[1] - 1)
+        return BiasKind(self.position_bias is not None, boundaries, self.query_timestamps is not None, self.query_shift is not None)
 
 
 class Operands(NamedTuple):

@@ -30,7 +30,7 @@ class AttentionProblem(NamedTuple):
         dtype: of q, k and v.
         capability: compute capability of the GPU; None: there is none (Triton's interpreter).
         implementation: "auto", "triton" or "hopper".
-        activation: a public name. masked, biased: whether there is a mask, or a RelativeBias.
+        activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a time table in it.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
@@ -47,6 +47,7 @@ class AttentionProblem(NamedTuple):
     activation: str = "softmax"
     masked: bool = False
     biased: bool = False
+    timed: bool = False
     batch_invariant: bool = False
     q_rows: int | None = None
     q_segments: int | None = None
@@ -97,7 +98,7 @@ def select(problem: AttentionProblem) -> Selection:
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
-        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long)
+        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, p.timed, long)
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
 
     tile = _triton_tile(p, q_seqlen)
@@ -203,13 +204,9 @@ def _cached(function: Callable) -> Callable:
 
 
 @_cached
-def _hopper_selection(dim: int, activation: str, masked: bool, biased: bool, long: bool) -> Selection:
-    """With a bias, a portable kernel computes dq and the gradients of the bias tables."""
+def _hopper_selection(dim: int, activation: str, masked: bool, biased: bool, timed: bool, long: bool) -> Selection:
     kernels = "fwd", "dq", "dkdv", "dq_from_ds"
-    configs = {kernel: hopper_attention_config(kernel, dim, activation, masked or biased, long) for kernel in kernels}
-    if biased:
-        configs |= dict(dq=biased_dq_config(dim, 2, HOPPER), dq_from_ds=None)
-    return Selection("hopper", **configs, tma=biased)
+    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, biased, timed, long) for kernel in kernels})
 
 
 @_cached

@@ -279,7 +279,7 @@ def _sums_of_tile(sums, tile, num_rows, factor, bias, SCORES: tl.constexpr, KIND
         of_head = tile.head.to(tl.int64) * bias.position_stride + bias.num_positions // 2
         position_ptr = sums.position_ptr + program * sums.position_stride + of_head
         scratch_ptr = sums.scratch_ptr + program * SCORES
-    if KIND.time:
+    if KIND.boundaries > 0:
         time_ptr = sums.time_ptr + program * sums.time_stride + tile.head.to(tl.int64) * sums.time_head_stride
     return _TileSums(position_ptr, scratch_ptr, time_ptr, num_rows, factor)
 
@@ -294,9 +294,9 @@ def _add_to_tables(ds, block, bias, sums, buckets, OPTIONS: tl.constexpr):
     if OPTIONS.bias.position:
         entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
         add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)
-    if OPTIONS.bias.time:
+    if OPTIONS.bias.boundaries > 0:
         times = key_times(bias.of_tile, block.column + tl.arange(0, COLUMNS), OPTIONS.bias)
-        buckets = add_bucket_sums(buckets, ds, bias.times, times, bias.of_tile, buckets.shape[0])
+        buckets = add_bucket_sums(buckets, ds, bias.times, times, bias.of_tile, buckets.shape[0], OPTIONS.bias)
     return buckets
 
 
@@ -378,7 +378,7 @@ def attention_bwd_dq_kernel(
 @triton.jit
 def _store_buckets(sums, buckets, KIND: tl.constexpr):
     """Add a tile's sums of dS by bucket to the program's own."""
-    if KIND.time:
+    if KIND.boundaries > 0:
         ptrs = sums.time_ptr + tl.arange(0, buckets.shape[0])
         tl.store(ptrs, tl.load(ptrs) + sums.factor * buckets)
         tl.debug_barrier()
