@@ -6,8 +6,7 @@ The MMA of a block's scores starts from the bias divided by the scale, so that w
 Position tables are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1 rows of distance needs no
 bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
 
-Few buckets occur in a block. Their range follows from the extremes of its timestamps; a score's bucket is then found by comparing
-timestamps with each boundary in this range (`time_block`). Timestamps may have any order.
+The range of a block's buckets follows from the extremes of its timestamps, which may have any order (`bucket_block`).
 """
 
 from typing import NamedTuple
@@ -16,13 +15,16 @@ import triton
 import triton.language as tl
 
 PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores together
+LEADING_SHIFT = tl.constexpr(20)  # of a distance as fp32: its exponent and three bits of its mantissa are left
+LEADING = tl.constexpr((127 + 31) * 8 + 1)  # values of these bits for distances up to 2^31
 
 
 class Bias(NamedTuple):
     """RelativeBias as the kernels take it. `KIND` (params.py) says what is there; the rest is None.
 
     position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
-    time_ptr, time_stride: likewise. query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
+    time_ptr, time_stride: likewise. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
+    first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
     """
 
     position_ptr: tl.tensor
@@ -32,6 +34,8 @@ class Bias(NamedTuple):
     time_stride: tl.tensor
     boundaries_ptr: tl.tensor
     num_boundaries: tl.tensor
+    edges_ptr: tl.tensor
+    leading_bits_ptr: tl.tensor
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
     query_shift_ptr: tl.tensor
@@ -73,6 +77,8 @@ class BiasOfTile(NamedTuple):
     time_ptr: tl.tensor
     boundaries_ptr: tl.tensor
     num_boundaries: tl.tensor
+    edges_ptr: tl.tensor
+    leading_bits_ptr: tl.tensor
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
     shift: tl.tensor
@@ -87,19 +93,22 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     shift = kv_len - q_len
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, timestamps_ptr, query_ptr = 0, 0, 0, 0, 0, 0, 0
+    middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr = 0, 0, 0, 0, 0, 0, 0
+    timestamps_ptr, query_ptr = 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
         position_ptr = bias.position_ptr + head.to(tl.int64) * bias.position_stride + middle
     if KIND.boundaries > 0:
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
+        edges_ptr, leading_bits_ptr = bias.edges_ptr, bias.leading_bits_ptr
         timestamps_ptr = bias.timestamps_ptr + kv_start
     if KIND.query_times:
         query_ptr = bias.query_timestamps_ptr + q_start
     return BiasOfTile(
-        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, timestamps_ptr, query_ptr, shift, q_len, kv_len, bias.inverse_scale
-    )
+        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, timestamps_ptr, query_ptr, shift, q_len,
+        kv_len, bias.inverse_scale,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -141,35 +150,31 @@ def first_entry(bias, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def bucket_range(rows, columns, bias, numbers):
-    """First and last bucket of the differences between two Times. numbers: 0, 1, 2, ..., at least as many as there are boundaries."""
+def bucket_block(rows, columns, bias, numbers):
+    """Buckets of a block, int32 `[rows, columns]`, of two Times, one of queries and one of keys. numbers: 0, 1, 2, ..., at least as many as
+    there are boundaries.
+
+    Few buckets are found by comparing with each boundary between them. Many are found by a table of the distances' leading bits, and then
+    by comparing with the one or few boundaries that have these bits too.
+    """
     nearest = tl.maximum(tl.maximum(rows.earliest - columns.latest, columns.earliest - rows.latest), 0)
     farthest = tl.maximum(rows.latest - columns.earliest, columns.latest - rows.earliest)
     boundaries = tl.load(bias.boundaries_ptr + numbers, mask=numbers < bias.num_boundaries, other=0x7FFFFFFFFFFFFFFF)
     # Both counts in one sum. A distance of 2^63 - 1 would count what is not there.
-    counts = (boundaries <= nearest).to(tl.int32) + ((boundaries <= farthest).to(tl.int32) << 16)
-    both = tl.sum(counts, 0)
-    return tl.minimum(both & 0xFFFF, bias.num_boundaries), tl.minimum(both >> 16, bias.num_boundaries)
-
-
-@triton.jit
-def time_block(rows, columns, bias, numbers):
-    """The time bias of a block, `[rows, columns]`, of two Times, one of queries and one of keys. numbers: as in bucket_range.
-
-    Where all differences have one sign, as off the diagonal of sorted timestamps, one comparison for each boundary is enough.
-    """
-    first, last = bucket_range(rows, columns, bias, numbers)
+    both = tl.sum((boundaries <= nearest).to(tl.int32) + ((boundaries <= farthest).to(tl.int32) << 16), 0)
+    first, last = tl.minimum(both & 0xFFFF, bias.num_boundaries), tl.minimum(both >> 16, bias.num_boundaries)
     u, t = rows.stamps[:, None], columns.stamps[None, :]
-    value = tl.load(bias.time_ptr + first)
-    block = tl.where(u >= t, value, value)
-    if rows.earliest >= columns.latest:
-        for bucket in range(first, last):
-            edge, value = tl.load(bias.boundaries_ptr + bucket), tl.load(bias.time_ptr + bucket + 1)
-            block = tl.where(t <= u - edge, value, block)
+    block = tl.where(u >= t, first, first)
+    if (last - first > 3) & (farthest < 0x7FFFFFFF):
+        origin = columns.earliest
+        distance = tl.abs((rows.stamps - origin).to(tl.int32)[:, None] - (columns.stamps - origin).to(tl.int32)[None, :])
+        block = tl.load(bias.leading_bits_ptr + (distance.to(tl.float32).to(tl.int32, bitcast=True) >> LEADING_SHIFT))
+        for _ in range(0, tl.load(bias.leading_bits_ptr + LEADING)):
+            block += (tl.load(bias.edges_ptr + block) <= distance).to(tl.int32)
     else:
         for bucket in range(first, last):
-            edge, value = tl.load(bias.boundaries_ptr + bucket), tl.load(bias.time_ptr + bucket + 1)
-            block = tl.where((t <= u - edge) | (t >= u + edge), value, block)
+            edge = tl.load(bias.boundaries_ptr + bucket)
+            block = tl.where((t <= u - edge) | (t >= u + edge), bucket + 1, block)
     return block
 
 
@@ -186,7 +191,7 @@ def bias_block(
         else:
             block = tl.load(bias.position_ptr + first_entry(bias, row, column, ROWS, COLUMNS) + (columns - rows))
     if KIND.boundaries > 0:
-        block += time_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries))
+        block += tl.load(bias.time_ptr + bucket_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries)))
     return block * bias.inverse_scale
 
 
@@ -213,12 +218,8 @@ def add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMNS
 @triton.jit
 def add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr, KIND: tl.constexpr):
     """sums `[BUCKETS]` plus the sums of dS of each bucket; rows, columns: Times."""
-    first, last = bucket_range(rows, columns, bias, tl.arange(0, KIND.boundaries))
-    distance = tl.abs(rows.stamps[:, None] - columns.stamps[None, :])
+    block = bucket_block(rows, columns, bias, tl.arange(0, KIND.boundaries))
     buckets = tl.arange(0, BUCKETS)
-    for bucket in range(first, last + 1):
-        inside = distance >= tl.load(bias.boundaries_ptr + bucket - 1, mask=bucket > 0, other=0)
-        below = distance < tl.load(bias.boundaries_ptr + bucket, mask=bucket < bias.num_boundaries, other=0)
-        inside = inside & (below | (bucket == bias.num_boundaries))
-        sums += tl.where(buckets == bucket, tl.sum(tl.sum(tl.where(inside, ds, 0.0), 1), 0), 0.0)
+    for bucket in range(tl.min(tl.min(block, 1), 0), tl.max(tl.max(block, 1), 0) + 1):
+        sums += tl.where(buckets == bucket, tl.sum(tl.sum(tl.where(block == bucket, ds, 0.0), 1), 0), 0.0)
     return sums

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..common.configs import padded_dim
-from .bias import PAD, Bias, TableSums
+from .bias import LEADING, LEADING_SHIFT, PAD, Bias, TableSums
 from .params import AttentionParams
 
 _PAD = PAD.value
+_LARGEST = torch.iinfo(torch.int32).max
 
 
 def kernel_bias(params: AttentionParams) -> Bias | None:
@@ -20,6 +22,9 @@ def kernel_bias(params: AttentionParams) -> Bias | None:
     if not params.has_bias:
         return None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
+    edges = leading_bits = None
+    if boundaries is not None:
+        edges, leading_bits = _bucket_tables(boundaries)
     if position is not None:
         position = pad(position, (_PAD, _PAD), mode="replicate")
     return Bias(
@@ -30,6 +35,8 @@ def kernel_bias(params: AttentionParams) -> Bias | None:
         time_stride=None if time is None else _head_stride(time),
         boundaries_ptr=boundaries,
         num_boundaries=None if boundaries is None else boundaries.shape[0],
+        edges_ptr=edges,
+        leading_bits_ptr=leading_bits,
         timestamps_ptr=params.timestamps,
         query_timestamps_ptr=params.query_timestamps,
         query_shift_ptr=params.query_shift,
@@ -37,8 +44,27 @@ def kernel_bias(params: AttentionParams) -> Bias | None:
     )
 
 
+def _bucket_tables(boundaries: Tensor) -> tuple[Tensor, Tensor]:
+    """edges and leading_bits of a `Bias`."""
+    edges = pad(boundaries.clamp(max=_LARGEST), (0, 1), value=_LARGEST).int()
+    lowest, highest = _ranges(boundaries.device)
+    buckets = torch.searchsorted(boundaries, lowest, right=True, out_int32=True)
+    most = (torch.searchsorted(boundaries, highest, right=True, out_int32=True) - buckets).amax(0, keepdim=True)
+    return edges, torch.cat([buckets, most])
+
+
+@functools.cache
+def _ranges(device: torch.device) -> tuple[Tensor, Tensor]:
+    """The least and the greatest distance, int64 `[LEADING]`, that may have given leading bits. Rounding to fp32 may move a distance by
+    2^-24 of itself to its neighbour's."""
+    bits = torch.arange(LEADING.value + 1, dtype=torch.int32) << LEADING_SHIFT.value
+    values = bits.view(torch.float32).double()
+    lowest, highest = (values[:-1] * (1 - 2**-22)).ceil(), (values[1:] * (1 + 2**-22)).floor()
+    return lowest.long().to(device), highest.long().to(device)
+
+
 def _head_stride(table: Tensor) -> int:
-    return 0 if table.shape[0] == 1 else table.shape[1]
+    return 0 if table.shape[0] == 1 else table.stride(0)
 
 
 class TableGradients(NamedTuple):
@@ -50,9 +76,9 @@ class TableGradients(NamedTuple):
 
     @classmethod
     def empty(
-        cls, params: AttentionParams, parts: int, device: torch.device, time_parts: int | None = None, block: int | None = None
+        cls, params: AttentionParams, parts: int, device: torch.device, threads: int | None = None, block: int | None = None
     ) -> TableGradients:  # fmt: skip
-        """Memory for a number of parts. time_parts: of the time table, if it has another number. block: scores in a block of dS, if each part
+        """Memory for a number of parts. threads: of a part, if each sums the time table alone. block: scores in a block of dS, if each part
         needs scratch memory."""
         if not params.table_gradients:
             return cls(None, None, None)
@@ -63,7 +89,8 @@ class TableGradients(NamedTuple):
             scratch = None if block is None else torch.empty(parts, block, device=device)
         if params.time_bias is not None:
             heads, entries = params.time_bias.shape
-            time = torch.zeros(parts if time_parts is None else time_parts, heads, padded_dim(entries), device=device)
+            sizes = (padded_dim(entries),) if threads is None else (entries, threads)
+            time = torch.zeros(parts, heads, *sizes, device=device)
         return cls(position, time, scratch)
 
     @property
@@ -86,11 +113,14 @@ class TableGradients(NamedTuple):
         dposition, dtime = empty_table_gradients(params, like)
         if self.position is not None:
             total = self.position.sum(0)
-            dposition.copy_(total[:, _PAD:-_PAD])
-            dposition[:, 0] += total[:, :_PAD].sum(1)
-            dposition[:, -1] += total[:, -_PAD:].sum(1)
+            if dposition.shape[1] == 1:
+                dposition = total.sum(1, keepdim=True)
+            else:  # the padding's sums belong to the first and last entries
+                first, last = total[:, : _PAD + 1].sum(1, keepdim=True), total[:, -_PAD - 1 :].sum(1, keepdim=True)
+                dposition = torch.cat([first, total[:, _PAD + 1 : -_PAD - 1], last], dim=1)
         if self.time is not None:
-            dtime.copy_(self.time.sum(0)[:, : dtime.shape[1]])
+            total = self.time.sum(0 if self.time.dim() == 3 else (0, 3))
+            dtime = total[:, : dtime.shape[1]].contiguous()
         return dposition, dtime
 
 

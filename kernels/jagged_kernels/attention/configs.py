@@ -116,15 +116,14 @@ class HopperConfig:
 
 
 def hopper_attention_config(
-    kernel: str, head_dim: int, activation: str, masked: bool, biased: bool = False, timed: bool = False, long: bool = False
+    kernel: str, head_dim: int, activation: str, masked: bool, biased: bool = False, long: bool = False
 ) -> HopperConfig:  # fmt: skip
-    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule knows no more,
-    but for a time table.
+    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule knows no more.
 
     Args:
         kernel: "fwd", "dq", "dkdv", or "dq_from_ds", whose tiles are dq's.
         head_dim: of q and k, or of v: both are padded to the same size.
-        biased, timed: whether there is a RelativeBias, and a time table, whose arithmetic takes many registers.
+        biased: whether there is a RelativeBias.
         long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
     """
     softmax = activation == "softmax"
@@ -138,13 +137,9 @@ def hopper_attention_config(
     narrow = padded_dim(head_dim) == 64
     if kernel == "dq":
         row_stages = 1 if biased else 2  # dS of a block is turned in shared memory for the gradients of the bias tables
-        if narrow and not timed:
-            return three(block=64, stages=3, row_stages=row_stages)
-        return two(block=64, stages=3 if narrow else 2, row_stages=row_stages)
+        return three(block=64, stages=3, row_stages=row_stages) if narrow else two(block=64, stages=2, row_stages=row_stages)
     if kernel == "dq_from_ds":
         return (three if narrow else two)(block=64, stages=4, row_stages=4)
-    if narrow and timed:
-        return two(block=64, stages=5, row_stages=2)
     if narrow:
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)

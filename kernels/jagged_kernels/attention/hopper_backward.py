@@ -71,7 +71,7 @@ from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
-from .hopper_bias import add_to_tables, bias_block, bias_of_queries, make_scratch, sums_of_tile
+from .hopper_bias import THREADS, add_to_tables, bias_block, bias_of_queries, has_times, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
     Schedule,
@@ -232,13 +232,16 @@ def _dq_block(
         has_tail = position.num_keys < k.shape[0]
         if has_tail:
             zero_tail(k, position.num_keys, tail, consumer, OPTIONS.consumers)
-    scores = mma_abt(rows.q, k)
+    TIMED: gl.constexpr = has_times(OPTIONS.bias)
+    start, block_bias, buckets = None, None, None
+    if TIMED:  # its arithmetic needs the registers that the MMAs write
+        start, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+    scores = mma_abt(rows.q, k, start)
     dp = mma_abt(rows.do, consumer_wait(rings.v, step))
-    block_bias = None
-    if OPTIONS.bias is not None:  # loaded while the MMAs run
-        block_bias = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+    if OPTIONS.bias is not None and not TIMED:  # loaded while the MMAs run
+        block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if OPTIONS.bias is not None:
+    if OPTIONS.bias is not None and not TIMED:
         scores = scores + block_bias
     if OPTIONS.activation is None:
         dact = gl.exp2(scores * scale - rows.lse[:, None])
@@ -257,7 +260,7 @@ def _dq_block(
     operand = to_mma_operand(ds, k.dtype, k.shape[1])
     acc = warpgroup_mma(operand, k, acc, is_async=True)
     if OPTIONS.has_sums:
-        add_to_tables(ds, position.column, bias, sums, OPTIONS.bias)
+        add_to_tables(ds, buckets, position.column, bias, sums, OPTIONS.bias)
     acc, operand = warpgroup_mma_wait(0, deps=(acc, operand))
     consumer_release(rings.k, step)
     return acc
@@ -381,9 +384,6 @@ def attention_bwd_dq_hopper_kernel(
 # -- launcher -----------------------------------------------------------------------------------------------------------------------
 
 
-WARPS = 4  # of a consumer
-
-
 class _Launches:
     """The kernels of one backward, with the arguments that their launches share."""
 
@@ -393,6 +393,7 @@ class _Launches:
         self.grads = grads._replace(do=do)
         self.operands = operands._replace(out=do if out is None else out.contiguous())
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
+        self.bias = kernel_bias(params)
         self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
         self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
@@ -407,12 +408,12 @@ class _Launches:
         params, lse, delta, config = self.params, self.operands.lse, self.grads.delta, self.selection.dq
         blocks = grid(tiles)
         consumers = blocks[0] * config.consumers if blocks else 0
-        sums = TableGradients.empty(params, consumers, tiles.device, time_parts=WARPS * consumers)
+        sums = TableGradients.empty(params, consumers, tiles.device, threads=THREADS)
         if blocks:
             attention_bwd_dq_hopper_kernel[blocks](
                 self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                kernel_bias(params), sums.argument(), params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
+                self.bias, sums.argument(), params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
                 HEAD_DIM=self.operands.q.shape[2], BIAS=params.bias_kind, HAS_SUMS=params.table_gradients,
                 **launch_constants(config, self.operands, params),
             )  # fmt: skip
@@ -431,7 +432,7 @@ class _Launches:
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                kernel_bias(params), params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
+                self.bias, params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
                 HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 BIAS=params.bias_kind, **launch_constants(config, self.operands, params),
             )  # fmt: skip

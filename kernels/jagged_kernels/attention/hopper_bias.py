@@ -5,7 +5,8 @@ scores lie on about half as many diagonals, each of which it loads once. Their a
 
 The gradient of the position table is a sum over each diagonal of dS. A consumer writes a block of dS to shared memory in rows of 129
 elements and reads it in rows of 130, so that a diagonal becomes a column. It adds the columns' sums to its own part of global memory. Each
-element there is only ever added to by one consumer, in the order of its blocks, so the result is deterministic.
+element there is only ever added to by one consumer, in the order of its blocks, so the result is deterministic. Sums of the time table's
+buckets are each thread's own. Neighbouring scores of a row are mostly in one bucket: a thread sums them before it adds.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon_api import reinterpret, thread_barrier
 from ..common.pipeline import WARPGROUP_ROWS, mma_layout
-from .bias import BiasOfTile, Times, bias_of_tile, bucket_range, first_entry, key_times, query_times, time_block
+from .bias import BiasOfTile, Times, bias_of_tile, bucket_block, first_entry, key_times, query_times
 
+THREADS = 128  # of a consumer
 COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
 
 
@@ -28,6 +30,12 @@ class RowBias(NamedTuple):
     of_tile: BiasOfTile
     row: gl.tensor
     times: Times
+
+
+@gluon.constexpr_function
+def has_times(kind):
+    """Whether a BiasKind, or None, has a time table."""
+    return kind is not None and kind.boundaries > 0
 
 
 @gluon.constexpr_function
@@ -94,8 +102,8 @@ def bias_of_keys(bias, tile, head, first, KIND: gl.constexpr):
 
 @gluon.jit
 def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
-    """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided by the scale. TRANSPOSED: the rows are the
-    keys, and the columns query rows."""
+    """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided by the scale, and the buckets of the time
+    table. TRANSPOSED: the rows are the keys, and the columns query rows."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     of_tile = bias.of_tile
     if KIND.position:
@@ -111,22 +119,24 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         times = bias.times
         rows = Times(gl.convert_layout(times.stamps, gl.SliceLayout(1, L)), times.earliest, times.latest)
         if TRANSPOSED:
-            block += time_block(rows, query_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
+            buckets = bucket_block(rows, query_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
         else:
-            block += time_block(rows, key_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
-    return block * of_tile.inverse_scale
+            buckets = bucket_block(rows, key_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
+        block += gl.load(of_tile.time_ptr + buckets)
+    else:
+        buckets = gl.full([WARPGROUP_ROWS, COLUMNS], 0, gl.int32, L)
+    return block * of_tile.inverse_scale, buckets
 
 
 # -- gradients of the tables --------------------------------------------------------------------------------------------------------
 
 
 class SumsOfTile(NamedTuple):
-    """Where a consumer adds its rows' dS, times `factor`: its part of the position table at distance 0, its warps' parts of the time table,
-    time_stride apart, both at the tile's head, and its scratch memory. num_rows: its rows in the segment."""
+    """Where a consumer adds its rows' dS, times `factor`: its part of the position table at distance 0, and of the time table, both at the tile's head,
+    and its scratch memory. num_rows: its rows in the segment."""
 
     position_ptr: gl.tensor
     time_ptr: gl.tensor
-    time_stride: gl.tensor
     scratch: gl.shared_memory_descriptor
     num_rows: gl.tensor
     factor: gl.tensor
@@ -163,26 +173,25 @@ def make_scratch(CONSUMERS: gl.constexpr):
 @gluon.jit
 def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.constexpr):
     """The SumsOfTile of a consumer; part: its number among all consumers of the grid."""
-    position_ptr, time_ptr, time_stride = 0, 0, 0
+    position_ptr, time_ptr = 0, 0
     if KIND.position:
         of_head = head.to(gl.int64) * bias.position_stride + bias.num_positions // 2
         position_ptr = sums.position_ptr + part.to(gl.int64) * sums.position_stride + of_head
     if KIND.boundaries > 0:
-        time_stride = sums.time_stride
-        time_ptr = sums.time_ptr + part.to(gl.int64) * (4 * time_stride) + head.to(gl.int64) * sums.time_head_stride
-    return SumsOfTile(position_ptr, time_ptr, time_stride, scratch, num_rows, factor)
+        time_ptr = sums.time_ptr + part.to(gl.int64) * sums.time_stride + head.to(gl.int64) * sums.time_head_stride
+    return SumsOfTile(position_ptr, time_ptr, scratch, num_rows, factor)
 
 
 @gluon.jit
-def add_to_tables(ds, first, bias, sums, KIND: gl.constexpr):
-    """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums."""
+def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
+    """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums. buckets: of the time table."""
     if sums.num_rows < WARPGROUP_ROWS:
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         ds = gl.where(rows < sums.num_rows, ds, 0.0)
     if KIND.position:
         _add_diagonals(ds, sums.position_ptr + first_entry(bias.of_tile, bias.row, first, WARPGROUP_ROWS, ds.shape[1]), sums)
     if KIND.boundaries > 0:
-        _add_bucket_sums(ds, first, bias, sums, KIND)
+        _add_bucket_sums(ds * sums.factor, buckets, sums.time_ptr)
 
 
 @gluon.jit
@@ -200,22 +209,39 @@ def _add_diagonals(ds, ptr, sums):
     gl.atomic_add(ptr + 64 - gl.arange(0, COLUMNS_OF_SCRATCH, layout=L), total * sums.factor, sem="relaxed")
 
 
+@gluon.constexpr_function
+def _add_runs():
+    """PTX that adds a thread's scores, of two rows, to its sums of each bucket. It sums runs of equal buckets in registers. Inputs: dS, the
+    buckets, and the address of the sum of bucket 0."""
+    lines = ["{ .reg .pred ends; .reg .b64 address; .reg .f32 run;"]
+    for row in (0, 1):
+        registers = [pair + 2 * row + 4 * group for group in range(8) for pair in (0, 1)]
+        lines.append("mov.f32 run, 0f00000000;")
+        for register, following in zip(registers, [*registers[1:], None]):
+            lines.append(f"add.f32 run, run, ${32 + register};")
+            ends = "" if following is None else "@ends "
+            if following is not None:
+                lines.append(f"setp.ne.s32 ends, ${64 + register}, ${64 + following};")
+            lines.append(f"{ends}mad.wide.s32 address, ${64 + register}, {4 * THREADS}, $96;")
+            lines.append(f"{ends}red.relaxed.gpu.global.add.f32 [address], run;")
+            if following is not None:
+                lines.append("@ends mov.f32 run, 0f00000000;")
+    lines += [f"mov.b32 ${register}, 0;" for register in range(32)]
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _run_constraints():
+    return ",".join(["=r"] * 32 + ["f"] * 32 + ["r"] * 32 + ["l"] * 32)
+
+
 @gluon.jit
-def _add_bucket_sums(ds, first, bias, sums, KIND: gl.constexpr):
-    """Each warp adds its 16 rows' sum of each bucket to its own part of the time table."""
+def _add_bucket_sums(ds, buckets, ptr):
+    """Each thread adds its scores' dS to its own sums of the buckets, THREADS elements apart; ptr: to the consumer's first."""
     L: gl.constexpr = ds.type.layout
-    of_tile = bias.of_tile
-    columns = key_times(of_tile, first + gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L)), KIND)
-    rows = Times(gl.convert_layout(bias.times.stamps, gl.SliceLayout(1, L)), bias.times.earliest, bias.times.latest)
-    low, high = bucket_range(rows, columns, of_tile, boundary_numbers(KIND))
-    u, t = rows.stamps[:, None], columns.stamps[None, :]
-    below = gl.zeros([WARPGROUP_ROWS, ds.shape[1]], gl.float32, L)  # dS of the scores below the bucket's upper edge, which belong to a bucket already summed
-    for bucket in range(low, high + 1):
-        edge = gl.load(of_tile.boundaries_ptr + bucket, mask=bucket < of_tile.num_boundaries, other=0)
-        inside = (t > u - edge) & (t < u + edge) | (bucket == of_tile.num_boundaries)
-        now = gl.where(inside, ds, 0.0)
-        by_row = gl.sum(now - below, 1)
-        below = now
-        warps = gl.sum(by_row.reshape([4, 16]), 1)
-        numbers = gl.arange(0, 4, layout=warps.type.layout)
-        gl.atomic_add(sums.time_ptr + numbers * sums.time_stride + bucket, warps * sums.factor, sem="relaxed")
+    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
+    columns = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L))[None, :]
+    thread = ((rows >> 4) * 8 + (rows & 7)) * 4 + ((columns & 6) >> 1)
+    gl.inline_asm_elementwise(
+        _add_runs(), _run_constraints(), [ds, buckets, (ptr + thread).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=32
+    )

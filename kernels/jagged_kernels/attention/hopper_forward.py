@@ -240,7 +240,7 @@ def _first_block(
     scores = _start_scores(q, k.slice(0, COLUMNS), OPTIONS)
     block_bias = None
     if OPTIONS.bias is not None:
-        block_bias = bias_block(bias, position.column, COLUMNS, False, OPTIONS.bias)
+        block_bias, _ = bias_block(bias, position.column, COLUMNS, False, OPTIONS.bias)
     has_tail = position.num_keys < COLUMNS
     if has_tail:
         zero_tail(consumer_wait(rings.v, step).slice(0, COLUMNS), position.num_keys, tail, consumer, OPTIONS.consumers)
@@ -267,7 +267,7 @@ def _next_block(q, rings, step, more, position, p, state, scale, bias, OPTIONS: 
     acc = warpgroup_mma(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True)
     block_bias = None
     if OPTIONS.bias is not None:  # loaded while the MMAs run
-        block_bias = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+        block_bias, _ = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
     scores = warpgroup_mma_wait(1, deps=(scores,))
     if OPTIONS.bias is not None:
         scores = scores + block_bias

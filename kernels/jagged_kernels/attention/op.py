@@ -30,6 +30,7 @@ from ..common.device import contiguous_last_dim, device_properties, precision, r
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
+from .bias import Bias
 from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
 from .params import AttentionParams, BiasKind, Gradients, MaskParams, Operands
 from .select import AttentionProblem, Selection, select
@@ -133,8 +134,9 @@ def triton_attention_backward(
         workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
         dtables = hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
-        dtables = _triton_dq(operands, grads, queries, params, selection)
-        _triton_dkdv(operands, grads, keys, params, kv_shared, selection)
+        bias = kernel_bias(params)
+        dtables = _triton_dq(operands, grads, queries, params, bias, selection)
+        _triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
     if q_shared:
         dq = dq.view(q_offsets.shape[0] - 1, *q.shape).sum(0).to(q.dtype)
     if kv_shared:
@@ -222,7 +224,7 @@ def _scales(q: Tensor, params: AttentionParams) -> tuple[float, ...]:
 
 
 def _triton_dq(
-    operands: Operands, grads: Gradients, queries: Segments, params: AttentionParams, selection: Selection
+    operands: Operands, grads: Gradients, queries: Segments, params: AttentionParams, bias: Bias | None, selection: Selection
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """dq, and with softmax delta. Returns the gradients of the bias tables."""
     q, k, v, out, lse = operands
@@ -237,7 +239,7 @@ def _triton_dq(
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             queries.q_offsets, queries.kv_offsets, queries.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
-            kernel_bias(params), *_scales(q, params), *strides, lse.stride(0), sums.argument(),
+            bias, *_scales(q, params), *strides, lse.stride(0), sums.argument(),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
             BUCKETS=sums.buckets,
         )  # fmt: skip
@@ -245,7 +247,8 @@ def _triton_dq(
 
 
 def _triton_dkdv(
-    operands: Operands, grads: Gradients, keys: Segments, params: AttentionParams, kv_shared: bool, selection: Selection
+    operands: Operands, grads: Gradients, keys: Segments, params: AttentionParams, bias: Bias | None, kv_shared: bool,
+    selection: Selection,
 ) -> None:  # fmt: skip
     q, k, v, _, lse = operands
     do, _, dk, dv, delta = grads
@@ -256,7 +259,7 @@ def _triton_dkdv(
         attention_bwd_dkdv_kernel[grid](
             q, k, v, do, dk, dv, lse, delta, *_descriptors(selection.tma, align, (q, config.block), (k, config.tile), (do, config.block)),
             keys.q_offsets, keys.kv_offsets, keys.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
-            kernel_bias(params), *_scales(q, params), *strides, lse.stride(0),
+            bias, *_scales(q, params), *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.block, BLOCK_N=config.tile, Q_SHARED=params.q_shared,
             KV_SHARED=kv_shared, QUERY_GROUPS=keys.query_groups,
         )  # fmt: skip

@@ -97,8 +97,8 @@ def select(problem: AttentionProblem) -> Selection:
     q_seqlen = p.q_rows if p.q_shared else _mean_seqlen(p, p.q_rows, p.q_segments)
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
-        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked)
-        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, p.timed, long)
+        long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed  # buckets take many registers
+        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long)
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
 
     tile = _triton_tile(p, q_seqlen)
@@ -204,9 +204,9 @@ def _cached(function: Callable) -> Callable:
 
 
 @_cached
-def _hopper_selection(dim: int, activation: str, masked: bool, biased: bool, timed: bool, long: bool) -> Selection:
+def _hopper_selection(dim: int, activation: str, masked: bool, biased: bool, long: bool) -> Selection:
     kernels = "fwd", "dq", "dkdv", "dq_from_ds"
-    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, biased, timed, long) for kernel in kernels})
+    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, biased, long) for kernel in kernels})
 
 
 @_cached
