@@ -70,9 +70,33 @@ def no_block_is_visited_in_vain(mask, keys):
 
 @pytest.mark.parametrize("seed", range(100))
 def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
-    mask, num_queries, num_keys, num_targets = random_case(random.Random(seed))
+    check_tiles(*random_case(random.Random(seed)), *random.Random(seed).choice([(2, 2), (4, 2), (2, 4)]))
+
+
+CORNERS = [  # mask, queries, keys, targets, block_m, block_n
+    (
+        jm.AttentionMask(max_attn_len=1, recent_history=5),
+        8,
+        8,
+        0,
+        2,
+        4,
+    ),  # truncated columns out of reach of the others
+    (jm.AttentionMask(recent_history=5, global_prefix=1), 10, 10, 0, 2, 2),  # full blocks in the last run, after a masked one
+    (jm.AttentionMask(recent_history=4, global_prefix=6), 12, 12, 0, 2, 2),  # more full blocks in the prefix than in the recent history
+    (jm.AttentionMask(window=(4, None), global_prefix=5), 12, 12, 0, 2, 2),  # full blocks of a window that begins within the prefix
+    (jm.AttentionMask(window=(0, None), global_prefix=5, recent_history=2), 9, 3, 0, 2, 2),  # rows before the first column
+]
+
+
+@pytest.mark.parametrize("case", CORNERS, ids=str)
+def test_corner_cases_of_a_prefix_and_truncation(case):
+    check_tiles(*case)
+
+
+def check_tiles(mask, num_queries, num_keys, num_targets, block_m, block_n):
+    """Checks which blocks all tiles of queries and of keys visit, and which of them are full."""
     keep = mask.keep(num_queries, num_keys, num_targets)
-    block_m, block_n = random.Random(seed).choice([(2, 2), (4, 2), (2, 4)])
     blocks = triton.cdiv(num_queries, block_m), triton.cdiv(num_keys, block_n)
     targets = torch.tensor([num_targets])
     sizes = dict(MASK=mask.params, BLOCK_M=block_m, BLOCK_N=block_n)
@@ -120,7 +144,7 @@ def test_tiles_skip_what_a_prefix_and_truncation_leave_hidden(fields, of_queries
     for keys, expected, work_of in ((False, of_queries, query_tile_work), (True, of_keys, key_tile_work)):
         visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
         _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=keys, BLOCK_M=64, BLOCK_N=64)
-        assert visits.sum(1).tolist() == expected
+        assert visits.sum(1).tolist() == expected and visits.max() == 1
         tiles = torch.arange(8, dtype=torch.int32)
         lengths = torch.full_like(tiles, 512)
         assert work_of(tiles, lengths, lengths, 0, mask.params, 64, 64).tolist() == expected
