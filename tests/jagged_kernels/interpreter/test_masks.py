@@ -74,18 +74,16 @@ def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
 
 
 CORNERS = [  # mask, queries, keys, targets, block_m, block_n
-    (
-        jm.AttentionMask(max_attn_len=1, recent_history=5),
-        8,
-        8,
-        0,
-        2,
-        4,
-    ),  # truncated columns out of reach of the others
-    (jm.AttentionMask(recent_history=5, global_prefix=1), 10, 10, 0, 2, 2),  # full blocks in the last run, after a masked one
-    (jm.AttentionMask(recent_history=4, global_prefix=6), 12, 12, 0, 2, 2),  # more full blocks in the prefix than in the recent history
-    (jm.AttentionMask(window=(4, None), global_prefix=5), 12, 12, 0, 2, 2),  # full blocks of a window that begins within the prefix
-    (jm.AttentionMask(window=(0, None), global_prefix=5, recent_history=2), 9, 3, 0, 2, 2),  # rows before the first column
+    # truncated columns that are farther from the reach of the others than the rows of a block
+    (jm.AttentionMask(max_attn_len=1, recent_history=5), 8, 8, 0, 2, 4),
+    # full blocks in the last run, after a masked one
+    (jm.AttentionMask(recent_history=5, global_prefix=1), 10, 10, 0, 2, 2),
+    # more full blocks in the prefix than in the recent history
+    (jm.AttentionMask(recent_history=4, global_prefix=6), 12, 12, 0, 2, 2),
+    # full blocks of a window that begins within the prefix
+    (jm.AttentionMask(window=(4, None), global_prefix=5), 12, 12, 0, 2, 2),
+    # rows before the first column
+    (jm.AttentionMask(window=(0, None), global_prefix=5, recent_history=2), 9, 3, 0, 2, 2),
 ]
 
 
