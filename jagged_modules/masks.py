@@ -15,7 +15,8 @@ from .validation import check_device, check_integers, values_are_checkable
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class AttentionMask:
-    """Which columns (keys) of a segment each of its query rows sees. The fields combine: a row sees a column if all fields allow it.
+    """Which columns (keys) of a segment each of its query rows sees. The fields combine: a row sees a column if all fields allow it. Only
+    global_prefix adds columns to those.
 
     Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. All positions below are columns. The first
     `contextual_seqlen` columns are context (features that are not events), the last `num_targets` are targets (candidates to score), and
@@ -39,6 +40,15 @@ class AttentionMask:
             positive, and under the causal rule each row sees only itself and the earlier targets of its group.
         max_attn_len: number of ids that a row sees back; 0: no limit.
         min_full_attn_seqlen: this many rows at the end of the history, and the targets, are exempt from max_attn_len.
+        global_prefix: every row sees this many columns at the start, up to the first target, whatever the other fields hide; under a causal
+            mask, up to its own column. With a window or max_attn_len this is semi-local attention.
+        recent_history: attention truncation: only the last recent_history columns of the history are seen; 0: no limit. The columns before
+            them, context too, are hidden, except in the global prefix. A row still sees its own column.
+
+    Semi-local attention and attention truncation are those of recent variants of HSTU. The rule for them, after the window:
+
+        if recent_history: keep = keep and (j >= n - t - recent_history or i == j)
+        keep = keep or (j < min(global_prefix, n - t) and (j <= i or not causal))
 
     Raises:
         TypeError, ValueError: a field has another type, or is negative.
@@ -55,6 +65,8 @@ class AttentionMask:
     contextual_seqlen: int = 0
     max_attn_len: int = 0
     min_full_attn_seqlen: int = 0
+    global_prefix: int = 0
+    recent_history: int = 0
 
     def __post_init__(self) -> None:
         check_flag("causal", self.causal)
@@ -70,7 +82,7 @@ class AttentionMask:
             if values_are_checkable(self.num_targets) and self.num_targets.numel() and int(self.num_targets.min()) < 0:
                 raise ValueError(f"num_targets must not be negative, got {int(self.num_targets.min())}")
         check_size("target_group_size", self.target_group_size)
-        for name in ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"):
+        for name in ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "global_prefix", "recent_history"):
             check_size(name, getattr(self, name), at_least=0)
 
     def __repr__(self) -> str:
@@ -95,6 +107,8 @@ class AttentionMask:
             context=self.contextual_seqlen,
             max_attn_len=self.max_attn_len,
             full_attn_len=self.min_full_attn_seqlen if self.max_attn_len else 0,
+            global_prefix=self.global_prefix,
+            recent_history=self.recent_history,
         )
 
     @classmethod
@@ -108,12 +122,15 @@ class AttentionMask:
             contextual_seqlen=params.context,
             max_attn_len=params.max_attn_len,
             min_full_attn_seqlen=params.full_attn_len,
+            global_prefix=params.global_prefix,
+            recent_history=params.recent_history,
         )
 
     def hides_nothing(self) -> bool:
         """Whether every row sees every column."""
         left, right = self.window or (None, None)
-        return left is None and right is None and self.num_targets is None and not (self.causal or self.max_attn_len)
+        limited = self.causal or self.max_attn_len or self.recent_history
+        return left is None and right is None and self.num_targets is None and not limited
 
     def keep(self, num_queries: int, num_keys: int, num_targets: int = 0, device: Device = None) -> Tensor:
         """Boolean `[num_queries, num_keys]`, True where a row sees a key, for one segment with num_targets targets."""
@@ -151,6 +168,11 @@ class AttentionMask:
                 keep &= j >= i - left
             if right is not None:
                 keep &= j <= i + right
+        if self.recent_history:
+            keep &= (j >= first_target - self.recent_history) | (i == j)
+        if self.global_prefix:
+            in_prefix = j < min(self.global_prefix, first_target)
+            keep |= in_prefix & (j <= i) if self.causal else in_prefix
         return keep
 
     def picture(self, length: int, segment: int = 0, num_queries: int | None = None) -> str:

@@ -7,6 +7,7 @@ container finds them through its offsets if these are the same tensor.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -92,7 +93,7 @@ _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,
     ("num_targets",),
-    ("causal", "window", "target_group_size", "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"),
+    tuple(field.name for field in dataclasses.fields(AttentionMask) if field.name != "num_targets"),
 )
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
 _register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)

@@ -17,7 +17,7 @@ from space import HALVES, OPERATORS, POINTWISE
 DTYPES = ("float32", *HALVES)
 SHORT = dict(float64="fp64", float32="fp32", float16="fp16", bfloat16="bf16")
 ACTIVATIONS = ("softmax", *POINTWISE)
-MASKS = (None, "causal", "causal-window", "grouped-targets", "hstu", "band", "open-targets")
+MASKS = (None, "causal", "causal-window", "grouped-targets", "hstu", "band", "open-targets", "semi-local", "truncated")
 HEAD_DIMS = (64, 128, 16, 80, 256)
 HEADS = ((4, 2), (2, 2), (3, 1))
 PAIRS = (  # lengths of queries and keys

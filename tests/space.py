@@ -24,6 +24,9 @@ MASKS = {  # fields of AttentionMask; num_targets: the most in a segment
     "long-context": dict(causal=True, contextual_seqlen=70, max_attn_len=100),
     "band": dict(max_attn_len=40),
     "open-targets": dict(num_targets=20, contextual_seqlen=3, max_attn_len=30, min_full_attn_seqlen=4),
+    "semi-local": dict(causal=True, num_targets=25, window=(45, None), global_prefix=21),
+    "truncated": dict(causal=True, num_targets=30, target_group_size=3, contextual_seqlen=5, max_attn_len=60, recent_history=45),
+    "open-truncated": dict(window=(70, 33), global_prefix=37, recent_history=60),
 }
 
 

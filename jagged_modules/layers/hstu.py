@@ -35,7 +35,8 @@ class HSTUConfig:
         dropout: dropout probability, applied to the input of the output projection.
         scaling_seqlen: attention weights are divided by this length. If None, they are divided by the container's max_seqlen, which the
             host must know. A fixed number makes a row's result independent of the rest of the batch.
-        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size: parameters of the causal mask, see `AttentionMask`.
+        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size, global_prefix, recent_history: parameters of the causal
+            mask, see `AttentionMask`.
 
     Raises:
         TypeError, ValueError: a field has another type or is out of range.
@@ -49,6 +50,8 @@ class HSTUConfig:
     max_attn_len: int = 0
     min_full_attn_seqlen: int = 0
     target_group_size: int = 1
+    global_prefix: int = 0
+    recent_history: int = 0
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "linear_dim", "scaling_seqlen"):
@@ -63,7 +66,9 @@ class HSTUConfig:
         Args:
             num_targets: as in `AttentionMask`.
         """
-        names = ("contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size")
+        names = (
+            "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size", "global_prefix", "recent_history",
+        )  # fmt: skip
         return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
 
 
@@ -289,7 +294,7 @@ class HSTUStack(nn.Module):
             history: any container of `[L, E]` values. The rows of a segment are context, then history.
 
         Returns:
-            The cache, with a copy of the keys and values of the rows that targets see. If the config has max_attn_len or
+            The cache, with a copy of the keys and values of the rows that targets see. If the config has max_attn_len, recent_history or
             contextual_seqlen, and the lengths are on the device only, finding these rows synchronises with the device.
 
         Raises:
@@ -360,23 +365,29 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
 
     All context rows have position id 0, so the context counts as one row here. Targets see all rows of a history of at most max_attn_len
     rows, and the last max_attn_len rows of a longer one. They see nothing of a history that is shorter than the context: its rows have
-    the same id as the targets.
+    the same id as the targets. Of these rows they see the last recent_history ones. Besides, they see the rows of the global prefix.
     """
     context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
-    if not context and not limit:
+    if not (context or limit or config.recent_history):
         return slice(None), None
     lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
     if lengths.is_meta:
         raise ValueError(
-            "history's offsets must be on the host if the config has max_attn_len or contextual_seqlen, got meta offsets: the number of "
-            "cached rows depends on their values"
+            "history's offsets must be on the host if the config has max_attn_len, recent_history or contextual_seqlen, got meta offsets: "
+            "the number of cached rows depends on their values"
         )
     seen = torch.where(lengths < context, 0, lengths)
     if limit:
         seen = seen.where(seen <= limit + max(context - 1, 0), limit)
-    total = history.values.shape[0]
-    first = torch.repeat_interleave(lengths.cumsum(0) - seen, lengths, output_size=total)
-    rows = (torch.arange(total, device=first.device) >= first).nonzero().squeeze(1)
+    if config.recent_history:
+        seen = seen.clamp(max=config.recent_history)
+    total, ends = history.values.shape[0], lengths.cumsum(0)
+    row = torch.arange(total, device=lengths.device)
+    kept = row >= torch.repeat_interleave(ends - seen, lengths, output_size=total)
+    if config.global_prefix:
+        kept |= row < torch.repeat_interleave(ends - lengths + config.global_prefix, lengths, output_size=total)
+        seen = torch.minimum(seen + config.global_prefix, lengths)
+    rows = kept.nonzero().squeeze(1)
     return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
 
 

@@ -21,7 +21,10 @@ from jagged_modules.schedule import host_schedule
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400]
-MASKS = ["causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets"]
+MASKS = [
+    "causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets",
+    "semi-local", "truncated", "open-truncated",
+]  # fmt: skip
 CASES = [((24, 40), torch.float32), ((24, 40), torch.bfloat16), ((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128), (200, 72), (256, 256)]
 

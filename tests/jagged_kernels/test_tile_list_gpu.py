@@ -22,4 +22,5 @@ def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments,
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (1, 90), (40, 200)])
 def test_masked_tile_list_is_the_hosts(check_tile_list, num_segments, longest, key_tiles):
-    check_tile_list(num_segments, longest, torch.int64, "cuda", SIZES, masked=True, key_tiles=key_tiles)
+    for masked in (True, dict(global_prefix=20, recent_history=30)):
+        check_tile_list(num_segments, longest, torch.int64, "cuda", SIZES, masked=masked, key_tiles=key_tiles)

@@ -1,6 +1,7 @@
 """The zigzag schedule: which tiles, in which order, for which worker, how evenly, how fast."""
 
 import dataclasses
+import itertools
 import pickle
 import time
 
@@ -153,6 +154,23 @@ def test_a_mask_changes_what_tiles_cost():
     assert schedule.work.tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
     keys = zigzag_schedule([64], [64], num_heads=1, block_m=16, block_n=16, num_workers=3, mask=mask, key_tiles=True)
     assert keys.tiles[:, 2].tolist() == [0, 1, 2, 3] and keys.work.tolist() == [4, 3, 2, 1]
+
+
+@pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
+@pytest.mark.parametrize("num_targets", [None, 7])
+def test_tiles_that_a_prefix_and_truncation_leave_hidden_are_no_work(num_targets, key_tiles):
+    """The work of a tile is the number of blocks that one of its rows sees."""
+    length, block, targets = 128, 16, None if num_targets is None else torch.tensor([num_targets])
+    fields = dict(causal=True, window=(20, None)), dict(causal=True), dict(window=(9, 30)), dict()
+    changes = dict(global_prefix=18), dict(recent_history=40), dict(global_prefix=18, recent_history=40)
+    for others, change in itertools.product(fields, changes):
+        mask = jm.AttentionMask(**others, **change, num_targets=targets)
+        sizes = dict(num_heads=1, block_m=block, block_n=block, num_workers=3)
+        schedule = zigzag_schedule([length], [length], **sizes, mask=mask, key_tiles=key_tiles)
+        seen = mask.keep(length, length, num_targets or 0).unflatten(0, (-1, block)).unflatten(2, (-1, block)).any(3).any(1)
+        expected = seen.sum(0 if key_tiles else 1)
+        work = torch.empty_like(expected).index_copy_(0, schedule.tiles[:, 2].long(), schedule.work.long())
+        assert torch.equal(work, expected), mask
 
 
 @pytest.mark.parametrize("targets", [None, 20])

@@ -38,4 +38,5 @@ def mask_of(name, num_targets):
         "window": jm.AttentionMask(window=(2, 1)),
         "targets": jm.AttentionMask(num_targets=num_targets, target_group_size=2),
         "hstu": jm.AttentionMask(True, None, num_targets, 2, contextual_seqlen=2, max_attn_len=3, min_full_attn_seqlen=1),
+        "semi-local": jm.AttentionMask(True, (1, None), num_targets, global_prefix=2, recent_history=4),
     }[name]

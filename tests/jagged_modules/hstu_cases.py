@@ -29,7 +29,11 @@ def sees(i, j, n, t, config):
         keep = keep and (identity(i) - identity(j) <= config.max_attn_len or full)
     if c:
         keep = keep or (identity(i) == 0 and identity(j) < last)
-    first = n - t  # the earlier targets of the group
+    first = n - t
+    if config.recent_history:
+        keep = keep and (j >= first - config.recent_history or i == j)
+    keep = keep or j < min(config.global_prefix, first) and j <= i
+    # the earlier targets of the group
     return keep or first <= j <= i and (i - first) // config.target_group_size == (j - first) // config.target_group_size
 
 
@@ -106,6 +110,10 @@ CONFIGS = {
     "short-full": config_of(max_attn_len=2, min_full_attn_seqlen=3),
     "context-short": config_of(contextual_seqlen=3, max_attn_len=2),
     "groups": config_of(target_group_size=2),
+    "prefix": config_of(max_attn_len=2, global_prefix=2),
+    "truncated": config_of(recent_history=3),
+    "context-truncated": config_of(contextual_seqlen=3, max_attn_len=4, recent_history=2, global_prefix=1),
+    "full-truncated": config_of(max_attn_len=1, min_full_attn_seqlen=3, recent_history=4, global_prefix=3, target_group_size=2),
     "all": config_of(contextual_seqlen=2, max_attn_len=3, min_full_attn_seqlen=2, target_group_size=3, linear_dim=3),
 }
 HISTORY, TARGETS = [7, 0, 1, 2, 3, 4, 5, 6, 12, 3], [2, 1, 3, 4, 0, 5, 2, 1, 7, 3]

@@ -13,7 +13,7 @@ from jagged_modules.cpu import attention_math as cpu_blocks
 
 from .attention_cases import DTYPES, check, make_qkv, mask_of
 
-MASKS = ["none", "causal", "window", "targets", "hstu"]
+MASKS = ["none", "causal", "window", "targets", "hstu", "semi-local"]
 MASKED_LENGTHS = {  # queries, keys, targets
     "equal": ([6, 6, 6], [6, 6, 6], [0, 3, 3]),
     "empty": ([0, 5, 4, 0], [3, 5, 0, 0], [1, 2, 0, 0]),
@@ -203,6 +203,8 @@ def test_any_activation_and_mask(data, offsets_of):
         contextual_seqlen=data.draw(st.integers(0, 4)),
         max_attn_len=max_attn_len,
         min_full_attn_seqlen=data.draw(st.integers(0, 4)) if max_attn_len else 0,
+        global_prefix=data.draw(st.sampled_from([0, 0, 1, 5])),
+        recent_history=data.draw(st.sampled_from([0, 0, 1, 6])),
     )
     activation = data.draw(st.sampled_from(ACTIVATIONS))
     output_scale = 1.0 if activation == "softmax" else data.draw(st.sampled_from([0.25, torch.rand(segments)]))

@@ -293,6 +293,7 @@ CONTAINERS = {
     "CandidateIndex-sorted": lambda: jm.CandidateIndex.from_counts(torch.tensor([1, 2])),
     "AttentionMask": lambda: jm.AttentionMask(causal=True, window=(3, None), num_targets=torch.tensor([1, 2])),
     "AttentionMask-plain": lambda: jm.AttentionMask(max_attn_len=3),
+    "AttentionMask-prefix": lambda: jm.AttentionMask(window=(3, None), global_prefix=2, recent_history=5),
     "Rotary": lambda: jm.Rotary.from_frequencies(4, 10, "qkv"),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(OFFSETS, torch.tensor([0, 1, 2])),
     "TileSchedule": lambda: jm.Jagged(torch.randn(5, 4), OFFSETS).prepare(num_heads=2, head_dim=8)._schedule(

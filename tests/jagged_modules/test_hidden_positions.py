@@ -15,6 +15,7 @@ MASKS = {
     "causal": dict(causal=True),
     "targets": dict(causal=True, num_targets=torch.tensor(TARGETS), contextual_seqlen=2, max_attn_len=40),
     "window": dict(window=(3, 2)),
+    "prefix": dict(causal=True, window=(30, None), global_prefix=2, recent_history=60),
 }
 # At NaN, torch's hardswish has a gradient of 0 or NaN, by memory address. Autograd's of relu(x)² is 0 below 0 whatever its factor is.
 TESTED = [name for name in ACTIVATIONS if name not in ("hardswish", "relu_squared")]

@@ -163,6 +163,29 @@ def test_a_cache_holds_what_targets_see(context, rows, offsets_of):
     assert [layer.values.shape for layer in cache.layers] == [(rows, HEADS, 3 + 5)] * 2
 
 
+@pytest.mark.parametrize("fields, rows", [
+    (dict(global_prefix=2), 3 + 0 + 1 + 9),
+    (dict(recent_history=2), 2 + 0 + 1 + 2),
+    (dict(recent_history=2, global_prefix=2), 3 + 0 + 1 + 4),
+    (dict(recent_history=4, max_attn_len=3, global_prefix=1), 3 + 0 + 1 + 4),
+    (dict(recent_history=4, max_attn_len=3, min_full_attn_seqlen=1), 3 + 0 + 1 + 4),
+    (dict(recent_history=9, global_prefix=1, contextual_seqlen=3), 3 + 0 + 1 + 9),  # one row sees nothing but the prefix
+    (dict(recent_history=5, contextual_seqlen=3), 3 + 0 + 0 + 5),
+])  # fmt: skip
+def test_a_cache_holds_the_prefix_and_the_recent_history(fields, rows, offsets_of):
+    """Histories of 3, 0, 1 and 9 rows. The rows are those that a target after the history sees."""
+    lengths, config = [3, 0, 1, 9], config_of(**fields)
+    kept = torch.cat([config.mask().keep(n + 1, n + 1, 1)[-1, :-1] for n in lengths])
+    assert int(kept.sum()) == rows
+    stack, values = jm.HSTUStack(WIDTH, HEADS, 2, config), torch.randn(sum(lengths), WIDTH)
+    all_rows = jm.HSTUStack(WIDTH, HEADS, 2, config_of())
+    all_rows.load_state_dict(stack.state_dict())
+    cache, whole = stack.cache((values, offsets_of(lengths))), all_rows.cache((values, offsets_of(lengths)))
+    torch.testing.assert_close(cache.layers[0].values, whole.layers[0].values[kept])
+    counts = [int(part.sum()) for part in kept.split(lengths)]
+    assert cache.layers[0].offsets.diff().tolist() == counts
+
+
 def test_the_cache_of_a_jagged_keeps_its_scaling_length(offsets_of):
     values = history_values()
     stack, lengths = double_stack(config_of(scaling_seqlen=None)), offsets_of(LENGTHS)
@@ -281,7 +304,7 @@ def test_norms_may_stay_in_fp32(offsets_of):
     assert values.dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("fields", [dict(contextual_seqlen=2), dict(max_attn_len=3)], ids=str)
+@pytest.mark.parametrize("fields", [dict(contextual_seqlen=2), dict(max_attn_len=3), dict(recent_history=3, global_prefix=1)], ids=str)
 def test_caching_on_meta_needs_offsets_on_the_host(fields):
     """How many rows the cache has depends on their values."""
     stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=9, **fields), device="meta")

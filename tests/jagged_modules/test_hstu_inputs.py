@@ -100,6 +100,8 @@ BAD_CONFIGS = [
     (dict(scaling_seqlen=10.0), TypeError, "scaling_seqlen must be an int, got float"),
     (dict(contextual_seqlen=-1), ValueError, "contextual_seqlen must be at least 0, got -1"),
     (dict(target_group_size=0), ValueError, "target_group_size must be at least 1, got 0"),
+    (dict(global_prefix=-1), ValueError, "global_prefix must be at least 0, got -1"),
+    (dict(recent_history=0.5), TypeError, "recent_history must be an int, got float"),
 ]
 
 

@@ -41,6 +41,10 @@ def seen(mask: AttentionMask, i: int, j: int, n: int, t: int) -> bool:
     if mask.window is not None:
         left, right = mask.window
         keep = keep and (left is None or i - j <= left) and (right is None or -right <= i - j)
+    if mask.recent_history and i != j and j < first_target - mask.recent_history:
+        keep = False
+    if j < mask.global_prefix and j < first_target and (j <= i or not mask.causal):
+        keep = True
     return keep
 
 
@@ -61,8 +65,30 @@ def test_every_small_mask_equals_the_written_rule(causal, limits, window):
             assert all(row[i] for i, row in enumerate(keep)), "a row sees its own column"
 
 
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("limits", [(0, 0), (1, 0), (2, 3)], ids=str)
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_every_small_mask_with_a_prefix_or_a_truncated_history_equals_the_written_rule(causal, limits, window):
+    for group, c, prefix, recent in itertools.product([1, 2], [0, 2], [0, 1, 3], [0, 1, 2, 4]):
+        mask = AttentionMask(causal, window, None, group, c, *limits, global_prefix=prefix, recent_history=recent)
+        for n, t in SIZES:
+            keep = mask.keep(n, n, t).tolist()
+            assert keep == [[seen(mask, i, j, n, t) for j in range(n)] for i in range(n)], (mask, n, t)
+            assert all(intervals(row) <= 3 for row in keep), (mask, n, t)
+            assert all(row[i] for i, row in enumerate(keep)), "a row sees its own column"
+
+
+SOME = [
+    AttentionMask(True),
+    AttentionMask(window=(1, 0)),
+    AttentionMask(True, None, None, 2, 2, 1, 1),
+    AttentionMask(window=(1, 0), global_prefix=2, recent_history=2),
+    AttentionMask(True, global_prefix=9),
+]
+
+
 @pytest.mark.parametrize("num_queries", [0, 1, 3, 5, 8])
-@pytest.mark.parametrize("mask", [AttentionMask(True), AttentionMask(window=(1, 0)), AttentionMask(True, None, None, 2, 2, 1, 1)], ids=repr)
+@pytest.mark.parametrize("mask", SOME, ids=repr)
 def test_queries_are_aligned_with_the_end_of_the_keys(mask, num_queries):
     """With more queries than keys, rows before the first column follow the same rule."""
     n, t = 5, 2
@@ -109,8 +135,28 @@ def test_context_groups_and_a_limited_reach():
     assert mask.picture(10) == picture
 
 
+def test_semi_local_attention_of_a_truncated_history():
+    """The prefix of 2 columns is seen by all later rows; the window of 3 columns back, only within the last 5 of the history."""
+    mask = jm.AttentionMask(True, (3, None), torch.tensor([2]), global_prefix=2, recent_history=5)
+    picture = """\
+# . . . . . . . . .
+# # . . . . . . . .
+# # # . . . . . . .
+# # . # . . . . . .
+# # . # # . . . . .
+# # . # # # . . . .
+# # . # # # # . . .
+# # . . # # # # . .
+# # . . . # # # # .
+# # . . . . # # . #"""
+    assert mask.picture(10) == picture
+
+
 @pytest.mark.parametrize("mask, expected", [
     (AttentionMask(), True),
+    (AttentionMask(global_prefix=3), True),
+    (AttentionMask(recent_history=3), False),
+    (AttentionMask(window=(None, 3), global_prefix=20), False),
     (AttentionMask(window=(None, None)), True),
     (AttentionMask(target_group_size=3, contextual_seqlen=2), True),
     (AttentionMask(causal=True), False),
@@ -126,7 +172,7 @@ def test_hides_nothing(mask, expected):
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_a_masks_params_make_the_same_mask(window):
     num_targets = torch.tensor([1, 2])
-    mask = AttentionMask(True, window, num_targets, 2, 3, 4, 5)
+    mask = AttentionMask(True, window, num_targets, 2, 3, 4, 5, 2, 6)
     again = AttentionMask.from_params(mask.params, num_targets)
     assert again.params == mask.params and again.num_targets is num_targets
     assert torch.equal(again.keep(9, 9, 2), mask.keep(9, 9, 2))
@@ -138,6 +184,7 @@ def test_masks_do_not_change():
     with pytest.raises(dataclasses.FrozenInstanceError):
         mask.causal = False
     expected = MaskParams(causal=1, left=3, right=0, has_targets=0, group_size=1, context=0, max_attn_len=0, full_attn_len=0)
+    assert expected[-2:] == (0, 0)
     assert copy.deepcopy(mask).params == mask.params == expected
 
 
@@ -145,6 +192,7 @@ def test_repr_has_the_fields_that_were_given():
     assert repr(AttentionMask()) == "AttentionMask()"
     mask = AttentionMask(True, (None, 2), torch.tensor([1, 2], device="meta"), max_attn_len=4)
     assert repr(mask) == "AttentionMask(causal=True, window=(None, 2), max_attn_len=4, num_targets=Tensor[2])"
+    assert repr(AttentionMask(global_prefix=3, recent_history=4)) == "AttentionMask(global_prefix=3, recent_history=4)"
 
 
 BAD = [
@@ -163,6 +211,10 @@ BAD = [
     (dict(max_attn_len="8"), TypeError, "max_attn_len must be an int, got str"),
     (dict(max_attn_len=-8), ValueError, "max_attn_len must be at least 0, got -8"),
     (dict(max_attn_len=1, min_full_attn_seqlen=-1), ValueError, "min_full_attn_seqlen must be at least 0, got -1"),
+    (dict(global_prefix=-1), ValueError, "global_prefix must be at least 0, got -1"),
+    (dict(global_prefix=None), TypeError, "global_prefix must be an int, got NoneType"),
+    (dict(recent_history=-2), ValueError, "recent_history must be at least 0, got -2"),
+    (dict(recent_history=True), TypeError, "recent_history must be an int, got bool"),
 ]
 
 

@@ -49,10 +49,11 @@ def test_reference_is_masked_dense_attention(q_lengths, kv_lengths, heads, kv_he
 
 @pytest.mark.parametrize("activation", ["softmax", "identity", "silu"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_masks_activations_and_scales(causal, activation, offsets_of):
+@pytest.mark.parametrize("fields", [dict(), dict(global_prefix=1, recent_history=3)], ids=["", "prefix"])
+def test_masks_activations_and_scales(causal, activation, fields, offsets_of):
     """With rows that see nothing: queries before the first key."""
     q_lengths, kv_lengths, targets = [3, 5, 0, 4], [3, 2, 2, 9], [1, 0, 2, 3]
-    mask = AttentionMask(causal, (7, 2), torch.tensor(targets), target_group_size=2, max_attn_len=4, min_full_attn_seqlen=1)
+    mask = AttentionMask(causal, (7, 2), torch.tensor(targets), target_group_size=2, max_attn_len=4, min_full_attn_seqlen=1, **fields)
     options = dict(mask=mask, output_scale=None if activation == "softmax" else torch.tensor([0.5, 3.0, 1.0, -0.25], dtype=torch.float64))
     inputs = [torch.randn(n, h, 3, dtype=torch.float64, requires_grad=True) for n, h in ((12, 4), (16, 2), (16, 2))]
     function = {"softmax": None, "identity": lambda x: x, "silu": lambda x: x * torch.sigmoid(x)}[activation]

@@ -1,7 +1,8 @@
 """Device functions of attention masks: which columns a row sees, and which blocks a tile visits.
 
 `MASK` is a MaskParams (params.py), or None. Rows are numbered as columns of the segment: query row i is at column i + kv_len - q_len. A row
-sees the columns [low, high) and [own_low, row], which follow from AttentionMask.rule. docs/decisions/mask-rule.md has the other copies.
+sees the columns [low, high) and [own_low, row], and of the prefix [0, prefix), under a causal mask up to its own column. They follow from
+AttentionMask.rule. docs/decisions/mask-rule.md has the other copies.
 """
 
 from typing import NamedTuple
@@ -50,7 +51,7 @@ def _row_id(row, first_target, MASK: tl.constexpr):
 
 @triton.jit
 def visible_columns(row, first_target, MASK: tl.constexpr):
-    """(low, high, own_low) of each row, which sees the columns [low, high) and [own_low, row]."""
+    """(low, high, own_low, prefix): each row sees the columns [low, high), [own_low, row] and [0, prefix); `prefix` is one for all rows."""
     id = _row_id(row, first_target, MASK)
     last_id = _row_id(first_target, first_target, MASK)
     low, high = row * 0, row * 0 + first_target
@@ -80,16 +81,28 @@ def visible_columns(row, first_target, MASK: tl.constexpr):
         low, own_low = tl.maximum(low, row - MASK.left), tl.maximum(own_low, row - MASK.left)
     if MASK.right >= 0:
         high = tl.minimum(high, row + MASK.right + 1)
-    return low, high, own_low
+    if MASK.recent_history > 0:
+        low = tl.maximum(low, first_target - MASK.recent_history)
+    prefix = 0
+    if MASK.global_prefix > 0:
+        prefix = tl.minimum(first_target, MASK.global_prefix)
+    return low, high, own_low, prefix
 
 
 @triton.jit
 def is_visible(column, row, bounds, MASK: tl.constexpr):
     """Whether each row sees each column; `bounds` of the rows from visible_columns, broadcast against the columns."""
-    low, high, own_low = bounds
-    if MASK.causal and MASK.left < 0 and MASK.right < 0 and not MASK.has_targets and MASK.context == 0 and MASK.max_attn_len == 0:
+    low, high, own_low, prefix = bounds
+    LIMITED: tl.constexpr = MASK.left >= 0 or MASK.right >= 0 or MASK.max_attn_len > 0 or MASK.recent_history > 0
+    if MASK.causal and not LIMITED and not MASK.has_targets and MASK.context == 0 and MASK.global_prefix == 0:
         return column <= row
-    return ((column >= low) & (column < high)) | ((column >= own_low) & (column <= row))
+    seen = ((column >= low) & (column < high)) | ((column >= own_low) & (column <= row))
+    if MASK.global_prefix > 0:
+        if MASK.causal:
+            seen = seen | ((column < prefix) & (column <= row))
+        else:
+            seen = seen | (column < prefix)
+    return seen
 
 
 @triton.jit
@@ -98,7 +111,7 @@ def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr,
     if MASK is None:
         return Blocks(0, tl.cdiv(kv_len, BLOCK_N), 0, 0, 0, 0, 0, 0, kv_len // BLOCK_N)
     else:
-        low, high, own_low = visible_columns(first_row, first_target, MASK)
+        low, high, own_low, _ = visible_columns(first_row, first_target, MASK)
         extremes = _extend(last_row, (low, low, high, high), first_row, last_row, first_target, MASK)
         # low and high increase with the row, except after the context and at the first row exempt from max_attn_len.
         if MASK.context > 0:
@@ -107,29 +120,70 @@ def column_blocks(first_row, last_row, kv_len, first_target, MASK: tl.constexpr,
         if MASK.full_attn_len > 0:
             extremes = _extend(first_target - MASK.full_attn_len - 1, extremes, first_row, last_row, first_target, MASK)
             extremes = _extend(first_target - MASK.full_attn_len, extremes, first_row, last_row, first_target, MASK)
-        lowest, low, high, highest = extremes
-        first = tl.maximum(lowest, 0) // BLOCK_N
-        count = tl.maximum(tl.cdiv(tl.maximum(highest, 0), BLOCK_N) - first, 0)
-        own_first = tl.maximum(first + count, tl.maximum(own_low, 0) // BLOCK_N)
-        own_count = tl.maximum(tl.cdiv(tl.maximum(last_row + 1, 0), BLOCK_N) - own_first, 0)
-        full = tl.cdiv(tl.maximum(low, 0), BLOCK_N)
-        full_count = tl.maximum(tl.maximum(high, 0) // BLOCK_N - full, 0)
-        return Blocks(first, count, own_first, own_count, 0, 0, full - first, full, full_count)
+        if MASK.global_prefix > 0 or MASK.recent_history > 0:
+            return _three_runs_of_columns(extremes, own_low, first_row, last_row, kv_len, first_target, MASK, BLOCK_N)
+        else:
+            lowest, low, high, highest = extremes
+            first = tl.maximum(lowest, 0) // BLOCK_N
+            count = tl.maximum(tl.cdiv(tl.maximum(highest, 0), BLOCK_N) - first, 0)
+            own_first = tl.maximum(first + count, tl.maximum(own_low, 0) // BLOCK_N)
+            own_count = tl.maximum(tl.cdiv(tl.maximum(last_row + 1, 0), BLOCK_N) - own_first, 0)
+            full = tl.cdiv(tl.maximum(low, 0), BLOCK_N)
+            full_count = tl.maximum(tl.maximum(high, 0) // BLOCK_N - full, 0)
+            return Blocks(first, count, own_first, own_count, 0, 0, full - first, full, full_count)
 
 
 @triton.jit
 def _extend(row, extremes, first_row, last_row, first_target, MASK: tl.constexpr):
     """(min low, max low, min high, max high) including one more row, clamped to the tile's rows."""
     lowest, low, high, highest = extremes
-    row_low, row_high, _ = visible_columns(tl.minimum(tl.maximum(row, first_row), last_row), first_target, MASK)
+    row_low, row_high, _, _ = visible_columns(tl.minimum(tl.maximum(row, first_row), last_row), first_target, MASK)
     return tl.minimum(lowest, row_low), tl.maximum(low, row_low), tl.minimum(high, row_high), tl.maximum(highest, row_high)
+
+
+@triton.jit
+def _three_runs_of_columns(extremes, own_low, first_row, last_row, kv_len, first_target, MASK: tl.constexpr, BLOCK_N: tl.constexpr):
+    """column_blocks under a mask with a prefix or a truncated history: the blocks of the prefix, of [low, high), and of [own_low, row].
+
+    Rows whose own columns are truncated have these before [low, high). `extremes`: of the tile's rows, from _extend. own_low: of its first
+    row.
+    """
+    lowest, low, high, highest = extremes
+    own_end = last_row + 1
+    own_is_second = own_low < lowest
+    second, second_end = tl.where(own_is_second, own_low, lowest), tl.where(own_is_second, own_end, highest)
+    third, third_end = tl.where(own_is_second, lowest, own_low), tl.where(own_is_second, highest, own_end)
+    stop = tl.cdiv(_prefix_end(last_row, first_target, MASK), BLOCK_N)
+    second, second_stop = _blocks(second, second_end, 0, 0, kv_len, stop, BLOCK_N)
+    third, third_stop = _blocks(third, third_end, 0, 0, kv_len, second_stop, BLOCK_N)
+
+    full = tl.cdiv(tl.maximum(low, 0), BLOCK_N)
+    full_count = tl.maximum(tl.maximum(high, 0) // BLOCK_N - full, 0)
+    if MASK.global_prefix > 0:  # all rows see [0, end): the prefix, with [low, high) if that begins in it or where it ends
+        end = _prefix_end(first_row, first_target, MASK)
+        full_prefix = tl.where(end >= low, tl.maximum(end, high), end) // BLOCK_N
+        full = tl.where(full_prefix >= full_count, 0, full)
+        full_count = tl.maximum(full_prefix, full_count)
+    before = tl.minimum(full, stop) + tl.minimum(tl.maximum(full - second, 0), second_stop - second)
+    before += tl.minimum(tl.maximum(full - third, 0), third_stop - third)
+    return Blocks(0, stop, second, second_stop - second, third, third_stop - third, before, full, full_count)
+
+
+@triton.jit
+def _prefix_end(row, first_target, MASK: tl.constexpr):
+    """End of the prefix that a row sees."""
+    end = tl.minimum(first_target, MASK.global_prefix)
+    if MASK.causal:
+        end = tl.minimum(end, row + 1)
+    return tl.maximum(end, 0)
 
 
 @triton.jit
 def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """The Blocks of query rows that see a column of the key tile that begins at `column`.
 
-    The three runs are the rows of the context, the rows within reach, and the rows exempt from max_attn_len.
+    The three runs are the rows of the context, the rows within reach, and the rows exempt from max_attn_len. A column of the prefix reaches
+    all rows that may see it. A truncated column reaches only its own row.
     """
     if MASK is None:
         return Blocks(0, tl.cdiv(q_len, BLOCK_M), 0, 0, 0, 0, 0, 0, q_len // BLOCK_M)
@@ -139,15 +193,21 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
         # Rows are half-open ranges: context [shift, context_end), reach [start, end), exempt [exempt, kv_len), full [full, full_end).
         start, end, context_end, exempt = shift, kv_len, shift, kv_len
         full, full_end = shift, kv_len
+        nearest = column  # the tile's first column that is not truncated
+        if MASK.recent_history > 0:
+            recent = first_target - MASK.recent_history
+            nearest = tl.maximum(column, recent)
         if MASK.causal:
             start, full = column, last
         if MASK.max_attn_len > 0:
             # All columns of the context have one id: they count as its last column.
-            near, far = tl.maximum(column, MASK.context - 1), tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1)
+            near, far = tl.maximum(nearest, MASK.context - 1), tl.maximum(tl.minimum(last, first_target - 1), MASK.context - 1)
             end = tl.where(far + MASK.max_attn_len + 1 > first_target, kv_len, far + MASK.max_attn_len + 1)
             full_end = tl.where(near + MASK.max_attn_len + 1 > first_target, kv_len, near + MASK.max_attn_len + 1)
             if not MASK.causal:
                 start = tl.where(near - MASK.max_attn_len < MASK.context, shift, near - MASK.max_attn_len)
+                if MASK.recent_history > 0:
+                    start = tl.minimum(start, column)
                 full = tl.maximum(last, MASK.context - 1) - MASK.max_attn_len
             if MASK.full_attn_len > 0:
                 exempt = first_target - MASK.full_attn_len
@@ -161,11 +221,33 @@ def row_blocks(column, q_len, kv_len, first_target, MASK: tl.constexpr, BLOCK_M:
                 start, context_end, exempt = column, shift, kv_len
                 end = first_target + ((last - first_target) // MASK.group_size + 1) * MASK.group_size
             full_end = tl.where(last >= first_target, full, full_end)
+        if MASK.recent_history > 0:
+            full_end = tl.where(column < recent, full, full_end)
+            if last < recent:  # all columns are truncated
+                start, end, context_end, exempt = column, last + 1, shift, kv_len
         lowest, highest = shift, kv_len
         if MASK.right >= 0:
-            lowest, full = tl.maximum(lowest, column - MASK.right), tl.maximum(full, last - MASK.right)
+            if MASK.recent_history > 0:
+                lowest = tl.maximum(lowest, tl.minimum(column, nearest - MASK.right))
+            else:
+                lowest = tl.maximum(lowest, column - MASK.right)
+            full = tl.maximum(full, last - MASK.right)
         if MASK.left >= 0:
             highest, full_end = tl.minimum(highest, last + MASK.left + 1), tl.minimum(full_end, column + MASK.left + 1)
+        if MASK.global_prefix > 0:
+            prefix = tl.minimum(first_target, MASK.global_prefix)
+            if column < prefix:
+                end, highest = kv_len, kv_len
+                if MASK.causal:
+                    start = column
+                else:
+                    start, lowest = shift, shift
+            if last < prefix:
+                full_end = kv_len
+                if MASK.causal:
+                    full = last
+                else:
+                    full = shift
 
         first, stop = _blocks(shift, context_end, shift, lowest, highest, 0, BLOCK_M)
         reach, reach_stop = _blocks(start, end, shift, lowest, highest, stop, BLOCK_M)

@@ -12,7 +12,8 @@ from ..common.configs import padded_dim
 class MaskParams(NamedTuple):
     """The fields of `AttentionMask` as integers, in the order of `AttentionMask.params`.
 
-    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without max_attn_len.
+    left, right: of the window; -1: an open side. full_attn_len: min_full_attn_seqlen, 0 without max_attn_len. The last two have defaults
+    because programs exported before they existed hold lists without them.
     """
 
     causal: int
@@ -23,6 +24,8 @@ class MaskParams(NamedTuple):
     context: int
     max_attn_len: int
     full_attn_len: int
+    global_prefix: int = 0
+    recent_history: int = 0
 
 
 class BiasKind(NamedTuple):

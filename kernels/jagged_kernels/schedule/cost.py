@@ -6,6 +6,8 @@ written again.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -26,6 +28,14 @@ def query_tile_work(
     ends = torch.stack([first, torch.minimum(first + block_m, q_len) - 1]) + kv_len - q_len
     steps = torch.stack([torch.full_like(first, mask.context - 1), first_target - mask.full_attn_len]).clamp(*ends)
     low, high, own_low = _visible_columns(torch.cat([ends, steps]), first_target, mask)
+    if mask.global_prefix or mask.recent_history:
+        zero, own_low, own_end, lowest, highest = torch.zeros_like(first), own_low.amin(0), ends[1] + 1, low.amin(0), high.amax(0)
+        prefix = first_target.clamp(max=mask.global_prefix)
+        prefix = torch.minimum(prefix, own_end) if mask.causal else prefix
+        own_is_second = own_low < lowest
+        second = torch.where(own_is_second, own_low, lowest), torch.where(own_is_second, own_end, highest)
+        third = torch.where(own_is_second, lowest, own_low), torch.where(own_is_second, highest, own_end)
+        return _count_blocks(((zero, prefix), second, third), zero, zero, kv_len, block_n)
     start = low.amin(0).clamp(min=0) // block_n
     count = (cdiv(high.amax(0).clamp(min=0), block_n) - start).clamp(min=0)
     own_start = torch.maximum(start + count, own_low.amin(0).clamp(min=0) // block_n)
@@ -40,7 +50,7 @@ def _row_id(row: Tensor, first_target: Tensor, context: int) -> Tensor:
 
 def _visible_columns(row: Tensor, first_target: Tensor, mask: MaskParams) -> tuple[Tensor, Tensor, Tensor]:
     """(low, high, own_low): a row sees the columns [low, high) and [own_low, row]."""
-    causal, left, right, has_targets, group_size, context, max_attn_len, full = mask
+    causal, left, right, has_targets, group_size, context, max_attn_len, full, _, recent_history = mask
     id, last_id = _row_id(row, first_target, context), _row_id(first_target, first_target, context)
     end = torch.minimum(row, first_target)
     low, high = torch.zeros_like(row), end if causal else first_target.expand_as(row)
@@ -63,6 +73,8 @@ def _visible_columns(row: Tensor, first_target: Tensor, mask: MaskParams) -> tup
         low, own_low = torch.maximum(low, row - left), torch.maximum(own_low, row - left)
     if right >= 0:
         high = torch.minimum(high, row + right + 1)
+    if recent_history:
+        low = torch.maximum(low, first_target - recent_history)
     return low, high, own_low
 
 
@@ -70,31 +82,47 @@ def key_tile_work(
     block: Tensor, q_len: Tensor, kv_len: Tensor, num_targets: Tensor | int, mask: MaskParams, block_m: int, block_n: int
 ) -> Tensor:
     """Query blocks of `block_n` rows that the block-th tile of `block_m` keys visits."""
-    causal, left, right, _, group_size, context, max_attn_len, full = mask
+    causal, left, right, _, group_size, context, max_attn_len, full, global_prefix, recent_history = mask
     first_target = (kv_len - num_targets).clamp(min=0)
     shift, column = kv_len - q_len, block * block_m
     last = torch.minimum(column + block_m, kv_len) - 1
     start, end = column if causal else shift, kv_len
     context_end, exempt = shift + 0 * column if not context else torch.full_like(column, context), kv_len
+    recent = first_target - recent_history
+    nearest = torch.maximum(column, recent) if recent_history else column
     if max_attn_len:
-        near = column.clamp(min=context - 1)
+        near = nearest.clamp(min=context - 1)
         far = torch.minimum(last, first_target - 1).clamp(min=context - 1) + max_attn_len + 1
         end = torch.where(far > first_target, kv_len, far)
         if not causal:
             start = torch.where(near - max_attn_len < context, shift, near - max_attn_len)
+            start = torch.minimum(start, column) if recent_history else start
         exempt = first_target - full if full else kv_len
         start = start if causal else torch.minimum(start, exempt)
     of_targets = column >= first_target
     start, context_end = torch.where(of_targets, column, start), torch.where(of_targets, shift, context_end)
     end = torch.where(of_targets, first_target + ((last - first_target) // group_size + 1) * group_size, end)
     exempt = torch.where(of_targets, kv_len, exempt)
-    lowest = torch.maximum(shift, column - right) if right >= 0 else shift
+    if recent_history:
+        truncated = last < recent
+        start, end = torch.where(truncated, column, start), torch.where(truncated, last + 1, end)
+        context_end, exempt = torch.where(truncated, shift, context_end), torch.where(truncated, kv_len, exempt)
+    nearest = torch.minimum(column, nearest - right) if recent_history else column - right
+    lowest = torch.maximum(shift, nearest) if right >= 0 else shift
     highest = torch.minimum(kv_len, last + left + 1) if left >= 0 else kv_len
+    if global_prefix:
+        of_prefix = column < first_target.clamp(max=global_prefix)
+        start, end = torch.where(of_prefix, column if causal else shift, start), torch.where(of_prefix, kv_len, end)
+        lowest, highest = lowest if causal else torch.where(of_prefix, shift, lowest), torch.where(of_prefix, kv_len, highest)
+    return _count_blocks(((shift, context_end), (start, end), (exempt, kv_len)), shift, lowest, highest, block_n)
 
-    work, stop = torch.zeros_like(column), torch.zeros_like(column)
-    for row, row_end in ((shift, context_end), (start, end), (exempt, kv_len)):
-        row, row_end = torch.maximum(row, lowest) - shift, torch.minimum(row_end, highest) - shift
-        first = torch.maximum(row // block_n, stop)
-        count = torch.where(row_end > row, cdiv(row_end, block_n) - first, 0).clamp(min=0)
-        work, stop = work + count, torch.where(row_end > row, first + count, stop)
+
+def _count_blocks(runs: Iterable[tuple[Tensor, Tensor]], shift: Tensor, lowest: Tensor, highest: Tensor, block: int) -> Tensor:
+    """How many blocks, counted from `shift`, have a position of the ascending runs [start, end) that lies in [lowest, highest)."""
+    work, stop = torch.zeros_like(shift), torch.zeros_like(shift)
+    for start, end in runs:
+        start, end = torch.maximum(start, lowest) - shift, torch.minimum(end, highest) - shift
+        first = torch.maximum(start // block, stop)
+        count = torch.where(end > start, cdiv(end, block) - first, 0).clamp(min=0)
+        work, stop = work + count, torch.where(end > start, first + count, stop)
     return work

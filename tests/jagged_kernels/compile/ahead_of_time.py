@@ -11,7 +11,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from ..sass import unwritten_registers
 
-MASKS = {"none": None, "hstu": MaskParams(1, -1, -1, 1, 2, 3, 100, 20), "window": MaskParams(0, 64, 32, 0, 1, 0, 0, 0)}
+MASKS = {
+    "none": None,
+    "hstu": MaskParams(1, -1, -1, 1, 2, 3, 100, 20),
+    "window": MaskParams(0, 64, 32, 0, 1, 0, 0, 0),
+    "semi-local": MaskParams(1, 256, -1, 1, 1, 0, 0, 0, global_prefix=70, recent_history=1000),
+}
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 

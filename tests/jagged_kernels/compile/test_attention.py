@@ -86,7 +86,7 @@ def test_attention_kernels_compile_in_fp32(name):
         compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
 
 
-@slow_after(1, "activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window")])
+@slow_after(1, "activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window"), ("softmax", "semi-local")])
 @pytest.mark.parametrize("name", KERNELS)
 def test_activations_and_masks_compile(name, activation, mask):
     for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):

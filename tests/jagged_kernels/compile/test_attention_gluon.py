@@ -64,7 +64,11 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
     return compile_for(90, kernel, constants, type_of, aligned, num_warps=options["num_warps"], maxnreg=options["maxnreg"])
 
 
-@slow_after(2, "activation, mask, group", [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1)])
+@slow_after(
+    2,
+    "activation, mask, group",
+    [("softmax", "none", 1), ("gelu_tanh", "none", 2), ("softmax", "window", 4), ("silu", "hstu", 1), ("silu", "semi-local", 1)],
+)
 @slow_after(1, "dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
 @pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
 def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, group):

@@ -11,7 +11,10 @@ from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.schedule import host_schedule
 
 SELF = [3, 0, 1, 70, 40]
-MASKS = ["causal", "window", "hstu", "causal-window", "targets", "grouped-targets", "long-context", "band", "open-targets"]
+MASKS = [
+    "causal", "window", "hstu", "causal-window", "targets", "grouped-targets", "long-context", "band", "open-targets",
+    "semi-local", "truncated", "open-truncated",
+]  # fmt: skip
 DTYPES = [torch.float32, torch.float16]
 
 

@@ -6,7 +6,15 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from jagged_kernels.attention.mask import column_blocks, first_target_column, masked_block, num_masked_blocks, row_blocks
+from jagged_kernels.attention.mask import (
+    column_blocks,
+    first_target_column,
+    is_visible,
+    masked_block,
+    num_masked_blocks,
+    row_blocks,
+    visible_columns,
+)
 from jagged_kernels.schedule.cost import key_tile_work, query_tile_work
 
 import jagged_modules as jm
@@ -47,15 +55,46 @@ def random_case(choose: random.Random):
         contextual_seqlen=choose.choice([0, 0, 2, 5]),
         max_attn_len=max_attn_len,
         min_full_attn_seqlen=choose.choice([0, 3]) if max_attn_len else 0,
+        global_prefix=choose.choice([0, 0, 1, 4, 20]),
+        recent_history=choose.choice([0, 0, 1, 3, 6]),
     )
     return mask, num_queries, num_keys, num_targets or 0
 
 
-@pytest.mark.parametrize("seed", range(40))
+def no_block_is_visited_in_vain(mask, keys):
+    """Whether tiles of keys, or of queries, visit no block that is hidden from all of their rows."""
+    if keys:
+        return not (mask.contextual_seqlen or mask.max_attn_len or mask.num_targets is not None)
+    return bool(mask.global_prefix or mask.recent_history) or mask.num_targets is None or mask.window is None
+
+
+@pytest.mark.parametrize("seed", range(100))
 def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
-    mask, num_queries, num_keys, num_targets = random_case(random.Random(seed))
+    check_tiles(*random_case(random.Random(seed)), *random.Random(seed).choice([(2, 2), (4, 2), (2, 4)]))
+
+
+CORNERS = [  # mask, queries, keys, targets, block_m, block_n
+    # truncated columns that are farther from the reach of the others than the rows of a block
+    (jm.AttentionMask(max_attn_len=1, recent_history=5), 8, 8, 0, 2, 4),
+    # full blocks in the last run, after a masked one
+    (jm.AttentionMask(recent_history=5, global_prefix=1), 10, 10, 0, 2, 2),
+    # more full blocks in the prefix than in the recent history
+    (jm.AttentionMask(recent_history=4, global_prefix=6), 12, 12, 0, 2, 2),
+    # full blocks of a window that begins within the prefix
+    (jm.AttentionMask(window=(4, None), global_prefix=5), 12, 12, 0, 2, 2),
+    # rows before the first column
+    (jm.AttentionMask(window=(0, None), global_prefix=5, recent_history=2), 9, 3, 0, 2, 2),
+]
+
+
+@pytest.mark.parametrize("case", CORNERS, ids=str)
+def test_corner_cases_of_a_prefix_and_truncation(case):
+    check_tiles(*case)
+
+
+def check_tiles(mask, num_queries, num_keys, num_targets, block_m, block_n):
+    """Checks which blocks all tiles of queries and of keys visit, and which of them are full."""
     keep = mask.keep(num_queries, num_keys, num_targets)
-    block_m, block_n = random.Random(seed).choice([(2, 2), (4, 2), (2, 4)])
     blocks = triton.cdiv(num_queries, block_m), triton.cdiv(num_keys, block_n)
     targets = torch.tensor([num_targets])
     sizes = dict(MASK=mask.params, BLOCK_M=block_m, BLOCK_N=block_n)
@@ -68,10 +107,12 @@ def test_tiles_visit_what_they_see_and_mask_what_they_must(seed):
         assert torch.equal(work_of(tiles, *lengths, num_targets, mask.params, own, other), visits.sum(1, dtype=torch.int32))
         if keys:
             visits, full = visits.T, full.T
+        skips_all = no_block_is_visited_in_vain(mask, keys)
         for m in range(blocks[0]):
             for n in range(blocks[1]):
                 seen = keep[m * block_m : (m + 1) * block_m, n * block_n : (n + 1) * block_n]
                 assert visits[m, n] <= 1 and visits[m, n] >= int(seen.any())
+                assert not skips_all or visits[m, n] == int(seen.any())
                 if full[m, n]:
                     assert seen.all() and seen.shape[keys - 1] == (block_m if keys else block_n)
 
@@ -84,3 +125,51 @@ def test_causal_tiles_skip_what_is_hidden(causal_window):
     _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=False, BLOCK_M=64, BLOCK_N=64)
     assert visits.sum(1).tolist() == ([1, 2, 3, 3, 3, 3, 3, 3] if causal_window else list(range(1, 9)))
     assert full.sum() == (0 if causal_window else 28)
+
+
+LONG = [  # fields, blocks that each query tile visits, those that each key tile visits, full blocks of all query tiles
+    (dict(causal=True, window=(100, None), global_prefix=70), [1, 2, 3, 4, 5, 5, 5, 5], [8, 7, 3, 3, 3, 3, 2, 1], 7),
+    (dict(causal=True, recent_history=200), [1, 1, 1, 1, 1, 2, 3, 4], [1, 1, 1, 1, 4, 3, 2, 1], 3),
+    (dict(causal=True, recent_history=200, global_prefix=64), [1, 2, 2, 2, 2, 3, 4, 5], [8, 1, 1, 1, 4, 3, 2, 1], 8),
+    (dict(recent_history=200, global_prefix=70), [6, 6, 7, 7, 6, 6, 6, 6], [8, 8, 1, 1, 8, 8, 8, 8], 24),
+    (dict(max_attn_len=10, global_prefix=128), [2, 3, 4, 5, 5, 5, 5, 4], [8, 8, 3, 3, 3, 3, 3, 2], 16),
+]
+
+
+@pytest.mark.parametrize("fields, of_queries, of_keys, num_full", LONG, ids=str)
+def test_tiles_skip_what_a_prefix_and_truncation_leave_hidden(fields, of_queries, of_keys, num_full):
+    mask = jm.AttentionMask(**fields)
+    for keys, expected, work_of in ((False, of_queries, query_tile_work), (True, of_keys, key_tile_work)):
+        visits, full = torch.zeros(2, 8, 8, dtype=torch.int32)
+        _visit_kernel[(8,)](visits, full, None, 512, 512, 8, MASK=mask.params, KEYS=keys, BLOCK_M=64, BLOCK_N=64)
+        assert visits.sum(1).tolist() == expected and visits.max() == 1
+        tiles = torch.arange(8, dtype=torch.int32)
+        lengths = torch.full_like(tiles, 512)
+        assert work_of(tiles, lengths, lengths, 0, mask.params, 64, 64).tolist() == expected
+        assert keys or full.sum() == num_full
+
+
+@triton.jit
+def _seen_kernel(seen_ptr, targets_ptr, q_len, kv_len, MASK: tl.constexpr, SIZE: tl.constexpr):
+    row, column = tl.arange(0, SIZE)[:, None], tl.arange(0, SIZE)[None, :]
+    position = row + kv_len - q_len
+    first_target = first_target_column(targets_ptr, 0, kv_len, MASK)
+    seen = is_visible(column, position, visible_columns(position, first_target, MASK), MASK)
+    tl.store(seen_ptr + row * kv_len + column, seen.to(tl.int32), mask=(row < q_len) & (column < kv_len))
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_rows_see_what_the_rule_says(seed):
+    mask, num_queries, num_keys, num_targets = random_case(random.Random(seed))
+    seen = torch.full((num_queries, num_keys), -1, dtype=torch.int32)
+    _seen_kernel[(1,)](seen, torch.tensor([num_targets]), num_queries, num_keys, MASK=mask.params, SIZE=16)
+    assert torch.equal(seen, mask.keep(num_queries, num_keys, num_targets).int()), mask
+
+
+@pytest.mark.parametrize("fields", [dict(), dict(recent_history=3), dict(recent_history=3, global_prefix=2)], ids=str)
+def test_rows_under_a_plain_causal_mask(fields):
+    """Alone, causal has a rule of its own in is_visible."""
+    mask = jm.AttentionMask(causal=True, **fields)
+    seen = torch.full((9, 9), -1, dtype=torch.int32)
+    _seen_kernel[(1,)](seen, None, 9, 9, MASK=mask.params, SIZE=16)
+    assert torch.equal(seen, mask.keep(9, 9).int())
