@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
+from ..bias import RelativeBias
 from ..containers.jagged import check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
@@ -158,25 +159,26 @@ class JaggedGDPA(nn.Module):
 
     @one_module
     @fixed_rows
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
+    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
         """Attend within each segment.
 
         Args:
             x: any container of `[L, E]` values in B segments.
             context: any container of `[M, E]` values in B segments; its rows replace those of x as keys and values.
             num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets. Replaces the mask's.
+            bias: biases of the scores by relative position and time, on the values' device.
 
         Returns:
             x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`. The dtype is that of the
             projections. The result of a row that sees no key is out_proj's bias.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context or num_targets is given with
-            learned rows.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
+            given with learned rows.
         """
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
-            for name, argument in (("context", context), ("num_targets", num_targets)):
+            for name, argument in (("context", context), ("num_targets", num_targets), ("bias", bias)):
                 if argument is not None:
                     raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
         keys = jagged if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
@@ -210,6 +212,7 @@ class JaggedGDPA(nn.Module):
             scale=config.scale,
             output_scale=config.output_scale,
             mask=mask,
+            bias=bias,
             schedule=schedule,
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
@@ -258,10 +261,10 @@ class GDPABlock(nn.Module):
         reset_all(self.children())
 
     @one_module
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
+    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
         """Update all rows. Arguments, result and errors are those of `JaggedGDPA.forward`. The norm is not applied to context."""
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)
+        update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets, bias)
         return jagged.unwrap(jagged.values + update.values)
 
 
