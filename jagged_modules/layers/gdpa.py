@@ -11,12 +11,12 @@ from torch.types import Device
 
 from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
-from ..containers.jagged import check_same_segments, wrap_rows
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .invariant import fixed_rows
 from .parameters import reset_all
 
@@ -188,6 +188,8 @@ class JaggedGDPA(nn.Module):
             mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.values.device, "the layer's")
+        if bias is not None:
+            self._check_bias(bias, jagged, keys, "x" if context is None else "context")
 
         q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
         if config.num_weights:
@@ -217,6 +219,32 @@ class JaggedGDPA(nn.Module):
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
         return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
+
+    def _check_bias(self, bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str) -> None:
+        """Check the bias against the containers, by their names in the caller's code."""
+        check_kind("bias", bias, RelativeBias, "a RelativeBias")
+        device = x.values.device
+        for field in dataclasses.fields(bias):
+            tensor = getattr(bias, field.name)
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"bias.{field.name} must be on the layer's device, {device}, got {tensor.device}")
+        for name, table in (("position", bias.position), ("time", bias.time)):
+            if table is not None and table.dim() == 2 and table.shape[0] != self.num_heads:
+                raise ValueError(f"bias.{name} must have one row for each of the layer's {self.num_heads} heads, got {table.shape[0]}")
+        for name, times, owner, rows in (
+            ("timestamps", bias.timestamps, keys_name, keys.values.shape[0]),
+            ("query_timestamps", bias.query_timestamps, "x", x.values.shape[0]),
+            ("query_shift", bias.query_shift, "x", x.num_segments),
+        ):
+            if times is not None and times.shape[0] != rows:
+                what = "segment" if name == "query_shift" else "row"
+                raise ValueError(f"bias.{name} must have one element for each {what} of {owner}, {rows}, got {times.shape[0]}")
+        for name, offsets in (("x", x.offsets), (keys_name, keys.offsets)):
+            if bias.max_seqlen is None or not values_are_checkable(offsets) or offsets.shape[0] < 2:
+                continue
+            longest = int(offsets.diff().max())
+            if longest > bias.max_seqlen:
+                raise ValueError(f"bias.position has entries for {bias.max_seqlen} rows, but {name} has a segment of {longest} rows")
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, activation={self.activation!r}, config={self.config}"
