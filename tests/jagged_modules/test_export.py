@@ -98,6 +98,18 @@ def test_layers_of_one_jagged(layer, strict):
     )  # fmt: skip
 
 
+@slow_after(1, "strict", [False, True], ids=["traced", "strict"])
+def test_hstu_with_biases(strict):
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=10, relative_position=500, relative_time=8))
+
+    def inputs(users, rows, _):
+        return history(users, rows), torch.randint(1000, (rows,))
+
+    shapes = JAGGED, {0: ROWS}
+    call = lambda layer, x, times: layer(x, timestamps=times)  # noqa: E731
+    assert_call_exports(call, stack, inputs, shapes, strict=strict, rows_per_user=False)
+
+
 @pytest.mark.parametrize("form", ["candidates", "jagged", "dense"])
 def test_target_attention(form):
     def inputs(users, rows, count):
@@ -297,6 +309,9 @@ CONTAINERS = {
     "ScorePlan": lambda: F.ScorePlan.from_offsets(OFFSETS, torch.tensor([0, 1, 2])),
     "TileSchedule": lambda: jm.Jagged(torch.randn(5, 4), OFFSETS).prepare(num_heads=2, head_dim=8)._schedule(
         None, 1, None, 2, 8, torch.float32, None
+    ),
+    "HSTUCache-timed": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10, relative_time=4)).cache(
+        (torch.randn(5, 8), OFFSETS), torch.arange(5)
     ),
     "HSTUCache": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10)).cache((torch.randn(5, 8), OFFSETS)),
 }  # fmt: skip
