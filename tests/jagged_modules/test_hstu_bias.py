@@ -46,17 +46,13 @@ def pick(times, rows):
 # -- equal to ---------------------------------------------------------------------------------------------------------------------
 
 
-@every_config
-@slow_after(1, "dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("asked", [False, True], ids=["default", "query_timestamps"])
-def test_equals_the_padded_network(config, dtype, asked, offsets_of):
-    """Outputs and the gradients of the input and of every parameter, the tables included."""
+def both_networks(config, dtype, asked, offsets_of):
+    """Functions of the input and all parameters: a stack, and the padded network. The tensors by name, those of a padded network."""
     padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
     names, parameters = zip(*padded.named_parameters())
     assert converted(dict(padded.named_parameters())).keys() == dict(stack.named_parameters()).keys()
     offsets, num_targets = offsets_of(LENGTHS), torch.tensor(TARGETS)
-    timestamps, query_timestamps = times_of(sum(LENGTHS), config), times_of(sum(LENGTHS), config) if asked else None
-    times = dict(timestamps=timestamps, query_timestamps=query_timestamps)
+    times = dict(timestamps=times_of(sum(LENGTHS), config), query_timestamps=times_of(sum(LENGTHS), config) if asked else None)
 
     def ours(values, *parameters):
         state = converted(dict(zip(names, parameters, strict=True)))
@@ -65,7 +61,26 @@ def test_equals_the_padded_network(config, dtype, asked, offsets_of):
     def theirs(values, *parameters):
         return torch.func.functional_call(padded, dict(zip(names, parameters, strict=True)), (values, LENGTHS, TARGETS), times)
 
-    tensors = dict(zip(("x", *names), (torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)))
+    return ours, theirs, dict(zip(("x", *names), (torch.randn(sum(LENGTHS), WIDTH, dtype=dtype), *parameters)))
+
+
+@every_config
+@pytest.mark.parametrize("asked", [False, True], ids=["default", "query_timestamps"])
+def test_equals_the_padded_network(config, asked, offsets_of):
+    """Outputs and the gradients of the input and of every parameter, the tables included."""
+    *networks, tensors = both_networks(config, torch.float64, asked, offsets_of)
+    results = []
+    for network in networks:
+        leaves = [x.detach().clone().requires_grad_() for x in tensors.values()]
+        out = network(*leaves)
+        results.append([out, *torch.autograd.grad(out.square().sum(), leaves)])
+    torch.testing.assert_close(*results)
+
+
+@every_config
+@slow_after(0, "dtype", [torch.float32, torch.bfloat16])
+def test_rounds_as_little_as_the_padded_network(config, dtype, offsets_of):
+    ours, theirs, tensors = both_networks(config, dtype, False, offsets_of)
     accuracy.check(ours, lambda *x: accuracy.definition(theirs, tensors, x[-1]), tensors)
 
 
