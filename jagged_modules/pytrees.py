@@ -13,6 +13,7 @@ from typing import Any
 from torch.serialization import add_safe_globals  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
 from .containers.segmentation import Segmentation
@@ -94,6 +95,7 @@ _register(
     ("num_targets",),
     ("causal", "window", "target_group_size", "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen"),
 )
+_register(RelativeBias, ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"))
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
 _register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
 _register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers"))

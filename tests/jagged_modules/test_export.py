@@ -98,6 +98,12 @@ def test_layers_of_one_jagged(layer, strict):
     )  # fmt: skip
 
 
+def test_a_bias_as_input():
+    """By position. torch 2.13 exports no input with both of the names `time` and `timestamps`: it replaces the first in the second."""
+    inputs = lambda users, rows, _: (history(users, rows), jm.RelativeBias(torch.randn(HEADS, 999)))  # noqa: E731
+    assert_call_exports(lambda layer, x, bias: layer(x, bias=bias), jm.JaggedGDPA(WIDTH, HEADS), inputs, (JAGGED, [{}]))
+
+
 @slow_after(1, "strict", [False, True], ids=["traced", "strict"])
 def test_hstu_with_biases(strict):
     stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=10, relative_position=500, relative_time=8))
@@ -304,6 +310,8 @@ CONTAINERS = {
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2),
     "CandidateIndex-sorted": lambda: jm.CandidateIndex.from_counts(torch.tensor([1, 2])),
     "AttentionMask": lambda: jm.AttentionMask(causal=True, window=(3, None), num_targets=torch.tensor([1, 2])),
+    "RelativeBias": lambda: jm.RelativeBias(torch.randn(5), torch.randn(4), timestamps=torch.arange(5), query_shift=torch.tensor([1, 2])),
+    "RelativeBias-position": lambda: jm.RelativeBias(torch.randn(2, 5)),
     "AttentionMask-plain": lambda: jm.AttentionMask(max_attn_len=3),
     "Rotary": lambda: jm.Rotary.from_frequencies(4, 10, "qkv"),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(OFFSETS, torch.tensor([0, 1, 2])),
