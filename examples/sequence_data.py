@@ -4,7 +4,8 @@ The task is to predict the item of a user's next event, given the items so far. 
 timestamp stay in the order of the file.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,6 +64,13 @@ def time_intervals(log: EventLog) -> np.ndarray:
     return np.where(first, 0, np.minimum(1 + np.log2(1 + seconds).astype(np.int64), NUM_INTERVALS - 1))
 
 
+def whole_seconds(log: EventLog) -> np.ndarray:
+    """The timestamps, rounded down, int64 [N]. Raises ValueError without timestamps."""
+    if log.timestamp is None:
+        raise ValueError("the log has no timestamps")
+    return np.floor(log.timestamp).astype(np.int64)
+
+
 @dataclass
 class SequenceBatch(Pipelineable):
     """A batch of B windows with L inputs in total.
@@ -71,10 +79,13 @@ class SequenceBatch(Pipelineable):
         ids: keys `item`, `position` (in the window), `target` (the item that follows each input) and, if the dataset has intervals,
             `interval` (the bucket of the time since the previous event), N_b ids per row, and with `add_rivals` also `rival`.
         seen: key `seen`, the user's items up to the window's last input.
+        timestamps, next_timestamps: int64 [L], in seconds, of each input and of its target; None unless the dataset has timestamps.
     """
 
     ids: KeyedJaggedTensor
     seen: KeyedJaggedTensor
+    timestamps: torch.Tensor | None = None
+    next_timestamps: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.targets)
@@ -103,17 +114,20 @@ class SequenceBatch(Pipelineable):
         lengths = torch.zeros(self.ids.stride(), dtype=torch.int32)
         lengths[0] = len(items)
         rivals = KeyedJaggedTensor(keys=["rival"], values=items, lengths=lengths)
-        return SequenceBatch(KeyedJaggedTensor.concat([self.ids, rivals]).sync(), self.seen)
+        return replace(self, ids=KeyedJaggedTensor.concat([self.ids, rivals]).sync())
 
     def to(self, device: torch.device, non_blocking: bool = True) -> "SequenceBatch":
-        return SequenceBatch(self.ids.to(device, non_blocking=non_blocking), self.seen.to(device, non_blocking=non_blocking))
+        return SequenceBatch(**{name: x.to(device, non_blocking=non_blocking) for name, x in self._parts().items()})
 
     def record_stream(self, stream: torch.Stream) -> None:
-        self.ids.record_stream(stream)
-        self.seen.record_stream(stream)
+        for x in self._parts().values():
+            x.record_stream(stream)
 
     def pin_memory(self) -> "SequenceBatch":
-        return SequenceBatch(self.ids.pin_memory(), self.seen.pin_memory())
+        return SequenceBatch(**{name: x.pin_memory() for name, x in self._parts().items()})
+
+    def _parts(self) -> dict[str, Any]:
+        return {name: x for name, x in vars(self).items() if x is not None}
 
 
 class SequenceDataset(Dataset):
@@ -123,11 +137,13 @@ class SequenceDataset(Dataset):
         log: the events.
         windows: windows of the log.
         intervals: whether the batches have the key `interval`, which needs timestamps.
+        timestamps: whether the batches have timestamps.
     """
 
-    def __init__(self, log: EventLog, windows: Windows, intervals: bool = False):
+    def __init__(self, log: EventLog, windows: Windows, intervals: bool = False, timestamps: bool = False):
         self.log, self.windows, self.first = log, windows, first_of_equal(log.user)
         self.interval = time_intervals(log) if intervals else None
+        self.timestamp = whole_seconds(log) if timestamps else None
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -141,12 +157,13 @@ class SequenceDataset(Dataset):
         ids = {"item": (item[inputs], lengths), "position": (position, lengths), "target": (item[inputs + 1], lengths)}
         if self.interval is not None:
             ids["interval"] = (self.interval[inputs], lengths)
-        return SequenceBatch(keyed(ids), keyed({"seen": (item[seen], seen_lengths)}))
+        times = () if self.timestamp is None else (torch.from_numpy(self.timestamp[rows]) for rows in (inputs, inputs + 1))
+        return SequenceBatch(keyed(ids), keyed({"seen": (item[seen], seen_lengths)}), *times)
 
 
-def make_datasets(log: EventLog, max_history: int = 200, intervals: bool = False) -> dict[str, SequenceDataset]:
+def make_datasets(log: EventLog, max_history: int = 200, intervals: bool = False, timestamps: bool = False) -> dict[str, SequenceDataset]:
     """The datasets by split. Raises ValueError if no user has three events, which the split needs."""
     windows = leave_one_out(log, max_history)
     if not len(windows["test"]):
         raise ValueError(f"none of the {log.num_users} users has 3 events: one to start from, one to validate on and one to test on")
-    return {name: SequenceDataset(log, windows[name], intervals) for name in SPLITS}
+    return {name: SequenceDataset(log, windows[name], intervals, timestamps) for name in SPLITS}

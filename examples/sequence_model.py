@@ -44,12 +44,20 @@ def make_encoder(
     num_layers: int,
     dropout: float,
     max_history: int,
+    relative_position: bool = False,
+    relative_time: int = 0,
     device: torch.device | None = None,
 ) -> nn.Module:
-    """A causal encoder: a module from a JaggedTensor with values [L, E] to another. A row depends on itself and earlier rows only."""
+    """A causal encoder: a module from a JaggedTensor with values [L, E] to another. A row depends on itself and earlier rows only.
+
+    With relative_time, it also takes `timestamps` and `query_timestamps` [L], and a row depends on its query timestamp too.
+    """
     if name == "hstu":
-        config = jm.HSTUConfig(dropout=dropout, scaling_seqlen=max_history)
+        bias = dict(relative_position=max_history if relative_position else 0, relative_time=relative_time)
+        config = jm.HSTUConfig(dropout=dropout, scaling_seqlen=max_history, **bias)
         return jm.HSTUStack(embedding_dim, num_heads, num_layers, config, device=device)
+    if relative_position or relative_time:
+        raise ValueError(f"only the encoder 'hstu' has relative_position and relative_time, not {name!r}")
     if name == "sasrec":
         return nn.Sequential(*(SASRecBlock(embedding_dim, num_heads, dropout, device) for _ in range(num_layers)))
     raise ValueError(f"encoder must be one of {ENCODERS}, not {name!r}")
@@ -79,6 +87,9 @@ class SequenceModel(nn.Module):
         max_history: maximum number of inputs in a sequence.
         scores: one of `SCORES`. "cosine": queries and items have norm 1.
         intervals: whether the batches have the key `interval`, whose embeddings are added to the inputs.
+        relative_position: whether the encoder hstu learns biases by relative position.
+        relative_time: number of boundaries between buckets of time differences, by which the encoder hstu learns biases; 0: none. The
+            batches then have timestamps.
         device: device of the parameters; `torch.device("meta")` for DistributedModelParallel.
     """
 
@@ -93,6 +104,8 @@ class SequenceModel(nn.Module):
         max_history: int = 200,
         scores: str = "cosine",
         intervals: bool = False,
+        relative_position: bool = False,
+        relative_time: int = 0,
         device: torch.device | None = None,
     ):
         super().__init__()
@@ -112,16 +125,16 @@ class SequenceModel(nn.Module):
             for name, (rows, features) in tables.items()
         ]
         self.embeddings = EmbeddingCollection(configs, device=device)
-        layers = make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, device)
+        layers = make_encoder(encoder, embedding_dim, num_heads, num_layers, dropout, max_history, relative_position, relative_time, device)
         added = ("position", "interval") if intervals else ("position",)
-        self.encoder = QueryEncoder(layers, added, embedding_dim, dropout, scores == "cosine", device)
+        self.encoder = QueryEncoder(layers, added, embedding_dim, dropout, scores == "cosine", relative_time > 0, device)
 
     def tables(self) -> list[nn.Parameter]:
         return list(self.embeddings.parameters())
 
     def forward(self, batch: SequenceBatch) -> Vectors:
         # Only lookups: TorchRec's pipelines trace this method to find the inputs of the collection.
-        return self.encoder(self.embeddings(batch.ids))
+        return self.encoder(self.embeddings(batch.ids), batch.timestamps, batch.next_timestamps)
 
 
 class QueryEncoder(nn.Module):
@@ -132,6 +145,7 @@ class QueryEncoder(nn.Module):
         added: the features whose embeddings are added to those of the items.
         embedding_dim, dropout: width of the embeddings, and dropout probability of their sums.
         unit_norm: whether queries and items are divided by their norms.
+        timed: whether the encoder takes timestamps.
     """
 
     def __init__(
@@ -141,18 +155,23 @@ class QueryEncoder(nn.Module):
         embedding_dim: int,
         dropout: float,
         unit_norm: bool,
+        timed: bool = False,
         device: torch.device | None = None,
     ):
         super().__init__()
-        self.encoder, self.added, self.dropout, self.unit_norm = encoder, added, nn.Dropout(dropout), unit_norm
+        self.encoder, self.added, self.dropout, self.unit_norm, self.timed = encoder, added, nn.Dropout(dropout), unit_norm, timed
         self.norm = nn.LayerNorm(embedding_dim, device=device)
 
-    def forward(self, embedded: dict[str, JaggedTensor]) -> Vectors:
+    def forward(
+        self, embedded: dict[str, JaggedTensor], timestamps: torch.Tensor | None = None, next_timestamps: torch.Tensor | None = None
+    ) -> Vectors:
+        """The vectors of a batch. As in HSTU's published protocol, an input knows the time of the event that is predicted from it."""
         item = embedded["item"]
         rows = item.values() * item.values().shape[1] ** 0.5
         for name in self.added:
             rows = rows + embedded[name].values()
-        encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=item.lengths()))
+        times = dict(timestamps=timestamps, query_timestamps=next_timestamps) if self.timed else {}
+        encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=item.lengths()), **times)
         vectors = Vectors(self.norm(encoded.values()), embedded["target"].values(), embedded["rival"].values())
         return Vectors(*(functional.normalize(x, dim=1) for x in vectors)) if self.unit_norm else vectors
 

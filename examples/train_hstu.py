@@ -24,6 +24,7 @@ from sequence_model import ENCODERS, SCORES, SequenceModel, Vectors, generalised
 from training import next_item_metrics, rank_unseen
 
 SELECTIVITY = 1.0  # selectivity of the generated users
+BIASES = ("relative_position", "relative_time")  # options of hstu's attention
 LOSSES = {
     "softmax": "softmax over the target and the sampled items",
     "gbce": "generalised binary cross-entropy of Petrov and Macdonald (2023)",
@@ -43,6 +44,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--scores", choices=SCORES, default="cosine", help="how a query scores an item")
     parser.add_argument("--temperature", type=float, default=0.07, help="divisor of cosines in the loss; dot products are not divided")
     parser.add_argument("--intervals", action="store_true", help="add an embedding of the time since the previous event to each input")
+    parser.add_argument("--relative-position", action="store_true", help="hstu: learn biases of attention by relative position")
+    parser.add_argument(
+        "--relative-time", type=int, default=0, metavar="K", help="hstu: learn biases by K + 1 buckets of the time between events; 0: none"
+    )
     return trainer.parse(parser, arguments, at_least_1=("batch_events", "num_layers", "num_negatives"))
 
 
@@ -50,10 +55,10 @@ class Trainer(trainer.Trainer):
     """Trains a next-item model. Its name is that of its encoder."""
 
     metrics = {"ndcg@10": "NDCG@10", "hr@10": "HR@10"}
-    own_settings = ("num_layers", "loss", "num_negatives", "calibration", "scores", "temperature", "intervals")
+    own_settings = ("num_layers", "loss", "num_negatives", "calibration", "scores", "temperature", "intervals", *BIASES)
 
     def make_model(self, device: torch.device) -> SequenceModel:
-        names = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "scores", "intervals")
+        names = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "scores", "intervals", *BIASES)
         return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in names}, device=device)
 
     @property
@@ -102,8 +107,10 @@ def evaluate_popularity(datasets: dict[str, SequenceDataset]) -> dict[str, float
 def load_datasets(options: argparse.Namespace) -> dict[str, SequenceDataset]:
     source = options.data or "generated log"
     log = read_events(options.data) if options.data else generate_log(num_users=options.users, selectivity=SELECTIVITY, seed=options.seed)
+    if options.relative_time and log.timestamp is None:
+        raise ValueError(f"{source}: --relative-time needs timestamps, which the file does not have")
     try:
-        datasets = make_datasets(log, options.max_history, options.intervals)
+        datasets = make_datasets(log, options.max_history, options.intervals, timestamps=options.relative_time > 0)
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from error
     tested = len(datasets["test"])
@@ -126,10 +133,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"temperature must be positive, not {options.temperature}")
     if not 0 <= options.calibration <= 1:
         raise ValueError(f"calibration must lie in [0, 1], not {options.calibration}")
+    if options.relative_time < 0:
+        raise ValueError(f"--relative-time must not be negative, not {options.relative_time}")
+    if options.model != "hstu" and not options.compare and any(getattr(options, name) for name in BIASES):
+        raise ValueError(f"--relative-position and --relative-time need --model hstu, not {options.model}")
     datasets = load_datasets(options)
     if options.batch_size is None:
         options = trainer.variant(options, batch_size=choose_batch_size(options.batch_events, datasets["train"].windows))
-    models = dict.fromkeys(ENCODERS if options.compare else (options.model,), options)
+    unbiased = trainer.variant(options, relative_position=False, relative_time=0)
+    models = {name: options if name == "hstu" else unbiased for name in (ENCODERS if options.compare else (options.model,))}
     baselines = {"popularity": evaluate_popularity(datasets)}
     return trainer.train_all(models, lambda name, own: Trainer(own, name, datasets, device), options, baselines)
 

@@ -14,6 +14,7 @@ from typing import Any
 from torch.serialization import add_safe_globals  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
+from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
 from .containers.segmentation import Segmentation
@@ -95,7 +96,8 @@ _register(
     ("num_targets",),
     tuple(field.name for field in dataclasses.fields(AttentionMask) if field.name != "num_targets"),
 )
+_register(RelativeBias, ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"))
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
 _register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
 _register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers"))
-_register(HSTUCache, ("layers",))
+_register(HSTUCache, ("layers", "timestamps"))

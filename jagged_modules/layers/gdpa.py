@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..activations import ACTIVATIONS
-from ..containers.jagged import check_same_segments, wrap_rows
+from ..bias import RelativeBias
+from ..containers.jagged import Jagged, check_same_segments, wrap_rows
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .invariant import fixed_rows
 from .parameters import reset_all
 
@@ -158,25 +159,26 @@ class JaggedGDPA(nn.Module):
 
     @one_module
     @fixed_rows
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
+    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
         """Attend within each segment.
 
         Args:
             x: any container of `[L, E]` values in B segments.
             context: any container of `[M, E]` values in B segments; its rows replace those of x as keys and values.
             num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets. Replaces the mask's.
+            bias: biases of the scores by relative position and time, on the values' device.
 
         Returns:
             x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`. The dtype is that of the
             projections. The result of a row that sees no key is out_proj's bias.
 
         Raises:
-            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context or num_targets is given with
-            learned rows.
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
+            given with learned rows.
         """
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
-            for name, argument in (("context", context), ("num_targets", num_targets)):
+            for name, argument in (("context", context), ("num_targets", num_targets), ("bias", bias)):
                 if argument is not None:
                     raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
         keys = jagged if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
@@ -186,6 +188,8 @@ class JaggedGDPA(nn.Module):
             mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.values.device, "the layer's")
+        if bias is not None:
+            self._check_bias(bias, jagged, keys, "x" if context is None else "context")
 
         q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
         if config.num_weights:
@@ -210,10 +214,37 @@ class JaggedGDPA(nn.Module):
             scale=config.scale,
             output_scale=config.output_scale,
             mask=mask,
+            bias=bias,
             schedule=schedule,
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
         return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
+
+    def _check_bias(self, bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str) -> None:
+        """Check the bias against the containers, by their names in the caller's code."""
+        check_kind("bias", bias, RelativeBias, "a RelativeBias")
+        device = x.values.device
+        for field in dataclasses.fields(bias):
+            tensor = getattr(bias, field.name)
+            if tensor is not None and tensor.device != device:
+                raise ValueError(f"bias.{field.name} must be on the layer's device, {device}, got {tensor.device}")
+        for name, table in (("position", bias.position), ("time", bias.time)):
+            if table is not None and table.dim() == 2 and table.shape[0] != self.num_heads:
+                raise ValueError(f"bias.{name} must have one row for each of the layer's {self.num_heads} heads, got {table.shape[0]}")
+        for name, times, owner, rows in (
+            ("timestamps", bias.timestamps, keys_name, keys.values.shape[0]),
+            ("query_timestamps", bias.query_timestamps, "x", x.values.shape[0]),
+            ("query_shift", bias.query_shift, "x", x.num_segments),
+        ):
+            if times is not None and times.shape[0] != rows:
+                what = "segment" if name == "query_shift" else "row"
+                raise ValueError(f"bias.{name} must have one element for each {what} of {owner}, {rows}, got {times.shape[0]}")
+        for name, offsets in (("x", x.offsets), (keys_name, keys.offsets)):
+            if bias.max_seqlen is None or not values_are_checkable(offsets) or offsets.shape[0] < 2:
+                continue
+            longest = int(offsets.diff().max())
+            if longest > bias.max_seqlen:
+                raise ValueError(f"bias.position has entries for {bias.max_seqlen} rows, but {name} has a segment of {longest} rows")
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, activation={self.activation!r}, config={self.config}"
@@ -258,10 +289,10 @@ class GDPABlock(nn.Module):
         reset_all(self.children())
 
     @one_module
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None) -> Any:
+    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
         """Update all rows. Arguments, result and errors are those of `JaggedGDPA.forward`. The norm is not applied to context."""
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
-        update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets)
+        update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets, bias)
         return jagged.unwrap(jagged.values + update.values)
 
 

@@ -12,17 +12,20 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
+from ..bias import RelativeBias, check_timestamps
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.offsets import rows_and_segments
 from ..functional import jagged_attention
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, check_integers, check_layer_input, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, check_integers, check_layer_input, resolve_head_dim, values_are_checkable
 from .invariant import fixed_rows
 from .parameters import reset_all
 
 NORM_EPS = 1e-6
+BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +40,13 @@ class HSTUConfig:
             host must know. A fixed number makes a row's result independent of the rest of the batch.
         contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size, global_prefix, recent_history: parameters of the causal
             mask, see `AttentionMask`.
+        relative_position: the most rows N of a segment. Each layer then learns a bias of attention scores by relative position, see
+            `RelativeBias`. 0: none.
+        relative_time: number K of boundaries between buckets of time differences. Each layer then learns a bias by these buckets, with the
+            boundaries of `RelativeBias.log_boundaries(K)`, and needs timestamps. 0: none.
+
+    Both biases are the published ones and cost a lookup for each score. Production models often add embeddings of a row's position, and of
+    the time since the previous row, to the input instead, at no cost in attention.
 
     Raises:
         TypeError, ValueError: a field has another type or is out of range.
@@ -52,12 +62,16 @@ class HSTUConfig:
     target_group_size: int = 1
     global_prefix: int = 0
     recent_history: int = 0
+    relative_position: int = 0
+    relative_time: int = 0
 
     def __post_init__(self) -> None:
         for name in ("head_dim", "linear_dim", "scaling_seqlen"):
             if getattr(self, name) is not None:
                 check_size(name, getattr(self, name))
         check_number("dropout", self.dropout, 0, 1)
+        for name in ("relative_position", "relative_time"):
+            check_size(name, getattr(self, name), at_least=0)
         self.mask()  # checks the mask's fields
 
     def mask(self, num_targets: Tensor | None = None) -> AttentionMask:
@@ -79,6 +93,9 @@ class HSTULayer(nn.Module):
         a = attention of q, k and v with silu(q kᵀ / sqrt(head_dim)) / scaling_seqlen in place of softmax, under HSTU's mask
         y = u · LayerNorm(a), in fp32
         out = x + dropout([u | a | y]) W_o
+
+    With config.relative_position or relative_time, a learned `RelativeBias` is added to q kᵀ / sqrt(head_dim): the tables `position_bias`
+    `[2N - 1]` and `time_bias` `[K + 1]`, which all heads share. The boundaries of the buckets are a buffer, `time_boundaries`.
 
     The kernels read q, k and v in place from the packed projection.
 
@@ -112,10 +129,27 @@ class HSTULayer(nn.Module):
         self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device)
         self.dropout = nn.Dropout(config.dropout)
         self.out_proj = _xavier_linear(3 * width, embedding_dim, bias=False, device=device)
+        self._make_bias(device)
+
+    def _make_bias(self, device: Device) -> None:
+        n, k = self.config.relative_position, self.config.relative_time
+        self.register_parameter("position_bias", nn.Parameter(torch.empty(2 * n - 1, device=device)) if n else None)
+        self.register_parameter("time_bias", nn.Parameter(torch.empty(k + 1, device=device)) if k else None)
+        # Persistent, so that a layer built on the meta device is complete after `to_empty` and `load_state_dict`.
+        self.register_buffer("time_boundaries", torch.empty(k, dtype=torch.int64, device=device) if k else None)
+        self._reset_bias()
+
+    def _reset_bias(self) -> None:
+        for table in (self.position_bias, self.time_bias):
+            if table is not None:
+                nn.init.normal_(table, std=BIAS_STD)
+        if self.time_boundaries is not None:
+            self.time_boundaries.copy_(RelativeBias.log_boundaries(self.config.relative_time))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.children())
+        self._reset_bias()
 
     @one_module
     def forward(
@@ -123,7 +157,10 @@ class HSTULayer(nn.Module):
         x: Any,
         num_targets: Tensor | None = None,
         *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
         cache: Jagged | None = None,
+        cache_timestamps: Tensor | None = None,
         cache_rows: Tensor | slice | None = None,
         update: bool = True,
     ) -> Any:
@@ -133,8 +170,12 @@ class HSTULayer(nn.Module):
             x: any container of `[L, E]` values in B segments. The rows of a segment are context, then history, then targets.
             num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets; 0 if None. A target sees the
                 history, itself and the earlier targets of its group, and no other target.
+            timestamps: int64 `[L]` on the values' device, of each row, in any unit. Needed with config.relative_time only.
+            query_timestamps: int64 `[L]`, what each row takes for the time of the next event; the timestamp of the next row if None, and of
+                the last row of a segment its own. See `RelativeBias`.
             cache: keys and values `[M, H, head_dim + linear_dim]` of B histories, which this layer returned for cache_rows. All rows of x
                 are then targets of these histories; num_targets, if given, must equal the segments' lengths.
+            cache_timestamps: int64 `[M]`, the timestamps of cache's rows. Needed with config.relative_time.
             cache_rows: a slice, or `[n]` int32 or int64 indices, of rows of x whose keys and values are returned too.
             update: if False, the rows are not updated and None is returned in place of the container. The last layer needs no update when
                 histories are cached.
@@ -145,13 +186,19 @@ class HSTULayer(nn.Module):
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; scaling_seqlen is None and the
-            container has no max_seqlen.
+            container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
+            missing, or given without config.relative_time.
         """
         jagged, mask = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj), self.config.mask(num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
+        _check_lengths("x", self.config, jagged.offsets)
+        _check_times("x", jagged.values, self.config, timestamps, query_timestamps)
         if cache is not None:
             self.check_cache("x", jagged, cache)
             check_layer_input("cache's values", cache.values, self.uvqk_proj)
+            _check_timestamps("cache_timestamps", cache_timestamps, "cache", cache.values, self.config)
+        elif cache_timestamps is not None:
+            raise ValueError(f"cache_timestamps must be None without cache, got a {type(cache_timestamps).__name__}")
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
         elif cache_rows is not None:
@@ -160,9 +207,14 @@ class HSTULayer(nn.Module):
         out = None
         if update:
             if cache is None:
-                a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged))
+                bias = self._bias(timestamps, query_timestamps)
+                a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged), bias)
             else:
-                a = self._attend_with_cache(q, k, v, jagged, cache, num_targets)
+                if timestamps is not None and query_timestamps is None:
+                    query_timestamps = _next_timestamps(timestamps, jagged.offsets)
+                shift = jagged.offsets.diff().to(q.device, non_blocking=True)  # of positions: the targets follow the cached rows
+                biases = self._bias(cache_timestamps, query_timestamps, shift), self._bias(timestamps, query_timestamps)
+                a = self._attend_with_cache(q, k, v, jagged, cache, num_targets, *biases)
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
@@ -173,6 +225,13 @@ class HSTULayer(nn.Module):
         shape = [self.num_heads, self.head_dim + self.linear_dim]
         if list(cache.values.shape[1:]) != shape:
             raise ValueError(f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got {list(cache.values.shape)}")
+        _check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
+
+    def _bias(self, timestamps: Tensor | None, query_timestamps: Tensor | None, query_shift: Tensor | None = None) -> RelativeBias | None:
+        """The layer's bias of scores of keys with these timestamps, None if it has no tables. Arguments as in `RelativeBias`."""
+        if self.position_bias is None and self.time_bias is None:
+            return None
+        return RelativeBias(self.position_bias, self.time_bias, timestamps, self.time_boundaries, query_timestamps, query_shift)
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
         length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
@@ -189,23 +248,26 @@ class HSTULayer(nn.Module):
         return u, q.unflatten(1, (heads, -1)), k.unflatten(1, (heads, -1)), v.unflatten(1, (heads, -1))
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int
-    ) -> Tensor:
+        self, q: Tensor, k: Tensor, v: Tensor, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int,
+        bias: RelativeBias | None,
+    ) -> Tensor:  # fmt: skip
         """Attention output `[rows of queries, H · Dv]`."""
         head_dim = max(self.head_dim, self.linear_dim)
         schedule = keys.schedule(num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask)
-        return jagged_attention(
-            q, k, v, queries.offsets, keys.offsets, activation="silu", output_scale=1 / scaling_seqlen, mask=mask, schedule=schedule
-        ).flatten(1)
+        options = dict(activation="silu", output_scale=1 / scaling_seqlen)
+        return jagged_attention(q, k, v, queries.offsets, keys.offsets, **options, mask=mask, bias=bias, schedule=schedule).flatten(1)
 
-    def _attend_with_cache(self, q: Tensor, k: Tensor, v: Tensor, targets: Jagged, cache: Jagged, num_targets: Tensor | None) -> Tensor:
+    def _attend_with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, targets: Jagged, cache: Jagged, num_targets: Tensor | None,
+        cache_bias: RelativeBias | None, bias: RelativeBias | None,
+    ) -> Tensor:  # fmt: skip
         """Attention of targets to cached histories, plus to their own group. SiLU has no normalisation, so the two results add up."""
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
         scaling_seqlen = self._scaling_seqlen(cache)
         cached_k, cached_v = torch.split_with_sizes(cache.values, [self.head_dim, self.linear_dim], dim=2)
-        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen)
-        return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen)
+        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen, cache_bias)
+        return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen, bias)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -224,9 +286,11 @@ class HSTUCache:
 
     layers: one Jagged per layer, with values `[L, H, head_dim + linear_dim]`: keys and values of the rows that targets see. Its max_seqlen
         is that of the histories.
+    timestamps: int64 `[L]` of these rows; None without config.relative_time.
     """
 
     layers: tuple[Jagged, ...]
+    timestamps: Tensor | None = None
 
 
 class HSTUStack(nn.Module):
@@ -263,13 +327,22 @@ class HSTUStack(nn.Module):
         reset_all(self.layers)
 
     @one_module
-    def forward(self, x: Any, num_targets: Tensor | None = None, *, cache: HSTUCache | None = None, return_cache: bool = False) -> Any:
+    def forward(
+        self,
+        x: Any,
+        num_targets: Tensor | None = None,
+        *,
+        timestamps: Tensor | None = None,
+        query_timestamps: Tensor | None = None,
+        cache: HSTUCache | None = None,
+        return_cache: bool = False,
+    ) -> Any:
         """Update all rows in each layer.
 
         Args:
-            x, num_targets: as in `HSTULayer.forward`.
-            cache: if given, the call is `score(x, cache)`.
-            return_cache: if True, the call is `cache(x)`.
+            x, num_targets, timestamps, query_timestamps: as in `HSTULayer.forward`.
+            cache: if given, the call is `score(x, cache)`, with the timestamps.
+            return_cache: if True, the call is `cache(x)`, with the timestamps.
 
         Returns:
             x's kind of container, with `[L, E]` values; with return_cache, an HSTUCache.
@@ -279,19 +352,24 @@ class HSTUStack(nn.Module):
             layers.
         """
         if cache is None and not return_cache:
-            jagged = _without_container(x)
+            jagged = _without_container(x, self.config)
             for layer in self.layers:
-                jagged = layer(jagged, num_targets)
+                jagged = layer(jagged, num_targets, timestamps=timestamps, query_timestamps=query_timestamps)
             return _in_container_of(x, jagged)
         if num_targets is not None:
             raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
-        return self._cache(x) if return_cache or cache is None else self._score(x, cache)
+        if return_cache or cache is None:
+            return self._cache(x, timestamps, query_timestamps)
+        return self._score(x, cache, timestamps, query_timestamps)
 
-    def cache(self, history: Any) -> HSTUCache:
+    def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> HSTUCache:
         """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
 
         Args:
             history: any container of `[L, E]` values. The rows of a segment are context, then history.
+            timestamps, query_timestamps: int64 `[L]`, as in `HSTULayer.forward`. A cache does not know the targets. By default, the last
+                row of a history takes its own timestamp for the time of the next event, and `forward` the first target's. For equal
+                results pass query_timestamps: of each row the timestamp of the next one, and of the last that of the request.
 
         Returns:
             The cache, with a copy of the keys and values of the rows that targets see. If the config has max_attn_len, recent_history or
@@ -300,16 +378,18 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`.
         """
-        return self(history, return_cache=True)
+        return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
-    def score(self, targets: Any, cache: HSTUCache) -> Any:
+    def score(self, targets: Any, cache: HSTUCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
         """Score targets against cached histories.
 
-        The result equals the targets' rows of `forward` over the history and the targets of each user. The cost is that of the targets.
+        The result equals the targets' rows of `forward` over the history and the targets of each user, with equal query_timestamps. The
+        cost is that of the targets.
 
         Args:
             targets: any container of `[N, E]` values; segment b has the targets of history b.
             cache: the result of `cache` for the histories. It is valid until the parameters change.
+            timestamps, query_timestamps: int64 `[N]` of the targets, as in `HSTULayer.forward`.
 
         Returns:
             The targets' kind of container, with `[N, E]` values.
@@ -318,40 +398,50 @@ class HSTUStack(nn.Module):
             TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
         check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward would accept None
-        return self(targets, cache=cache)
+        return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
 
     def _wrap(self, name: str, x: Any) -> Jagged:
         first = self.layers[0]
         return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
 
-    def _cache(self, history: Any) -> HSTUCache:
+    def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> HSTUCache:
         wrapped = self._wrap("history", history)
+        _check_lengths("history", self.config, wrapped.offsets)
+        _check_times("history", wrapped.values, self.config, timestamps, query_timestamps)
         jagged = wrapped.with_values(wrapped.values)
         kept: list[Tensor] = []
         rows, offsets = _rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
-            jagged, keys_and_values = layer(jagged, cache_rows=rows, update=layer is not self.layers[-1])
+            options = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
+            jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
             kept.append(keys_and_values)
         segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
-        return HSTUCache(tuple(segments.with_values(x) for x in kept))
+        layers = tuple(segments.with_values(x) for x in kept)
+        return HSTUCache(layers, None if timestamps is None else torch.cat([timestamps[rows]]))
 
-    def _score(self, targets: Any, cache: HSTUCache) -> Any:
+    def _score(self, targets: Any, cache: HSTUCache, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
         check_kind("cache", cache, HSTUCache, "an HSTUCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         wrapped = self._wrap("targets", targets)
         for layer, history in zip(self.layers, cache.layers):
             layer.check_cache("targets", wrapped, history)
+        _check_times("targets", wrapped.values, self.config, timestamps, query_timestamps)
+        if timestamps is not None:
+            _check_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0].values, self.config)
+            query_timestamps = _next_timestamps(timestamps, wrapped.offsets) if query_timestamps is None else query_timestamps
         jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
+        times = dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
         for layer, history in zip(self.layers, cache.layers):
-            jagged = layer(jagged, num_targets, cache=history)
+            jagged = layer(jagged, num_targets, cache=history, **times)
         return wrapped.unwrap(jagged.values)
 
 
 @torch.fx.wrap
-def _without_container(x: Any) -> Jagged:
+def _without_container(x: Any, config: HSTUConfig) -> Jagged:
     """x as a Jagged: torch's fully_shard finds the tensors in a Jagged that layers pass on, but not those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
+    _check_lengths("x", config, jagged.offsets)  # before they are copied to a device
     return jagged.with_values(jagged.values)
 
 
@@ -360,8 +450,49 @@ def _in_container_of(x: Any, jagged: Jagged) -> Any:
     return Jagged.wrap(x).unwrap(jagged.values)
 
 
+def _check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
+    """ValueError if a segment, with these parts, has more rows than config.relative_position and the host knows the lengths."""
+    if not config.relative_position or not all(values_are_checkable(x) for x in offsets) or offsets[0].shape[0] < 2:
+        return
+    longest = int(torch.stack([x.diff().long().cpu() for x in offsets]).sum(0).max())
+    if longest > config.relative_position:
+        verb = "has" if len(offsets) == 1 else "have"
+        raise ValueError(f"{name} {verb} a segment of {longest} rows, more than config.relative_position, {config.relative_position}")
+
+
+def _check_times(owner: str, rows: Tensor, config: HSTUConfig, timestamps: Tensor | None, query_timestamps: Tensor | None) -> None:
+    """Check the timestamps of rows, whose owner errors call `owner`."""
+    _check_timestamps("timestamps", timestamps, owner, rows, config)
+    if query_timestamps is not None:
+        _check_timestamps("query_timestamps", query_timestamps, owner, rows, config)
+
+
+def _check_timestamps(name: str, x: Tensor | None, owner: str, rows: Tensor, config: HSTUConfig) -> None:
+    if not config.relative_time:
+        if x is not None:
+            raise ValueError(f"{name} must be None without config.relative_time, got a {type(x).__name__}")
+        return
+    if x is None:
+        raise ValueError(f"{name} must be given with config.relative_time, got None")
+    check_timestamps(name, x)
+    if x.shape[0] != rows.shape[0]:
+        raise ValueError(f"{name} must have one element for each row of {owner}, {rows.shape[0]}, got {x.shape[0]}")
+    if x.device != rows.device:
+        raise ValueError(f"{name} must be on the device of {owner}'s values, {rows.device}, got {x.device}")
+
+
+def _next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:
+    """The timestamps of the next rows of the segments, and of a segment's last row its own."""
+    offsets = offsets.to(timestamps.device, non_blocking=True)
+    rows, segments = rows_and_segments(offsets, timestamps.shape[0])
+    return timestamps[torch.minimum(rows + 1, offsets[1:][segments] - 1)]
+
+
 def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
     """The rows of the histories that later targets see, and the offsets of these rows. All rows and None if the mask hides none.
+
+    Without a global prefix they are the last rows of a history, so the relative positions of targets to cached rows are those in the whole
+    history.
 
     All context rows have position id 0, so the context counts as one row here. Targets see all rows of a history of at most max_attn_len
     rows, and the last max_attn_len rows of a longer one. They see nothing of a history that is shorter than the context: its rows have
@@ -370,6 +501,11 @@ def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor |
     context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
     if not (context or limit or config.recent_history):
         return slice(None), None
+    if config.relative_position and config.global_prefix:
+        raise ValueError(
+            "config.global_prefix must be 0 to cache with relative_position and a limit of the visible rows (contextual_seqlen, "
+            f"max_attn_len, recent_history): cached rows would have gaps between their positions; got {config.global_prefix}"
+        )
     lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
     if lengths.is_meta:
         raise ValueError(

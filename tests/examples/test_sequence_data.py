@@ -94,6 +94,23 @@ def test_interval_is_the_log_of_the_time_since_the_previous_event():
         make_datasets(untimed, intervals=True)
 
 
+def test_timestamps_are_those_of_inputs_and_targets_in_whole_seconds():
+    log = RatingLog.from_columns(np.array([0] * 5 + [1] * 4), np.arange(9), np.ones(9), np.arange(9) ** 2 + 0.75)
+    for name, dataset in make_datasets(log, max_history=2, timestamps=True).items():
+        batch = dataset[list(range(len(dataset)))].add_rivals(torch.arange(3))
+        item, target = batch.ids["item"].values(), batch.targets
+        assert batch.timestamps.dtype == torch.int64
+        assert torch.equal(batch.timestamps, item**2) and torch.equal(batch.next_timestamps, target**2), name
+        moved = batch.to(torch.device("meta"))
+        assert [x.device.type for x in (moved.timestamps, moved.next_timestamps)] == ["meta"] * 2
+    empty = dataset[[]]
+    assert empty.timestamps.shape == empty.next_timestamps.shape == (0,)
+    untimed = make_datasets(log)["train"][[0]].to(torch.device("cpu"))
+    assert untimed.timestamps is untimed.next_timestamps is None
+    with pytest.raises(ValueError, match="the log has no timestamps"):
+        make_datasets(EventLog(user=log.user, item=log.item, timestamp=None, num_users=2, num_items=9), timestamps=True)
+
+
 def test_loader_serves_every_window_once():
     dataset = make_datasets(generate_log(num_users=20, num_items=60, mean_length=30, seed=0), max_history=9)["train"]
     shuffled, in_order = (torch.cat([batch.targets for batch in make_loader(dataset, 8, seed)]) for seed in (1, None))

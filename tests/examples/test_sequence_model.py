@@ -77,6 +77,40 @@ def test_queries_depend_on_the_intervals(dataset, model):
     assert (model(batch).queries != queries).any(dim=1).all()
 
 
+BIASES = dict(relative_position=True, relative_time=32)
+
+
+@pytest.fixture(scope="module")
+def timed():
+    log = generate_log(num_users=20, num_items=NUM_ITEMS, num_clusters=4, mean_length=30, seed=0)
+    return make_datasets(log, MAX_HISTORY, intervals=True, timestamps=True)["train"]
+
+
+def test_every_parameter_of_a_biased_hstu_learns(timed):
+    model, batch = make_model("hstu", **BIASES), with_rivals(timed, num_rivals=20)
+    sampled_softmax(make_logits(model(batch), batch.targets, batch.rivals, TEMPERATURE)).mean().backward()
+    assert [name for name, parameter in model.named_parameters() if not parameter.grad.any()] == []
+    assert {f"encoder.encoder.layers.{i}.{table}_bias" for i in range(2) for table in ("position", "time")} < model.state_dict().keys()
+
+
+def test_a_query_knows_the_times_of_its_target_and_the_earlier_inputs_only(timed):
+    model, batch = make_model("hstu", **BIASES), with_rivals(timed)
+    queries, last = model(batch).queries, batch.last_inputs()
+    for times, changed in ((batch.next_timestamps, last), (batch.timestamps, last)):
+        times[last] += 10**9
+        different = (model(batch).queries != queries).any(dim=1).nonzero().flatten().tolist()
+        assert different == changed.tolist()
+        times[last] -= 10**9
+    alone = torch.cat([model(with_rivals(timed, [index])).queries for index in PICKED])
+    torch.testing.assert_close(alone, queries, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [dict(relative_position=True), dict(relative_time=32)], ids=str)
+def test_only_hstu_has_biases(options):
+    with pytest.raises(ValueError, match="only the encoder 'hstu' has relative_position and relative_time, not 'sasrec'"):
+        make_model("sasrec", **options)
+
+
 def softmax_loss(target, rivals):
     return torch.cat([target[None], rivals]).logsumexp(dim=0) - target
 

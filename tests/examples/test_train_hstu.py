@@ -133,6 +133,32 @@ def test_intervals_need_timestamps(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "options", [["--relative-position", "--relative-time", "32"], pytest.param(["--relative-position"], marks=SLOW)], ids=str
+)
+def test_relative_biases_train_and_resume(tmp_path, options, without_speed):
+    whole = train(tmp_path / "whole", *options)
+    first, last = whole["results"]["hstu"]["epochs"]
+    assert last["loss"] < first["loss"]
+    train(tmp_path / "parts", *options, "--epochs", "1")
+    assert without_speed(train(tmp_path / "parts", *options, "--resume")) == without_speed(whole)
+    with pytest.raises(SystemExit, match="other settings: relative_position True -> False"):
+        train(tmp_path / "parts", "--resume")
+
+
+@pytest.mark.slow
+def test_comparison_gives_the_biases_to_hstu_alone(tmp_path):
+    results = [train(tmp_path / name, "--compare", "--epochs", "1", *options)["results"]
+               for name, options in (("plain", []), ("biased", ["--relative-position", "--relative-time", "32"]))]  # fmt: skip
+    (plain, biased) = ([result[name]["test"] for name in ENCODERS] for result in results)
+    assert [a == b for a, b in zip(plain, biased, strict=True)] == [False, True]
+
+
+def test_relative_time_needs_timestamps(tmp_path):
+    with pytest.raises(SystemExit, match="small.txt: --relative-time needs timestamps"):
+        train(tmp_path / "out", "--data", str(write_sequences(tmp_path)), "--relative-time", "32")
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--data", "nowhere"], "train_hstu: no file or folder nowhere"),
@@ -140,6 +166,9 @@ def test_intervals_need_timestamps(tmp_path):
         (["--bf16"], "--bf16 needs a GPU"),
         (["--max-history", "0"], "generated log: max_history must be at least 1, not 0"),
         (["--temperature", "0"], "temperature must be positive, not 0.0"),
+        (["--relative-time", "-1"], "--relative-time must not be negative, not -1"),
+        (["--model", "sasrec", "--relative-position"], "--relative-position and --relative-time need --model hstu, not sasrec"),
+        (["--model", "sasrec", "--relative-time", "8"], "--relative-position and --relative-time need --model hstu, not sasrec"),
         (["--calibration", "1.5"], r"calibration must lie in \[0, 1\], not 1.5"),
     ],
 )

@@ -1,6 +1,7 @@
 """A padded HSTU in plain torch, and configurations, lengths and values for tests of HSTU."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -37,6 +38,11 @@ def sees(i, j, n, t, config):
     return keep or first <= j <= i and (i - first) // config.target_group_size == (j - first) // config.target_group_size
 
 
+def bucket(difference, num_buckets):
+    """The published rule."""
+    return min(int(math.log(max(abs(difference), 1)) / 0.301), num_buckets)
+
+
 class PaddedHSTULayer(nn.Module):
     """The same layer on padded `[B, N, E]` rows, with its weights as matrices that multiply from the right."""
 
@@ -48,14 +54,22 @@ class PaddedHSTULayer(nn.Module):
             input_norm_weight=[WIDTH], input_norm_bias=[WIDTH], uvqk_weight=[WIDTH, sum(self.sizes)], uvqk_beta=[sum(self.sizes)],
             output_norm_weight=[outputs], output_norm_bias=[outputs], output_weight=[3 * outputs, WIDTH],
         )  # fmt: skip
+        if config.relative_position:
+            shapes["position_bias"] = [2 * config.relative_position - 1]
+        if config.relative_time:
+            shapes["time_bias"] = [config.relative_time + 1]
         for name, shape in shapes.items():
             self.register_parameter(name, nn.Parameter(torch.randn(shape) * shape[0] ** -0.5))
 
-    def forward(self, x, keep):
+    def forward(self, x, keep, entries):
+        """entries: of each bias table, the index of the entry of each score, [B, N, N]."""
         normed = nnf.layer_norm(x, [WIDTH], self.input_norm_weight, self.input_norm_bias, 1e-6)
         u, v, q, k = (normed @ self.uvqk_weight + self.uvqk_beta).split(self.sizes, dim=-1)
         q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in (q, k, v))
-        p = nnf.silu(q @ k.transpose(2, 3) * q.shape[-1] ** -0.5) / self.scaling_seqlen
+        scores = q @ k.transpose(2, 3) * q.shape[-1] ** -0.5
+        for name, index in entries.items():
+            scores = scores + getattr(self, name)[index][:, None]
+        p = nnf.silu(scores) / self.scaling_seqlen
         a = (p.masked_fill(~keep[:, None], 0.0) @ v).transpose(1, 2).flatten(2)
         u = nnf.silu(u)
         y = u * nnf.layer_norm(a, a.shape[-1:], self.output_norm_weight, self.output_norm_bias, 1e-6)
@@ -69,22 +83,31 @@ class PaddedHSTU(nn.Module):
         super().__init__()
         self.layers, self.config = nn.ModuleList(PaddedHSTULayer(config) for _ in range(num_layers)), config
 
-    def forward(self, values, lengths, num_targets):
-        longest = max(lengths)
+    def forward(self, values, lengths, num_targets, timestamps=None, query_timestamps=None):
+        longest, config = max(lengths), self.config
         keep = torch.zeros(len(lengths), longest, longest, dtype=torch.bool)
+        tables = dict(position_bias=config.relative_position, time_bias=config.relative_time)
+        entries = {name: torch.zeros(len(lengths), longest, longest, dtype=torch.int64) for name, size in tables.items() if size}
         for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
+            first = sum(lengths[:b])
             for i, j in itertools.product(range(n), range(n)):
                 keep[b, i, j] = sees(i, j, n, t, self.config)
+                if config.relative_position:
+                    entries["position_bias"][b, i, j] = j - i + config.relative_position - 1
+                if config.relative_time:
+                    u = timestamps[first + min(i + 1, n - 1)] if query_timestamps is None else query_timestamps[first + i]
+                    entries["time_bias"][b, i, j] = bucket(int(u) - int(timestamps[first + j]), config.relative_time)
         real = torch.arange(longest) < torch.tensor(lengths)[:, None]
         x = values.new_zeros(*real.shape, WIDTH).masked_scatter(real[:, :, None], values)
         for layer in self.layers:
-            x = layer(x, keep)
+            x = layer(x, keep, entries)
         return x[real]
 
 
 NAMES = dict(
     input_norm_weight="input_norm.weight", input_norm_bias="input_norm.bias", uvqk_weight="uvqk_proj.weight", uvqk_beta="uvqk_proj.bias",
     output_norm_weight="output_norm.weight", output_norm_bias="output_norm.bias", output_weight="out_proj.weight",
+    position_bias="position_bias", time_bias="time_bias",
 )  # fmt: skip
 
 

@@ -44,6 +44,11 @@ def integers(x):
     return wrong | dict(negative=-x - 1, large=x + 100, kind="x")
 
 
+def times(x):
+    """Wrong timestamps: any value is a right one."""
+    return {how: wrong for how, wrong in integers(x).items() if how not in ("negative", "large")} | dict(int32=x.int(), none=None)
+
+
 def index(users):
     maps = dict(users=(users, 3), fewer=(users[:-1], 2))
     return integers(users) | {f"index of {name}": jm.CandidateIndex.from_map(*x) for name, x in maps.items()} | {
@@ -64,6 +69,8 @@ def caches():
 CONFIG = jm.HSTUConfig(scaling_seqlen=10)
 HSTU, LAYER = jm.HSTUStack(WIDTH, 4, 2, CONFIG), jm.HSTULayer(WIDTH, 4, CONFIG)
 CACHE = HSTU.cache(ROWS)
+TIMED, TIMES = jm.HSTUStack(WIDTH, 4, 2, jm.HSTUConfig(scaling_seqlen=10, relative_position=10, relative_time=8)), torch.arange(5)
+TIMED_LAYER, TIMED_CACHE = TIMED.layers[0], TIMED.cache(ROWS, TIMES)
 TARGET, GDPA, GDPA_BLOCK = jm.JaggedTargetAttention(WIDTH, 4), jm.JaggedGDPA(WIDTH, 4), jm.GDPABlock(WIDTH, 4)
 BLOCK, MLP = jm.BlockDiagonalSelfAttention(WIDTH, 4, 16), jm.JaggedMLP([WIDTH, 16])
 COMPRESS, TWO_LEVELS = jm.LinearCompressEmbedding(6, 4, 5), jm.LinearCompressEmbedding(6, 4, [5, 5])
@@ -90,6 +97,16 @@ CALLS = {  # a call with one wrong argument: what errors must call it, the call,
     "hstu layer num_targets with cache": ("num_targets", lambda x: LAYER(ROWS, x, cache=CACHE.layers[0]), integers(torch.tensor([2, 3]))),
     "hstu layer cache": ("cache", lambda x: LAYER(ROWS, cache=x.layers[0] if isinstance(x, jm.HSTUCache) else x), caches()),
     "hstu layer cache_rows": ("cache_rows", lambda x: LAYER(ROWS, cache_rows=x), dict(dtype=COUNTS.float(), dims=COUNTS[None])),
+    "hstu layer timestamps": ("timestamps", lambda x: TIMED_LAYER(ROWS, timestamps=x), times(TIMES)),
+    "hstu layer cache_timestamps": (
+        "cache_timestamps",
+        lambda x: TIMED_LAYER(ROWS, timestamps=TIMES, cache=TIMED_CACHE.layers[0], cache_timestamps=x),
+        times(TIMES),
+    ),
+    "hstu timestamps": ("timestamps", lambda x: TIMED(ROWS, timestamps=x), times(TIMES)),
+    "hstu history's timestamps": ("timestamps", lambda x: TIMED.cache(ROWS, x), times(TIMES)),
+    "hstu targets' timestamps": ("timestamps", lambda x: TIMED.score(ROWS, TIMED_CACHE, timestamps=x), times(TIMES)),
+    "hstu long x": ("x", TIMED, dict(longer=(torch.ones(11, WIDTH), torch.tensor([0, 0, 11])))),
     "hstu x": ("x", HSTU, X),
     "hstu num_targets": ("num_targets", lambda x: HSTU(ROWS, x), integers(COUNTS)),
     "hstu history": ("history", HSTU.cache, X),

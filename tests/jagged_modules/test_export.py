@@ -98,6 +98,24 @@ def test_layers_of_one_jagged(layer, strict):
     )  # fmt: skip
 
 
+def test_a_bias_as_input():
+    """By position. torch 2.13 exports no input with both of the names `time` and `timestamps`: it replaces the first in the second."""
+    inputs = lambda users, rows, _: (history(users, rows), jm.RelativeBias(torch.randn(HEADS, 999)))  # noqa: E731
+    assert_call_exports(lambda layer, x, bias: layer(x, bias=bias), jm.JaggedGDPA(WIDTH, HEADS), inputs, (JAGGED, [{}]))
+
+
+@slow_after(1, "strict", [False, True], ids=["traced", "strict"])
+def test_hstu_with_biases(strict):
+    stack = jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=10, relative_position=500, relative_time=8))
+
+    def inputs(users, rows, _):
+        return history(users, rows), torch.randint(1000, (rows,))
+
+    shapes = JAGGED, {0: ROWS}
+    call = lambda layer, x, times: layer(x, timestamps=times)  # noqa: E731
+    assert_call_exports(call, stack, inputs, shapes, strict=strict, rows_per_user=False)
+
+
 @pytest.mark.parametrize("form", ["candidates", "jagged", "dense"])
 def test_target_attention(form):
     def inputs(users, rows, count):
@@ -292,12 +310,17 @@ CONTAINERS = {
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([1, 0, 1]), 2),
     "CandidateIndex-sorted": lambda: jm.CandidateIndex.from_counts(torch.tensor([1, 2])),
     "AttentionMask": lambda: jm.AttentionMask(causal=True, window=(3, None), num_targets=torch.tensor([1, 2])),
+    "RelativeBias": lambda: jm.RelativeBias(torch.randn(5), torch.randn(4), timestamps=torch.arange(5), query_shift=torch.tensor([1, 2])),
+    "RelativeBias-position": lambda: jm.RelativeBias(torch.randn(2, 5)),
     "AttentionMask-plain": lambda: jm.AttentionMask(max_attn_len=3),
     "AttentionMask-prefix": lambda: jm.AttentionMask(window=(3, None), global_prefix=2, recent_history=5),
     "Rotary": lambda: jm.Rotary.from_frequencies(4, 10, "qkv"),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(OFFSETS, torch.tensor([0, 1, 2])),
     "TileSchedule": lambda: jm.Jagged(torch.randn(5, 4), OFFSETS).prepare(num_heads=2, head_dim=8)._schedule(
         None, 1, None, 2, 8, torch.float32, None
+    ),
+    "HSTUCache-timed": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10, relative_time=4)).cache(
+        (torch.randn(5, 8), OFFSETS), torch.arange(5)
     ),
     "HSTUCache": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10)).cache((torch.randn(5, 8), OFFSETS)),
 }  # fmt: skip

@@ -25,8 +25,8 @@ DENSE_ACTIVATIONS = {
 }
 
 
-def dense_gdpa(layer, x, context, keep=None):
-    """The layer on one segment `[N, E]` with keys `[M, E]`: `[N, E]`, or `[S, E]` with seeds."""
+def dense_gdpa(layer, x, context, keep=None, bias=None):
+    """The layer on one segment `[N, E]` with keys `[M, E]`: `[N, E]`, or `[S, E]` with seeds. bias: `[H, N, M]`."""
     parameters, config, dim = dict(layer.named_parameters()), layer.config, layer.head_dim
 
     def heads(rows, weight, bias):
@@ -43,7 +43,12 @@ def dense_gdpa(layer, x, context, keep=None):
     if config.qk_norm:
         q, k = rms_norm(q, parameters["q_norm.weight"]), rms_norm(k, parameters["k_norm.weight"])
     k, v = (y.repeat_interleave(layer.num_heads // layer.num_kv_heads, dim=0) for y in (k, v))
-    p = DENSE_ACTIVATIONS[layer.activation](q @ k.transpose(1, 2) * (dim**-0.5 if config.scale is None else config.scale))
+    scores = q @ k.transpose(1, 2) * (dim**-0.5 if config.scale is None else config.scale)
+    if bias is not None:
+        scores = scores + bias
+    if layer.activation == "softmax" and keep is not None:
+        scores = scores.masked_fill(~keep, float("-inf"))
+    p = DENSE_ACTIVATIONS[layer.activation](scores)
     p = p * config.output_scale if keep is None else (p * config.output_scale).masked_fill(~keep, 0.0)
     return (p @ v).transpose(0, 1).flatten(1) @ layer.out_proj.weight.T + layer.out_proj.bias
 
@@ -121,6 +126,42 @@ def test_masks(targets, cross, offsets_of):
         keep=lambda b: mask.keep(lengths[b], columns[b], num_targets[b]),
         num_targets=None if targets == "mask" else torch.tensor(num_targets),
     )
+
+
+@pytest.mark.parametrize("cross", [False, True], ids=["self", "cross"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_bias(activation, cross, offsets_of):
+    """A dense bias per segment, with gradients of both tables; the block passes it on."""
+    lengths, columns = [4, 1, 7], [6, 3, 7] if cross else [4, 1, 7]
+    block = jm.GDPABlock(WIDTH, HEADS, activation, jm.AttentionMask(causal=True)).double()
+    tables = [torch.randn(HEADS, 2 * 7 - 1, dtype=torch.float64), torch.randn(5, dtype=torch.float64)]
+    x, context = (torch.randn(sum(n), WIDTH, dtype=torch.float64) for n in (lengths, columns))
+    t, u, boundaries = torch.randint(100, (sum(columns),)), torch.randint(100, (sum(lengths),)), torch.tensor([1, 5, 10, 60])
+
+    def ours(x, context, position, time):
+        bias = jm.RelativeBias(position, time, timestamps=t, boundaries=boundaries, query_timestamps=u)
+        return rows_of(block((x, offsets_of(lengths)), (context, offsets_of(columns)) if cross else None, bias=bias))
+
+    def dense(x, context, position, time):
+        normed, outputs = nnf.rms_norm(x, (WIDTH,), block.norm.weight), []
+        keys = context if cross else normed
+        for n, m, rows, own, at, asked in zip(
+            lengths, columns, normed.split(lengths), keys.split(columns), t.split(columns), u.split(lengths)
+        ):
+            i, j = torch.arange(n)[:, None] + m - n, torch.arange(m)
+            distance = (asked[:, None] - at).abs()
+            bucket = sum((distance >= edge).long() for edge in boundaries)
+            outputs.append(dense_gdpa(block.attention, rows, own, j <= i, position[:, j - i + 6] + time[bucket]))
+        return x + torch.cat(outputs)
+
+    inputs = [x, context, *tables] if cross else [x, x, *tables]
+    results = []
+    for run in (ours, dense):
+        leaves = [y.clone().requires_grad_() for y in inputs]
+        out = run(*leaves)
+        gradients = torch.autograd.grad(out.square().sum(), [*leaves, *block.parameters()], materialize_grads=True)
+        results.append([out, *gradients])
+    torch.testing.assert_close(*results)
 
 
 def test_targets_without_another_mask(offsets_of):
@@ -351,7 +392,13 @@ def test_bad_config(fields, error, message):
         jm.GDPAConfig(**fields)
 
 
+def timed(rows, queries=None):
+    asked = None if queries is None else torch.arange(queries)
+    return jm.RelativeBias(time=torch.zeros(3), timestamps=torch.arange(rows), query_timestamps=asked)
+
+
 X, TARGETS = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.tensor([1, 1])
+POSITION = jm.RelativeBias(torch.zeros(5))
 BAD_FORWARDS = [
     ({}, dict(x=torch.randn(5, WIDTH)), TypeError, "x must be a JaggedTensor.*got Tensor"),
     ({}, dict(x=(X[0].double(), X[1])), ValueError, "x's values must have the layer's dtype, torch.float32, got torch.float64"),
@@ -366,6 +413,26 @@ BAD_FORWARDS = [
     (dict(num_seeds=2), dict(context=X), ValueError, "context must be None with num_seeds or num_weights, got tuple"),
     (dict(num_weights=2), dict(context=X), ValueError, "context must be None with num_seeds or num_weights, got tuple"),
     (dict(num_weights=2), dict(num_targets=TARGETS), ValueError, "num_targets must be None with num_seeds or num_weights, got Tensor"),
+    (dict(num_seeds=2), dict(bias=POSITION), ValueError, "bias must be None with num_seeds or num_weights, got RelativeBias"),
+    (dict(num_weights=2), dict(bias=POSITION), ValueError, "bias must be None with num_seeds or num_weights, got RelativeBias"),
+    ({}, dict(bias=torch.zeros(5)), TypeError, "bias must be a RelativeBias, got Tensor"),
+    (
+        {},
+        dict(bias=jm.RelativeBias(torch.zeros(3, 5))),
+        ValueError,
+        "bias.position must have one row for each of the layer's 2 heads, got 3",
+    ),
+    ({}, dict(bias=jm.RelativeBias(torch.zeros(3))), ValueError, "bias.position has entries for 2 rows, but x has a segment of 3 rows"),
+    (
+        {},
+        dict(bias=jm.RelativeBias(torch.zeros(5, device="meta"))),
+        ValueError,
+        "bias.position must be on the layer's device, cpu, got meta",
+    ),
+    ({}, dict(bias=timed(4)), ValueError, "bias.timestamps must have one element for each row of x, 5, got 4"),
+    ({}, dict(bias=timed(5), context=(torch.randn(7, WIDTH), torch.tensor([0, 3, 7]))), ValueError, "for each row of context, 7, got 5"),
+    ({}, dict(bias=timed(5, 3)), ValueError, "bias.query_timestamps must have one element for each row of x, 5, got 3"),
+    ({}, dict(bias=jm.RelativeBias(torch.zeros(5), query_shift=TARGETS[:1])), ValueError, "query_shift .* for each segment of x, 2, got 1"),
 ]
 
 

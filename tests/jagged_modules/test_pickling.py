@@ -32,6 +32,7 @@ def _cache():
 
 CONTAINERS = {
     "AttentionMask": lambda: jm.AttentionMask(causal=True, num_targets=torch.tensor([1, 0, 2])),
+    "RelativeBias": lambda: jm.RelativeBias(torch.randn(5), torch.randn(4), timestamps=torch.arange(5)),
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3),
     "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
     "HSTUCache": _cache,
