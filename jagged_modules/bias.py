@@ -8,6 +8,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.types import Device
 
 from .scalars import check_size
 from .validation import WrongDtype, check_integers, check_tensor, values_are_checkable
@@ -79,7 +80,7 @@ class RelativeBias:
             _check_boundaries(self.boundaries, self.time.shape[-1] - 1)
 
     @staticmethod
-    def log_boundaries(num_buckets: int) -> Tensor:
+    def log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
         """Boundaries of HSTU's published rule, int64 `[num_buckets]`: bucket(d) = floor(ln(max(|d|, 1)) / 0.301), at most num_buckets.
 
         Boundary k, counted from 1, is the smallest integer d with ln(d) >= 0.301 k, so buckets follow from integer comparisons alone.
@@ -88,7 +89,7 @@ class RelativeBias:
             TypeError, ValueError: num_buckets is not a non-negative integer.
         """
         check_size("num_buckets", num_buckets, at_least=0)
-        return torch.tensor(_log_boundaries(num_buckets), dtype=torch.int64)
+        return torch.tensor(_log_boundaries(num_buckets), dtype=torch.int64, device=device)
 
     @property
     def max_seqlen(self) -> int | None:
@@ -99,7 +100,8 @@ class RelativeBias:
         """This bias with boundaries, on the device of `time`."""
         if self.time is None or self.boundaries is not None:
             return self
-        return dataclasses.replace(self, boundaries=_boundaries_on(self.time.shape[-1] - 1, self.time.device))
+        make = RelativeBias.log_boundaries if torch.compiler.is_compiling() else _boundaries_on  # a cache would keep a fake tensor
+        return dataclasses.replace(self, boundaries=make(self.time.shape[-1] - 1, self.time.device))
 
     def __repr__(self) -> str:
         """The tensors' shapes: reading values could wait for a device."""
@@ -133,7 +135,7 @@ def _log_boundaries(num_buckets: int) -> tuple[int, ...]:
 
 @functools.cache
 def _boundaries_on(num_buckets: int, device: torch.device) -> Tensor:
-    return RelativeBias.log_boundaries(num_buckets).to(device)
+    return RelativeBias.log_boundaries(num_buckets, device)
 
 
 # -- definition, for one or more segments of equal lengths ---------------------------------------------------------------------------

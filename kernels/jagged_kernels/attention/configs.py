@@ -80,16 +80,6 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
     )
 
 
-def biased_dq_config(head_dim: int, itemsize: int, capability: tuple[int, int]) -> LaunchConfig:
-    """Launch configuration of the dq kernel with a bias: dS is read a second time, so tiles are smaller than without one.
-
-    Args:
-        As those of `attention_config`.
-    """
-    tile = attention_tile(head_dim, itemsize, mean_seqlen=1).query
-    return dataclasses.replace(attention_config(head_dim, itemsize, capability, tile, long=False).dq, tile=tile)
-
-
 @dataclasses.dataclass(frozen=True)
 class HopperConfig:
     """Launch of a warp-specialised kernel.
