@@ -1,7 +1,7 @@
 """Bounds of attention with a RelativeBias: of the scores that it is added to, and of the gradients of its tables.
 
     S = scale · q kᵀ + position[h, j - i + N - 1] + time[h, bucket(u_i - t_j)]
-    dposition[h, d] = Σ dS, dtime[h, b] = Σ dS                     over all scores of head h that use the entry; of all heads if they share it
+    dposition[h, d] = Σ dS,  dtime[h, b] = Σ dS           over all scores of head h that use the entry; of all heads if they share it
 
 dS is not rounded to the operands' dtype before these sums, which are in fp32, or in float64 for float64 operands, in any order.
 """
@@ -108,8 +108,8 @@ class ScoreBias:
 
 
 class _Sums(NamedTuple):
-    """Sums `[H or 1, entries]` over the scores that use an entry: of dS, its largest error, its variance and the standard deviations that are
-    not independent; of the absolute values and the squares of dS; and the number of scores."""
+    """Sums `[H or 1, entries]` over the scores that use an entry: of dS, its largest error, its variance and the standard deviations that
+    are not independent; of the absolute values and the squares of dS; and the number of scores."""
 
     value: Tensor
     error: Tensor
