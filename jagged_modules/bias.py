@@ -25,12 +25,13 @@ class RelativeBias:
         bucket(d)     = number of boundaries that are <= |d|
 
     i and j are positions in the segment. Queries are aligned with the end of the keys: row i of Nq has position i + Nk - Nq. t are the
-    timestamps of the keys, u those of the queries. By default u[i] = t[min(i + 1, Nk - 1)]: a row knows when the next event comes, as in the
-    published protocol. Both tables get gradients, summed in fp32 in a fixed order. ALiBi and T5's bias are special position tables.
+    timestamps of the keys, u those of the queries. By default u[i] = t[min(i + 1, Nk - 1)]: a row knows when the next event comes, as in
+    the published protocol. Both tables get gradients, summed in fp32 in a fixed order. ALiBi and T5's bias are special position tables.
 
     Args:
-        position: `[2N - 1]`, shared by the heads, or `[H, 2N - 1]`. Entry N - 1 belongs to distance 0, later entries to later keys. Segments
-            have at most N rows: longer ones are an error if offsets are on the host; otherwise distances beyond N - 1 count as N - 1.
+        position: `[2N - 1]`, shared by the heads, or `[H, 2N - 1]`. Entry N - 1 belongs to distance 0, later entries to later keys.
+            Segments have at most N rows: longer ones are an error if offsets are on the host; otherwise distances beyond N - 1 count as
+            N - 1.
         time: `[K + 1]`, shared by the heads, or `[H, K + 1]`, one entry per bucket.
         timestamps: int64 `[Lk]`, of each key row, in any unit and order. Differences are taken in int64.
         boundaries: int64 `[K]`, not decreasing; `log_boundaries(K)` if None.

@@ -40,7 +40,7 @@ def attention_reference(
     for b, (q_rows, kv_rows) in enumerate(zip(q_segments, kv_segments, strict=True)):
         keys, values = (x[kv_rows].repeat_interleave(group, dim=1) for x in (k, v))
         scores = torch.einsum("ihd,jhd->hij", q[q_rows], keys) * scale
-        if bias is not None and scores.numel():
+        if bias is not None:
             scores = scores + _bias_of_segment(bias, b, q_rows, kv_rows, q.device).to(scores.dtype)
         hidden = torch.zeros((), dtype=torch.bool, device=q.device)
         if mask is not None:
@@ -59,8 +59,10 @@ def attention_reference(
 
 def _bias_of_segment(bias: RelativeBias, segment: int, q_rows: slice, kv_rows: slice, device: torch.device) -> Tensor:
     """The bias of a segment's scores, `[H or 1, rows, columns]`."""
-    shift = 0 if bias.query_shift is None else int(bias.query_shift[segment])
     num_queries, num_keys = q_rows.stop - q_rows.start, kv_rows.stop - kv_rows.start
+    if num_queries == 0 or num_keys == 0:  # no score reads it, and the tables' gradients are 0
+        return torch.stack([x.sum() for x in (bias.position, bias.time) if x is not None]).sum()
+    shift = 0 if bias.query_shift is None else int(bias.query_shift[segment])
     j = torch.arange(num_keys, device=device)
     i = torch.arange(num_queries, device=device) + (num_keys - num_queries + shift)
     total = torch.zeros((), device=device)

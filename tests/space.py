@@ -73,6 +73,19 @@ ATTENTION = dict(
 )
 ATTENTION_DATA = dict(scale=mostly(None, 0.3, -0.5, 0.0), schedule=(False, True)) | MAX_SEQLEN
 ATTENTION_IMPLEMENTATIONS = IMPLEMENTATIONS | dict(cuda=mostly("auto", "triton", "hopper"))
+BIASES = {"position": ("position",), "time": ("time",), "both": ("position", "time")}  # tables of a RelativeBias
+BIAS = dict(
+    bias=mostly(None, *BIASES),
+    tables=("shared", "per head", "in the operands' dtype"),
+    buckets=(7, 0, 1, 128, 300),
+    query_times=(False, True),
+    query_shift=(False, True),
+)
+BIAS_DATA = dict(
+    timestamps=("sorted", "unsorted", "equal", "huge", "far apart"),
+    boundaries=mostly("default", "explicit", "duplicates"),
+    positions=("longest", "more", "fewer"),  # rows that the position table serves, in longest segments
+)
 BLOCK_ATTENTION = dict(
     head_dim=HEAD_DIMS,
     block_size=(64, 16, 32, 128),
@@ -151,6 +164,8 @@ def _fix_attention(dtype: str, o: dict) -> None:
         o["mask"] = None
     if operands == "kv shared" or operands == "q shared" or operands.endswith("groups"):
         o["schedule"] = False  # callers cannot build schedules for these operands
+    if "bias" in o:
+        _fix_bias(o, operands)
     if o["implementation"] == "hopper":
         shares_keys = operands == "kv shared" or operands.endswith("groups") or "query_tensors" in o
         if dtype not in HALVES or dtype == "float16" and shares_keys and str(o["output_scale"]).startswith("tensor"):
@@ -160,6 +175,17 @@ def _fix_attention(dtype: str, o: dict) -> None:
         v_dim = o["head_dim"] if o["v_dim"] is None else _hopper_dim(o["v_dim"])
         o["v_dim"] = None if padded_dim(v_dim) != padded_dim(o["head_dim"]) else v_dim
         _align(o)
+
+
+def _fix_bias(o: dict, operands: str) -> None:
+    """Shared rows have no position. Options of a table that there is not have their simplest values."""
+    if operands not in ("self", "cross"):
+        o["bias"] = None
+    tables = BIASES.get(o["bias"], ())
+    unused = set() if "time" in tables else {"buckets", "query_times", "timestamps", "boundaries"}
+    unused |= set() if "position" in tables else {"positions"}
+    unused |= set() if tables else {"tables", "query_shift"}
+    o |= {name: (BIAS | BIAS_DATA)[name][0] for name in unused}
 
 
 def _hopper_dim(dim: int) -> int:
@@ -275,8 +301,9 @@ OPERATORS = {
         axes=COMMON
         | ATTENTION
         | dict(operands=mostly("self", "cross", "q shared", "kv shared", "2 groups", "3 groups"))
-        | dict(shared_rows=(Range(1, 20), Range(50, 140))),
-        data_axes=DATA | ATTENTION_DATA,
+        | dict(shared_rows=(Range(1, 20), Range(50, 140)))
+        | BIAS,
+        data_axes=DATA | ATTENTION_DATA | BIAS_DATA,
         implementations=ATTENTION_IMPLEMENTATIONS,
         num_lists=lambda o: {"cross": 2, "2 groups": 3, "3 groups": 4}.get(o["operands"], 1),
         work=_attention_work,

@@ -154,7 +154,7 @@ def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: Atten
         for q_start, q_end, kv_start, kv_end, *flags in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
             if q_end > q_start and kv_end > kv_start:
                 num_queries = 1 if by_rows else q_end - q_start
-                starts[first, num_queries, kv_end - kv_start, *flags] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
+                starts[(first, num_queries, kv_end - kv_start, *flags)] += ((row, kv_start) for row in range(q_start, q_end, num_queries))
     for (list_start, num_queries, num_keys, t, shift), pairs in starts.items():
         at_a_time = 1 if batch_invariant else max(1, scores_at_a_time() // (num_heads * num_queries * num_keys))
         for first in range(0, len(pairs), at_a_time):

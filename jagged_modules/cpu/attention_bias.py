@@ -14,7 +14,7 @@ from .buckets import compute_dtype
 
 
 class _Entries(NamedTuple):
-    """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and their indices, `[segments or 1, rows, columns]`."""
+    """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and indices `[segments or 1, rows, columns]`."""
 
     table: Tensor
     index: Tensor
@@ -34,7 +34,7 @@ class BlockBias:
     u: Tensor | None
 
     def add(self, scores: Tensor, q: Tensor, k: Tensor, some: slice, rows: slice, columns: slice) -> None:
-        """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs, in place. q, k: as `unfused_forward`'s."""
+        """Add the bias to scores `[some, group · rows, columns]` of some (segment, key head) pairs, in place. q, k: `unfused_forward`'s."""
         pairs = _Pairs.of(q, k, some)
         blocks = scores.view(len(pairs.segment), pairs.group, rows.stop - rows.start, columns.stop - columns.start)
         for table, index in (entries for entries in self.entries(pairs, rows, columns) if entries is not None):
@@ -56,8 +56,8 @@ class BlockBias:
 
 
 class _Pairs(NamedTuple):
-    """Consecutive (segment, key head) pairs: the segments that they belong to, each pair's segment among these, its key head, and the number
-    of query heads of a key head."""
+    """Consecutive (segment, key head) pairs: the segments that they belong to, each pair's segment among these, its key head, and the
+    number of query heads of a key head."""
 
     segments: slice
     segment: Tensor

@@ -1,6 +1,6 @@
 """Bounds of attention, forward and backward, from its definition.
 
-    S = scale · q kᵀ,  P = activation(S),  out = (P v) · output_scale                  per segment and head; softmax: P = e^S / Σ e^S
+    S = scale · q kᵀ + bias,  P = activation(S),  out = (P v) · output_scale           per segment and head; softmax: P = e^S / Σ e^S
     dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q,  doutput_scale = Σ dO ∘ (P v)
     softmax: dS = P ∘ (dP - rowsum(dO ∘ out));  pointwise: dS = activation'(S) ∘ dP
 
@@ -17,14 +17,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from jagged_modules.bias import RelativeBias
 from jagged_modules.containers.offsets import block_offsets, positions_in_segments
 from jagged_modules.masks import AttentionMask
 from jagged_modules.rotary import Rotary
 
 from .activations import activated
 from .arithmetic import Arithmetic, arithmetic_of
+from .attention_bias import ScoreBias, SharedError, Tables
 from .bound import Bound
 
+SMALLEST_SCALE = 1e-20  # by which the kernels divide a bias
 MOST_SCORES = 2**21  # float64 scores of several segments at a time; a larger segment is alone
 
 
@@ -55,17 +58,22 @@ def attention(
     scale: float | None = None,
     activation: str = "softmax",
     mask: AttentionMask | None = None,
+    bias: RelativeBias | None = None,
     output_scale: float | Tensor = 1.0,
     arithmetic: Arithmetic | None = None,
 ) -> dict[str, Bound]:
-    """Bounds of `functional.jagged_attention` and its gradients: "out", "dq", "dk", "dv", and "doutput_scale" if output_scale requires a
-    gradient. do: the gradient of the result; the other arguments are the function's."""
+    """Bounds of `functional.jagged_attention` and its gradients: "out", "dq", "dk", "dv", and of what requires a gradient "doutput_scale",
+    "dposition" and "dtime", the last two in the shapes of the bias's tables.
+
+    do: the gradient of the result; the other arguments are the function's.
+    """
     arithmetic = arithmetic_of(q) if arithmetic is None else arithmetic
     scale = q.shape[2] ** -0.5 if scale is None else scale
     factors = q.dtype if arithmetic.rounds_factors else torch.promote_types(q.dtype, torch.float32)
     operands = Bound.exact(q), Bound.exact(k), Bound.exact(v)
-    # Kernels take softmax's maximum before scaling. So a scale that is not positive is multiplied into q first.
-    scales_q = arithmetic.rounds_factors and activation == "softmax" and scale <= 0
+    # Kernels take softmax's maximum before scaling, and divide a bias by the scale. So other scales are multiplied into q first.
+    unusable = activation == "softmax" and scale <= 0 or bias is not None and abs(scale) < SMALLEST_SCALE
+    scales_q = arithmetic.rounds_factors and unusable
     if scales_q:
         operands = operands[0].scaled(scale).rounded(q.dtype), *operands[1:]
     options = _Options(1.0 if scales_q else scale, activation, q.dtype, factors, arithmetic)
@@ -81,6 +89,7 @@ def attention(
     if rest is not None:
         grad = _rescaled(grad, rest, segments, inner_dtype)
     inner = _Rows(do.shape, do)
+    tables = None if bias is None else Tables(bias, q.shape[1], q.dtype)
     dq, dk, dv = _Rows(q.shape, q), _Rows(k.shape, k), _Rows(v.shape, v)
     factors_of_rows, all_alike = Bound.exact(factor[:, None, None].expand(-1, q.shape[1], 1)), True
     for group in _groups(segments.of_keys, mask, q.shape[1]):
@@ -91,7 +100,8 @@ def attention(
             keep = mask.keep(rows.shape[1], kv_rows.shape[1], group.targets, q.device).repeat(q.shape[1] // heads, 1)
         parts = zip((*operands, grad, factors_of_rows), (q_rows, kv_rows, kv_rows, rows, rows))
         *blocks, row_factor = (_take(x, index, heads) for x, index in parts)
-        results, alike = _segment(*blocks, keep, row_factor.value, options)
+        scores_bias = None if tables is None else tables.of_segments(group.numbers, rows, kv_rows)
+        results, alike = _segment(*blocks, keep, row_factor.value, options, scores_bias)
         all_alike &= alike
         for total, index, result in zip((inner, dq, dk, dv), (rows, q_rows, kv_rows, kv_rows), results):
             total.add(index, result, heads)
@@ -108,7 +118,7 @@ def attention(
         # All keys of a segment share the roundings of dO: at most as many of their errors are independent as v, or q and k, have columns.
         lines = heads * sum(min(len(x.kv_rows), q.shape[2], v.shape[2]) for x in segments.of_keys)
         bounds |= {name: bounds[name]._replace(lines=lines) for name in ("dk", "dv")}
-    return bounds
+    return bounds if tables is None else bounds | tables.bounds(activation == "softmax" or all_alike)
 
 
 def block_attention(
@@ -168,20 +178,28 @@ def block_attention(
 
 
 def _segment(
-    q: Bound, k: Bound, v: Bound, do: Bound, keep: Tensor | None, factor: Tensor, options: _Options
+    q: Bound, k: Bound, v: Bound, do: Bound, keep: Tensor | None, factor: Tensor, options: _Options, bias: ScoreBias | None = None
 ) -> tuple[tuple[Bound, Bound, Bound, Bound], bool]:
     """(out, dq, dk, dv) before their rounding, and whether all visible scores of each matrix are equal (`_are_alike`).
 
-    factor: output_scale, of each row or of all.
+    factor: output_scale, of each row or of all. bias: of the scores; dS is added to the sums of its tables.
     """
     if keep is None:
         keep = torch.ones((), dtype=torch.bool, device=q.value.device)
     scores = (q @ k.mT).scaled(options.scale)
+    if bias is not None:
+        scores = bias.added_to(scores, q.value.shape[-1])
     parts = _softmax if options.activation == "softmax" else _pointwise
     out, p, ds, of_row = parts(scores, v, do, keep, options)
     p = p.rounded(options.factors).where(keep)
     alike = _are_alike(scores.value, keep)
     out = out.widened(torch.zeros_like(out.value), torch.where(alike, (p.rms @ v.value).abs(), 0.0))
+    if bias is not None:
+        shared = []
+        if of_row is not None:
+            weights = ds.value, p.value
+            shared = [SharedError((w * factor).where(keep, 0.0), x.error, x.rms) for w, x in zip(weights, of_row)]
+        bias.collect(ds.where(keep).scaled(factor), keep, shared, alike)
     ds = _rounded(ds, options.factors, options.precise, 1 / abs(options.ds_factor)).where(keep)
     dq = ds @ k
     if of_row is not None:
@@ -310,8 +328,9 @@ def _rows_of(offsets: Tensor, device: torch.device) -> list[Tensor]:
 
 
 class _Group(NamedTuple):
-    """Segments of equal lengths and targets: their rows, `[segments, length]`."""
+    """Segments of equal lengths and targets: their numbers, and their rows, `[segments, length]`."""
 
+    numbers: list[int]
     rows: Tensor
     kv_rows: Tensor
     targets: int
@@ -328,7 +347,7 @@ def _groups(segments: list[_Segment], mask: AttentionMask | None, heads: int) ->
         at_a_time = max(1, MOST_SCORES // (heads * num_queries * num_keys))
         for first in range(0, len(members), at_a_time):
             some = members[first : first + at_a_time]
-            yield _Group(torch.stack([x.rows for x in some]), torch.stack([x.kv_rows for x in some]), count)
+            yield _Group([x.number for x in some], torch.stack([x.rows for x in some]), torch.stack([x.kv_rows for x in some]), count)
 
 
 def _split_scale(output_scale: float | Tensor, segments: _Segments, do: Tensor) -> tuple[Tensor, Tensor | None]:

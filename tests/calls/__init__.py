@@ -55,7 +55,9 @@ def check(case: Case) -> None:
         if name not in floating:
             assert torch.equal(x.cpu().long(), expected[name]), f"{name}: {x.tolist()}, expected {expected[name].tolist()}"
         else:
-            assert str(x.dtype) == f"torch.{case.dtype}", f"{name}: {x.dtype}, expected {case.dtype}"
+            of_input = inputs.get(name.removeprefix("d"))  # a gradient's dtype is the input's
+            dtype = getattr(torch, case.dtype) if of_input is None else of_input.dtype
+            assert x.dtype == dtype, f"{name}: {x.dtype}, expected {dtype}"
     accuracy.assert_accurate(floating, {name: expected[name] for name in floating}, case.function)
     if case.poison is not None:
         _check_other_segments(case, call, actual)

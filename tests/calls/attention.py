@@ -7,7 +7,7 @@ import dataclasses
 import accuracy
 import torch
 from cases import Case
-from space import MASKS
+from space import BIASES, MASKS
 from torch import Tensor
 
 import jagged_modules as jm
@@ -49,6 +49,49 @@ def _schedule(o: dict, case: Case, q_lengths: list[int], kv_lengths: list[int], 
     return host_schedule(*lengths, **sizes, dtype=getattr(torch, case.dtype), mask=mask)
 
 
+def _bias(make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The tables of a RelativeBias, and its other fields."""
+    names, longest = BIASES.get(o["bias"], ()), max(1, *q_lengths, *kv_lengths, 1)
+    if not names:
+        return {}, {}
+    positions = {"longest": longest, "more": longest + 3, "fewer": longest}[o["positions"]]
+    if o["positions"] == "fewer" and make.case.device == "cuda" and "host" not in o["offsets"]:  # not checked, but limited
+        positions = -(-longest // 2)
+    sizes = dict(position=2 * positions - 1, time=o["buckets"] + 1)
+    tables, fields = {name: _table(make, o, sizes[name]) for name in names}, {}
+    if "time" in names:
+        fields["timestamps"] = _timestamps(make, o["timestamps"], kv_lengths)
+        if o["query_times"]:
+            fields["query_timestamps"] = _timestamps(make, o["timestamps"], q_lengths)
+        if o["boundaries"] != "default":
+            few = o["boundaries"] == "duplicates"
+            edges = 10 ** (torch.rand(o["buckets"], generator=make.generator, device=make.device, dtype=torch.float64) * (1 if few else 12))
+            fields["boundaries"] = edges.long().sort().values
+    if o["query_shift"]:
+        dtype = torch.int32 if "int32" in o["offsets"] else torch.int64
+        fields["query_shift"] = make.integers(-5, 40, len(kv_lengths)).to(dtype)
+    return tables, fields
+
+
+def _table(make: Maker, o: dict, entries: int) -> Tensor:
+    shape = (entries,) if o["tables"] == "shared" else (o["heads"][0], entries)
+    if o["tables"] == "in the operands' dtype" or o["values"] != "normal":
+        table = make.values(*shape)
+    else:
+        table = torch.randn(shape, generator=make.generator, device=make.device)
+    return table if o["tables"] == "in the operands' dtype" else table.to(torch.promote_types(make.dtype, torch.float32))
+
+
+def _timestamps(make: Maker, kind: str, lengths: list[int]) -> Tensor:
+    rows = sum(lengths)
+    if kind == "equal":
+        return torch.full((rows,), 10**9, device=make.device)
+    if kind == "huge":  # differences beyond int32 too
+        return make.integers(-(2**40), 2**40, rows)
+    steps = make.integers(0, 2**33 if kind == "far apart" else 5000, rows)
+    return make.integers(0, 10**7, rows) if kind == "unsorted" else steps.cumsum(0)
+
+
 def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     operands = o["operands"]
     *queries, keys = lengths if len(lengths) > 1 else lengths * 2
@@ -65,6 +108,9 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
         tensors["output_scale"] = scales
         segments["output_scale"] = torch.arange(len(q_lengths), device=make.device) % max(len(keys), 1)
 
+    tables, fields = _bias(make, o, q_lengths, keys)
+    tensors |= tables
+
     q_offsets = "shared" if q_shared else make.offsets(q_lengths)
     kv_offsets = "shared" if kv_shared else None if operands == "self" else make.offsets(keys)
     options = dict(activation=o["activation"], scale=o["scale"], mask=mask)
@@ -74,14 +120,18 @@ def jagged_attention(make: Maker, o: dict, lengths: list[list[int]]) -> Call:
     if not kv_shared:
         call_options["max_seqlen_kv"] = make.max_seqlen(keys)
 
-    def function(q, k, v, output_scale=scales):
-        return dict(out=F.jagged_attention(q, k, v, q_offsets, kv_offsets, output_scale=output_scale, **options, **call_options))
+    def bias_of(inputs):
+        return jm.RelativeBias(**{name: inputs[name] for name in tables}, **fields) if tables else None
+
+    def function(q, k, v, output_scale=scales, **inputs):
+        own = dict(options, output_scale=output_scale, bias=bias_of(inputs))
+        return dict(out=F.jagged_attention(q, k, v, q_offsets, kv_offsets, **own, **call_options))
 
     def model(inputs, gradients):
         q, k, v = (inputs[name] for name in "qkv")
-        own = q_offsets if kv_offsets is None else kv_offsets
-        factor = inputs.get("output_scale", scales)
-        return accuracy.attention(q, k, v, gradients["out"], q_offsets, own, output_scale=factor, **options)
+        keys_of = q_offsets if kv_offsets is None else kv_offsets
+        own = dict(options, output_scale=inputs.get("output_scale", scales), bias=bias_of(inputs))
+        return accuracy.attention(q, k, v, gradients["out"], q_offsets, keys_of, **own)
 
     return Call(tensors, function, model, segments)
 

@@ -24,7 +24,8 @@ class Bias(NamedTuple):
 
     position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
     time_ptr, time_stride: likewise. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
-    first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
+    first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. query_timestamps_ptr: None
+    for the default. inverse_scale: 1 / scale.
     """
 
     position_ptr: tl.tensor
@@ -45,8 +46,8 @@ class Bias(NamedTuple):
 class TableSums(NamedTuple):
     """Memory of the table gradients, of which each program has its own part. None for a table without a gradient.
 
-    position_ptr: `[programs, H or 1, num_positions]`; time_ptr: `[programs, H or 1, BUCKETS]`; both 0 at first. scratch_ptr: a block of dS for
-    each program. *_stride: elements of a program's part. time_head_stride: of a head's, 0 if heads share the table.
+    position_ptr: `[programs, H or 1, num_positions]`; time_ptr: `[programs, H or 1, BUCKETS]`; both 0 at first. scratch_ptr: a block of dS
+    for each program. *_stride: elements of a program's part. time_head_stride: of a head's, 0 if heads share the table.
     """
 
     position_ptr: tl.tensor
@@ -68,8 +69,8 @@ class Times(NamedTuple):
 class BiasOfTile(NamedTuple):
     """The bias of a segment and head.
 
-    position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr: the head's table. timestamps_ptr: at the
-    segment's first key. query_timestamps_ptr: at its first query. shift: position of query 0. 0 stands for what is not there.
+    position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr: the head's table. timestamps_ptr: at
+    the segment's first key. query_timestamps_ptr: at its first query. shift: position of query 0. 0 stands for what is not there.
     """
 
     position_ptr: tl.tensor
@@ -106,8 +107,8 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     if KIND.query_times:
         query_ptr = bias.query_timestamps_ptr + q_start
     return BiasOfTile(
-        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, timestamps_ptr, query_ptr, shift, q_len,
-        kv_len, bias.inverse_scale,
+        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, timestamps_ptr, query_ptr, shift,
+        q_len, kv_len, bias.inverse_scale,
     )  # fmt: skip
 
 

@@ -132,8 +132,8 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
 
 
 class SumsOfTile(NamedTuple):
-    """Where a consumer adds its rows' dS, times `factor`: its part of the position table at distance 0, and of the time table, both at the tile's head,
-    and its scratch memory. num_rows: its rows in the segment."""
+    """Where a consumer adds its rows' dS, times `factor`: its part of the position table at distance 0, and of the time table, both at the
+    tile's head, and its scratch memory. num_rows: its rows in the segment."""
 
     position_ptr: gl.tensor
     time_ptr: gl.tensor

@@ -50,8 +50,8 @@ class AttentionParams(NamedTuple):
         table_gradients: the backward also computes the gradients of position_bias and time_bias.
         num_targets: `[B]`, if the mask has targets.
         segment_scale: fp32, one factor of the output for each segment of queries; replaces output_scale if not None.
-        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields of `RelativeBias`. Tables are `[H or 1, entries]`, in
-            fp32, or fp64 with fp64 operands. None without them.
+        position_bias, time_bias, timestamps, boundaries, query_timestamps, query_shift: the fields of `RelativeBias`. Tables are `[H or 1,
+            entries]`, in fp32, or fp64 with fp64 operands. None without them.
     """
 
     scale: float

@@ -27,7 +27,8 @@ from .scales import output_factor, score_factor
 
 class _Options(NamedTuple):
     """Constants of a launch. block: keys, or in the dk, dv kernel query rows, of a block. block_d, block_dv: head dims padded to powers
-    of 2. activation: a function of activations.py, None: softmax. bias: BiasKind, or None. has_sums: whether dS is summed for the bias tables."""
+    of 2. activation: a function of activations.py, None: softmax. bias: BiasKind, or None. has_sums: whether dS is summed for the bias
+    tables."""
 
     head_dim: tl.constexpr
     v_dim: tl.constexpr
@@ -65,8 +66,8 @@ class _RowBias(NamedTuple):
 
 
 class _TileSums(NamedTuple):
-    """Where a tile of query rows adds its dS, times `factor`: the position table at distance 0, scratch memory for a block, and the time table,
-    each this program's own part and the tile's head. num_rows: rows of the tile in the segment."""
+    """Where a tile of query rows adds its dS, times `factor`: the position table at distance 0, scratch memory for a block, and the time
+    table, each this program's own part and the tile's head. num_rows: rows of the tile in the segment."""
 
     position_ptr: tl.tensor
     scratch_ptr: tl.tensor
@@ -247,8 +248,8 @@ def _what_rows_see(rows, first_target, MASK: tl.constexpr):
 def _dq_block(
     queries, keys, values, block, visible, acc, buckets, scale, bias, sums, OPTIONS: tl.constexpr, MASKED: tl.constexpr
 ):  # fmt: skip
-    """One key block: dS from the scores computed again, acc += dS k. With `sums`, dS is also added to the sums of the bias tables. Returns acc
-    and buckets."""
+    """One key block: dS from the scores computed again, acc += dS k. With `sums`, dS is also added to the sums of the bias tables. Returns
+    acc and buckets."""
     BLOCK_N: tl.constexpr = OPTIONS.block
     k = load_rows(keys, block.row, block.head, block.num_keys, OPTIONS.head_dim, BLOCK_N, OPTIONS.block_d, MASKED)
     v = load_rows(values, block.row, block.head, block.num_keys, OPTIONS.v_dim, BLOCK_N, OPTIONS.block_dv, MASKED)

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
-from jagged_kernels.attention.params import MaskParams
+from jagged_kernels.attention.bias import Bias, TableSums
+from jagged_kernels.attention.params import BiasKind, MaskParams
 from jagged_kernels.common.ptxas import compile_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -17,6 +18,11 @@ MASKS = {
     "window": MaskParams(0, 64, 32, 0, 1, 0, 0, 0),
     "semi-local": MaskParams(1, 256, -1, 1, 1, 0, 0, 0, global_prefix=70, recent_history=1000),
 }
+BIASES = {  # what a RelativeBias has
+    "position": BiasKind(position=True, boundaries=0, query_times=False, shift=False),
+    "both": BiasKind(position=True, boundaries=128, query_times=False, shift=False),
+    "all": BiasKind(position=True, boundaries=128, query_times=True, shift=True),
+}
 DIVISIBLE_BY_16 = [["tt.divisibility", 16]]
 
 
@@ -28,7 +34,8 @@ def compile_for(
     Args:
         capability: of the GPU, for example 90.
         constants: values of `tl.constexpr` arguments; names that are not the kernel's are ignored.
-        type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None for "i32".
+        type_of: name of any other argument → its Triton type, a tuple of types for a tuple, or None for "i32". A "constexpr" in a tuple
+            is None.
         aligned: pointers whose addresses are multiples of 16 bytes, by default all. A tuple stands for each of its pointers.
         options: of the launch, `num_warps` for example.
     """
@@ -37,6 +44,8 @@ def compile_for(
     aligned = [arg for arg, type in signature.items() if str(type).startswith("*")] if aligned is None else aligned
     attributes = {path: DIVISIBLE_BY_16 for arg in aligned for path in _paths(signature, arg)}
     used = {arg: value for arg, value in constants.items() if arg in signature}
+    tuples = ((i, types) for i, types in enumerate(signature.values()) if isinstance(types, tuple))
+    used |= {(i, j): None for i, types in tuples for j, type in enumerate(types) if type == "constexpr"}
     source = (GluonASTSource if kernel.is_gluon() else ASTSource)(kernel, signature=signature, constexprs=used, attrs=attributes)
     return compile_source(capability, source, **options)
 
@@ -56,9 +65,32 @@ def gluon_descriptor(dtype: str, box: list[int]) -> str:
     return f"tensordesc<{dtype}{box},{layout!r}>"
 
 
+def bias_constants(kind: BiasKind | None, sums: bool) -> dict:
+    """Constants of attention's kernels with a RelativeBias or without. sums: the gradients of its tables are summed."""
+    has_sums = sums and kind is not None
+    constants = dict(BIAS=kind, HAS_SUMS=has_sums, BUCKETS=max(1, 2 * kind.boundaries) if has_sums else 0)
+    return constants | ({} if kind else dict(bias=None)) | ({} if has_sums else dict(sums=None))
+
+
+def bias_types(arg: str, kind: BiasKind, scratch: bool) -> tuple | None:
+    """The types of the arguments "bias" and "sums"; None for any other argument. scratch: sums need scratch memory."""
+
+    def given(*types: str, by: bool) -> list[str]:
+        return list(types) if by else ["constexpr"] * len(types)
+
+    position, time = kind.position, kind.boundaries > 0
+    if arg == "bias":
+        tables = *given("*fp32", "i32", "i32", by=position), *given("*fp32", "i32", "*i64", "i32", "*i32", "*i32", "*i64", by=time)
+        return Bias(*tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), "fp32")
+    if arg == "sums":
+        tables = *given("*fp32", "i32", by=position), *given("*fp32", "i32", "i32", by=time)
+        return TableSums(*tables, *given("*fp32", by=position and scratch))
+    return None
+
+
 def _paths(signature: dict, arg: str) -> list[tuple[int, ...]]:
     """The positions of a pointer, or of each in a tuple, as Triton names them; none of a constant."""
     position = list(signature).index(arg)
     if isinstance(signature[arg], tuple):
-        return [(position, i) for i in range(len(signature[arg]))]
+        return [(position, i) for i, type in enumerate(signature[arg]) if type.startswith("*")]
     return [] if signature[arg] == "constexpr" else [(position,)]

@@ -8,27 +8,37 @@ from marks import slow_after
 pytest.importorskip("triton")
 
 from jagged_kernels.attention import triton_kernels as attention_kernels  # noqa: E402
-from jagged_kernels.attention.configs import attention_config, attention_tile  # noqa: E402
+from jagged_kernels.attention.configs import attention_config, attention_tile, biased_dq_config  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
 
-from .ahead_of_time import MASKS, compile_for  # noqa: E402
+from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for  # noqa: E402
 
 KERNELS = {
     "fwd": attention_kernels.attention_fwd_kernel,
     "dq": attention_kernels.attention_bwd_dq_kernel,
     "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
 }
+BIASED = [  # bias, head dim, dtype, activation and mask
+    ("both", 64, "bf16", "softmax", "none"),
+    ("position", 128, "bf16", "silu", "hstu"),
+    ("all", 96, "fp16", "gelu_tanh", "semi-local"),
+    ("both", 256, "bf16", "softmax", "window"),
+    ("both", 128, "fp32", "silu", "none"),
+]
 
 
 def compile_attention(
     name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
-    query_groups: int = 1,
+    query_groups: int = 1, bias=None,
 ):  # fmt: skip
-    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability."""
+    """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability. bias: a BiasKind, whose tables have
+    gradients."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
+    if name == "dq" and bias is not None:
+        config = biased_dq_config(dim, itemsize, divmod(capability, 10))
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
@@ -37,8 +47,11 @@ def compile_attention(
     constants |= dict(MASKED_STAGES=1 if mask is None else min(2, config.num_stages))
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
     constants |= dict(num_segments=None) if query_groups == 1 else {}
+    constants |= bias_constants(bias, sums=name == "dq")
 
     def type_of(arg):
+        if arg in ("bias", "sums"):
+            return bias_types(arg, bias, scratch=True)
         if arg in ("lse_ptr", "delta_ptr", "segment_scale_ptr"):
             return "*fp32"
         if arg.endswith("offsets_ptr") or arg == "num_targets_ptr":
@@ -92,6 +105,15 @@ def test_activations_and_masks_compile(name, activation, mask):
     for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):
         compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, mask=MASKS[mask])
         assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
+
+
+@slow_after(1, "bias, dim, dtype, activation, mask", BIASED)
+@pytest.mark.parametrize("name", KERNELS)
+def test_attention_kernels_with_a_bias_compile(name, bias, dim, dtype, activation, mask):
+    for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
+        options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], precision="bf16x6" if dtype == "fp32" else "ieee")
+        compiled = compile_attention(name, dim, dtype, capability, bias=BIASES[bias], **options)
+        assert compiled.metadata.shared <= shared_memory * 1024
 
 
 @slow_after(1, "query_groups", [2, 3])

@@ -16,7 +16,7 @@ from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
 
-from .ahead_of_time import MASKS, compile_for, gluon_descriptor  # noqa: E402
+from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
 
 # KiB of buffers in shared memory, from the headers of the kernels' files, without lse and delta.
 BUFFERS = {
@@ -31,10 +31,13 @@ def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
     assert 0 < compiled.metadata.shared / 1024 - buffers <= 1.5 and compiled.metadata.shared <= 227 * 1024
 
 
-def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False):
+def compile_hopper_attention(
+    name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False, bias=None
+):  # fmt: skip
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`: dS is stored, or read by "dq_from_ds".
+    bias: a BiasKind, whose tables have gradients.
     """
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
@@ -42,18 +45,21 @@ def compile_hopper_attention(name, dim, dtype, activation, mask=None, shared=Fal
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
         "dq_from_ds": attention_ds.attention_bwd_dq_from_ds_hopper_kernel,
     }[name]
-    config = hopper_attention_config(name, dim, activation, mask is not None, long)
+    config = hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, QUERY_GROUPS=query_groups)
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
+    constants |= bias_constants(bias, sums=name == "dq")
     constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
     types = dict(lse_ptr="*fp32", delta_ptr="*fp32", ds_blocks_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
 
     def type_of(arg):
+        if arg in ("bias", "sums"):
+            return bias_types(arg, bias, scratch=False)
         if arg.endswith("_desc"):
             looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
             return gluon_descriptor(dtype, [1, config.block if arg in looped else 64, 64 if arg == "ds_desc" else padded_dim(dim)])
@@ -85,6 +91,22 @@ def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask
     long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], long=x) for x in (True, False))
     assert long.asm["ptx"] != short.asm["ptx"]
     assert_shared_memory(long, "long fwd", dim)
+
+
+@slow_after(
+    1,
+    "bias, activation, mask, group",
+    [("both", "softmax", "none", 1), ("position", "silu", "hstu", 2), ("all", "gelu_tanh", "semi-local", 1), ("both", "silu", "hstu", 4)],
+)
+@slow_after(1, "dim, dtype", [(64, "bf16"), (96, "fp16"), (128, "bf16")])
+@pytest.mark.parametrize("name", ["fwd", "dq", "dkdv"])
+def test_hopper_attention_kernels_with_a_bias_compile(name, dim, dtype, bias, activation, mask, group):
+    compiled = compile_hopper_attention(name, dim, dtype, activation, MASKS[mask], group=group, bias=BIASES[bias])
+    assert compiled.metadata.shared <= 227 * 1024
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
+    if name == "dq":  # the gradients of both tables are added without results
+        assert bool(re.search(r"\bred\S*\.global\S*\.f32", compiled.asm["ptx"])) or "atom" in compiled.asm["ptx"]
 
 
 @slow_after(1, "mask, group", [("none", 1), ("window", 4)])
