@@ -1,11 +1,12 @@
 """Backward of jagged attention for Hopper: the warp-specialised kernel for dq, and the launcher of all backward kernels.
 
-    S = scale · q kᵀ,  dP = dO vᵀ,  dQ = scale · dS k                                per segment and head
+    S = scale · q kᵀ + bias,  dP = dO vᵀ,  dQ = scale · dS k                         per segment and head
     softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
     pointwise:  dS = activation'(S) ∘ dP
 
 The kernel for dk and dv is in hopper_dkdv.py. Both compute S again, so that each output tile has one owner and results are deterministic.
-Where memory allows, the dk, dv kernel runs first and stores dS, and the kernel in hopper_ds.py computes dq from it.
+Where memory allows, the dk, dv kernel runs first and stores dS, and the kernel in hopper_ds.py computes dq from it. With a RelativeBias,
+the dq kernel also sums dS for the gradients of the tables (hopper_bias.py).
 
 Roles, at head dim 128 | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue. `_dq_consume`
@@ -24,6 +25,7 @@ Barriers, one per stage s:
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
     head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
+    with a bias, q and dO have one buffer instead of two, and dS is turned in 32.5 per consumer: 225 and 217.5
 
 dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the others.
 """

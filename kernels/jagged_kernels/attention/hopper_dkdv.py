@@ -1,6 +1,6 @@
 """dk and dv of jagged attention for Hopper: a warp-specialised kernel over tiles of keys. hopper_backward.py launches it.
 
-    Sᵀ = scale · k qᵀ,  dPᵀ = v dOᵀ,  dV = Pᵀ dO,  dK = scale · dSᵀ q                 per segment and key head, over the heads of its group
+    Sᵀ = scale · k qᵀ + biasᵀ,  dPᵀ = v dOᵀ,  dV = Pᵀ dO,  dK = scale · dSᵀ q         per segment and key head, over the heads of its group
     softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
     pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
 

@@ -1,8 +1,9 @@
 """Jagged attention: the registered operators, whose bodies select and launch kernels, and autograd.
 
-    S = scale · q kᵀ,  P = activation(S) · output_scale,  O = P v                      per segment and head
+    S = scale · q kᵀ + bias,  P = activation(S) · output_scale,  O = P v               per segment and head
     dV = Pᵀ dO,  dP = dO Vᵀ,  dQ = scale · dS K,  dK = scale · dSᵀ Q
     softmax: dS = P ∘ (dP − rowsum(dO ∘ O));  pointwise: dS = activation'(S) ∘ dP · output_scale
+    bias tables: dposition[j - i + N - 1] = Σ dS,  dtime[bucket(u_i - t_j)] = Σ dS      (bias.py)
 
 Every kernel is persistent over a zigzag schedule (schedule/); each output tile has one owner, so results are
 deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
