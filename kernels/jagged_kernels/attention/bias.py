@@ -1,8 +1,8 @@
-"""Device functions of RelativeBias: the bias of a block of scores, and sums of dS for the gradients of its tables.
+"""RelativeBias in the attention kernels: what the portable kernels (triton_bias.py) and those for Hopper (hopper_bias.py) share.
 
     S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) = number of boundaries <= |d|
 
-The MMA of a block's scores starts from the bias divided by the scale, so that what follows is the same with and without a bias.
+The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and without a bias.
 Position tables are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1 rows of distance needs no
 bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
 
@@ -177,50 +177,3 @@ def bucket_block(rows, columns, bias, numbers):
             edge = tl.load(bias.boundaries_ptr + bucket)
             block = tl.where((t <= u - edge) | (t >= u + edge), bucket + 1, block)
     return block
-
-
-@triton.jit
-def bias_block(
-    bias, row, column, row_times, column_times, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, KIND: tl.constexpr
-):  # fmt: skip
-    """The bias of the block from (query row, key column) on, divided by the scale: `[ROWS, COLUMNS]`. TRANSPOSED: its rows are the keys."""
-    block = tl.zeros([ROWS, COLUMNS], tl.float32)
-    if KIND.position:
-        rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-        if TRANSPOSED:
-            block = tl.load(bias.position_ptr + first_entry(bias, row, column, COLUMNS, ROWS) + (rows - columns))
-        else:
-            block = tl.load(bias.position_ptr + first_entry(bias, row, column, ROWS, COLUMNS) + (columns - rows))
-    if KIND.boundaries > 0:
-        block += tl.load(bias.time_ptr + bucket_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries)))
-    return block * bias.inverse_scale
-
-
-# -- gradients of the tables --------------------------------------------------------------------------------------------------------
-
-
-@triton.jit
-def add_diagonals(ds, scratch_ptr, sums_ptr, factor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """sums[column - row] += factor · dS[row, column]; sums_ptr points to the entry of row 0 and column 0.
-
-    The rows are turned by their number, through scratch memory, so that a diagonal of the block becomes a column, or two parts of one.
-    """
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    tl.store(scratch_ptr + rows * COLUMNS + columns, ds)
-    tl.debug_barrier()
-    turned = tl.load(scratch_ptr + rows * COLUMNS + (columns + rows) % COLUMNS)
-    turns = (columns + rows) // COLUMNS
-    for turn in tl.static_range(0, (ROWS + COLUMNS - 2) // COLUMNS + 1):
-        ptrs = sums_ptr + tl.arange(0, COLUMNS) - turn * COLUMNS
-        tl.store(ptrs, tl.load(ptrs) + factor * tl.sum(tl.where(turns == turn, turned, 0.0), 0))
-        tl.debug_barrier()
-
-
-@triton.jit
-def add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr, KIND: tl.constexpr):
-    """sums `[BUCKETS]` plus the sums of dS of each bucket; rows, columns: Times."""
-    block = bucket_block(rows, columns, bias, tl.arange(0, KIND.boundaries))
-    buckets = tl.arange(0, BUCKETS)
-    for bucket in range(tl.min(tl.min(block, 1), 0), tl.max(tl.max(block, 1), 0) + 1):
-        sums += tl.where(buckets == bucket, tl.sum(tl.sum(tl.where(block == bucket, ds, 0.0), 1), 0), 0.0)
-    return sums

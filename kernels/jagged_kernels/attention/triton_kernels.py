@@ -20,9 +20,10 @@ import triton.language as tl
 
 from ..common.loads import Rows, load_rows, load_segment, load_tile, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
-from .bias import BiasOfTile, add_bucket_sums, add_diagonals, bias_block, bias_of_tile, first_entry, key_times, query_times
+from .bias import key_times, query_times
 from .mask import column_blocks, first_target_column, is_visible, masked_block, num_masked_blocks, row_blocks, visible_columns
 from .scales import output_factor, score_factor
+from .triton_bias import add_to_tables, bias_block, bias_of_keys, bias_of_rows, store_buckets, sums_of_tile
 
 
 class _Options(NamedTuple):
@@ -55,25 +56,6 @@ class _Visible(NamedTuple):
 
     rows: tl.tensor
     bounds: tl.tensor
-
-
-class _RowBias(NamedTuple):
-    """The bias of a tile's rows, queries or keys: that of their segment and head, the first row, and the rows' timestamps."""
-
-    of_tile: BiasOfTile
-    row: tl.tensor
-    times: tl.tensor
-
-
-class _TileSums(NamedTuple):
-    """Where a tile of query rows adds its dS, times `factor`: the position table at distance 0, scratch memory for a block, and the time
-    table, each this program's own part and the tile's head. num_rows: rows of the tile in the segment."""
-
-    position_ptr: tl.tensor
-    scratch_ptr: tl.tensor
-    time_ptr: tl.tensor
-    num_rows: tl.tensor
-    factor: tl.tensor
 
 
 class _KeyBlock(NamedTuple):
@@ -122,13 +104,6 @@ class _QueryBlock(NamedTuple):
     column: tl.tensor
     head: tl.tensor
     num_rows: tl.tensor
-
-
-@triton.jit
-def _bias_of_rows(bias, tile, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """_RowBias of a tile of query rows."""
-    of_tile = bias_of_tile(bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
-    return _RowBias(of_tile, tile.block * ROWS, query_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
@@ -211,7 +186,7 @@ def attention_fwd_kernel(
         visible = _what_rows_see((column + tl.arange(0, BLOCK_M))[:, None], first_target, MASK)
         row_bias = None
         if BIAS is not None:
-            row_bias = _bias_of_rows(bias, tile, BLOCK_M, BIAS)
+            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
 
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
@@ -267,38 +242,8 @@ def _dq_block(
         elif OPTIONS.activation is None:  # exp2 may have overflown where there is no key; elsewhere k is 0
             ds = tl.where(columns < block.num_keys, ds, 0.0)
     if OPTIONS.has_sums:
-        buckets = _add_to_tables(ds, block, bias, sums, buckets, OPTIONS)
+        buckets = add_to_tables(ds, block, bias, sums, buckets, OPTIONS.bias)
     return tl.dot(ds.to(k.dtype), k, acc, input_precision=OPTIONS.precision), buckets
-
-
-@triton.jit
-def _sums_of_tile(sums, tile, num_rows, factor, bias, SCORES: tl.constexpr, KIND: tl.constexpr):
-    """_TileSums of a tile of query rows. SCORES: scores in a block."""
-    program = tl.program_id(0).to(tl.int64)
-    position_ptr, scratch_ptr, time_ptr = 0, 0, 0
-    if KIND.position:
-        of_head = tile.head.to(tl.int64) * bias.position_stride + bias.num_positions // 2
-        position_ptr = sums.position_ptr + program * sums.position_stride + of_head
-        scratch_ptr = sums.scratch_ptr + program * SCORES
-    if KIND.boundaries > 0:
-        time_ptr = sums.time_ptr + program * sums.time_stride + tile.head.to(tl.int64) * sums.time_head_stride
-    return _TileSums(position_ptr, scratch_ptr, time_ptr, num_rows, factor)
-
-
-@triton.jit
-def _add_to_tables(ds, block, bias, sums, buckets, OPTIONS: tl.constexpr):
-    """Add dS of a key block to the sums of the position table, in memory, and to those of the time table, `buckets`."""
-    ROWS: tl.constexpr = ds.shape[0]
-    COLUMNS: tl.constexpr = ds.shape[1]
-    rows, columns = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)[None, :]
-    ds = tl.where((rows < sums.num_rows) & (columns < block.num_keys), ds, 0.0)
-    if OPTIONS.bias.position:
-        entry = first_entry(bias.of_tile, bias.row, block.column, ROWS, COLUMNS)
-        add_diagonals(ds, sums.scratch_ptr, sums.position_ptr + entry, sums.factor, ROWS, COLUMNS)
-    if OPTIONS.bias.boundaries > 0:
-        times = key_times(bias.of_tile, block.column + tl.arange(0, COLUMNS), OPTIONS.bias)
-        buckets = add_bucket_sums(buckets, ds, bias.times, times, bias.of_tile, buckets.shape[0], OPTIONS.bias)
-    return buckets
 
 
 @safe_ptxas
@@ -353,10 +298,10 @@ def attention_bwd_dq_kernel(
         queries = _QueryTile(q, do, lse, delta)
         row_bias, tile_sums = None, None
         if BIAS is not None:
-            row_bias = _bias_of_rows(bias, tile, BLOCK_M, BIAS)
+            row_bias = bias_of_rows(bias, tile, BLOCK_M, BIAS)
         if BUCKETS > 0:
             factor = dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment)
-            tile_sums = _sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)
+            tile_sums = sums_of_tile(sums, tile, num_rows, factor, bias, BLOCK_M * BLOCK_N, BIAS)
         acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         buckets = tl.zeros([BUCKETS if BUCKETS > 0 else 1], tl.float32)
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
@@ -371,18 +316,9 @@ def attention_bwd_dq_kernel(
                 queries, k_rows, v_rows, key_block, visible, acc, buckets, score_scale, row_bias, tile_sums, OPTIONS, True
             )  # fmt: skip
         if BUCKETS > 0:
-            _store_buckets(tile_sums, buckets, BIAS)
+            store_buckets(tile_sums, buckets, BIAS)
         acc = acc * (scale * dact_factor * output_factor(output_scale, segment_scale_ptr, tile.segment))
         store_rows(dq_rows, row, tile.head, acc, num_rows, HEAD_DIM, BLOCK_M, BLOCK_D)
-
-
-@triton.jit
-def _store_buckets(sums, buckets, KIND: tl.constexpr):
-    """Add a tile's sums of dS by bucket to the program's own."""
-    if KIND.boundaries > 0:
-        ptrs = sums.time_ptr + tl.arange(0, buckets.shape[0])
-        tl.store(ptrs, tl.load(ptrs) + sums.factor * buckets)
-        tl.debug_barrier()
 
 
 @triton.jit
@@ -394,13 +330,6 @@ def _transposed_scores(keys, q, block, bias, OPTIONS: tl.constexpr):
         times = query_times(bias.of_tile, block.first + tl.arange(0, OPTIONS.block), OPTIONS.bias)
         start = bias_block(bias.of_tile, block.first, bias.row, bias.times, times, keys.k.shape[0], OPTIONS.block, True, OPTIONS.bias)
         return tl.dot(keys.k, tl.trans(q), start, input_precision=OPTIONS.precision)
-
-
-@triton.jit
-def _bias_of_keys(bias, tile, head, ROWS: tl.constexpr, KIND: tl.constexpr):
-    """_RowBias of a tile of keys and a query head."""
-    of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
-    return _RowBias(of_tile, tile.block * ROWS, key_times(of_tile, tile.block * ROWS + tl.arange(0, ROWS), KIND))
 
 
 @triton.jit
@@ -492,7 +421,7 @@ def attention_bwd_dkdv_kernel(
                 queries = _Queries(q_rows, do_rows, lse_head, delta_head)
                 key_bias = None
                 if BIAS is not None:
-                    key_bias = _bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
+                    key_bias = bias_of_keys(bias, tile, head, BLOCK_N, BIAS)
                 for m in range(blocks.full_first * BLOCK_M, (blocks.full_first + blocks.full_count) * BLOCK_M, BLOCK_M):
                     query_block = _QueryBlock(m, q_row + m, q_start + m, m + tile.kv_len - q_len, head, BLOCK_M)
                     dk, dv = _dkdv_block(keys, queries, query_block, dk, dv, score_scale, key_bias, OPTIONS, False)
