@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import decimal
 import functools
+import itertools
 
 import torch
 from torch import Tensor
@@ -90,7 +91,7 @@ class RelativeBias:
             TypeError, ValueError: num_buckets is not a non-negative integer.
         """
         check_size("num_buckets", num_buckets, at_least=0)
-        return torch.tensor(_log_boundaries(num_buckets), dtype=torch.int64, device=device)
+        return _log_boundaries(num_buckets, device)
 
     @property
     def max_seqlen(self) -> int | None:
@@ -101,7 +102,7 @@ class RelativeBias:
         """This bias with boundaries, on the device of `time`."""
         if self.time is None or self.boundaries is not None:
             return self
-        make = RelativeBias.log_boundaries if torch.compiler.is_compiling() else _boundaries_on  # a cache would keep a fake tensor
+        make = _log_boundaries if torch.compiler.is_compiling() else _boundaries_on  # torch.compile warns of caches
         return dataclasses.replace(self, boundaries=make(self.time.shape[-1] - 1, self.time.device))
 
     def __repr__(self) -> str:
@@ -127,16 +128,21 @@ def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:
         raise ValueError(f"boundaries must not decrease, got {boundaries}")
 
 
-@functools.cache
-def _log_boundaries(num_buckets: int) -> tuple[int, ...]:
+def _log_edges() -> tuple[int, ...]:
     with decimal.localcontext(prec=60):
-        edges = ((LOG_STEP * k).exp().to_integral_value(decimal.ROUND_CEILING) for k in range(1, num_buckets + 1))
-        return tuple(min(int(edge), LARGEST) for edge in edges)
+        edges = (int((LOG_STEP * k).exp().to_integral_value(decimal.ROUND_CEILING)) for k in itertools.count(1))
+        return tuple(itertools.takewhile(lambda edge: edge < LARGEST, edges))
 
 
-@functools.cache
-def _boundaries_on(num_buckets: int, device: torch.device) -> Tensor:
-    return RelativeBias.log_boundaries(num_buckets, device)
+LOG_EDGES = _log_edges()  # those below 2^63 - 1. Made here because torch.compile cannot trace decimal arithmetic
+
+
+def _log_boundaries(num_buckets: int, device: Device = None) -> Tensor:
+    edges = [*LOG_EDGES[:num_buckets], *[LARGEST] * (num_buckets - len(LOG_EDGES))]
+    return torch.tensor(edges, dtype=torch.int64, device=device)
+
+
+_boundaries_on = functools.cache(_log_boundaries)
 
 
 # -- definition, for one or more segments of equal lengths ---------------------------------------------------------------------------

@@ -62,6 +62,11 @@ def _masked(q, k, v, offsets, **options):
     return F.jagged_attention(q, k, v, offsets, mask=mask, activation="silu", output_scale=0.125, **options)
 
 
+def _biased(q, k, v, position, time, timestamps, offsets, **options):
+    bias = jm.RelativeBias(position, time, timestamps, query_timestamps=timestamps + 7, query_shift=offsets.diff() % 2)
+    return F.jagged_attention(q, k, v, offsets, mask=jm.AttentionMask(causal=True), bias=bias, **options)
+
+
 def _scaled_by_segment(q, k, v, offsets, **options):
     return F.jagged_attention(q, k, v, offsets, activation="gelu_tanh", output_scale=1 / (1 + offsets.diff().to(q.dtype)), **options)
 
@@ -95,6 +100,16 @@ FUNCTIONS = {
     "jagged_attention": (F.jagged_attention, _self_inputs),
     "jagged_attention-cross": (F.jagged_attention, _cross_inputs),
     "jagged_attention-masked": (_masked, _self_inputs),
+    "jagged_attention-biased": (
+        _biased,
+        lambda segments, rows, _: (
+            *_heads(rows, rows, rows),
+            torch.randn(119),
+            torch.randn(HEADS, 11),
+            torch.randint(100, (rows,)),
+            random_offsets(segments, rows),
+        ),
+    ),
     "jagged_attention-scaled": (_scaled_by_segment, _self_inputs),
     "jagged_attention-negative-scale": (lambda *x, **options: F.jagged_attention(*x, scale=-0.2, **options), _self_inputs),
     "jagged_attention-shared-q": (

@@ -74,6 +74,36 @@ def test_mask_made_outside_of_the_graph():
     assert counter.frame_count == 1
 
 
+@slow_after(1, "activation", ["softmax", "silu"])
+@pytest.mark.parametrize("given", ["defaults", "everything"])
+def test_bias_made_in_the_graph(given, activation):
+    """Tables that serve segments of all lengths; boundaries are constants of the graph, or inputs."""
+
+    def attend(q, k, v, position, time, timestamps, boundaries, offsets):
+        others = dict(boundaries=boundaries, query_timestamps=timestamps + 5, query_shift=offsets[1:] % 3) if given == "everything" else {}
+        bias = jm.RelativeBias(position, time, timestamps, **others)
+        return F.jagged_attention(q, k, v, offsets, mask=jm.AttentionMask(causal=True), activation=activation, bias=bias)
+
+    batches = []
+    for users, rows, _ in SIZES:
+        tables = torch.randn(2 * max(SIZES)[1] + 299), torch.randn(HEADS, 10)
+        edges = torch.randint(100, (9,)).sort().values
+        batches.append((*qkv(rows, rows), *tables, torch.randint(200, (rows,)), edges, random_offsets(users, rows)))
+    assert_compiles_once(attend, batches)
+
+
+def test_bias_made_outside_of_the_graph():
+    def attend(q, k, v, offsets, bias):
+        return F.jagged_attention(q, k, v, offsets, activation="silu", bias=bias)
+
+    graph, counter = compiled(attend)
+    for users, rows, _ in SIZES:
+        bias = jm.RelativeBias(torch.randn(301), torch.randn(HEADS, 10), torch.randint(200, (rows,)))
+        inputs = *qkv(rows, rows), random_offsets(users, rows), bias
+        torch.testing.assert_close(graph(*inputs), attend(*inputs))
+    assert counter.frame_count == 1
+
+
 @slow_after(1, "kv_offsets", [None, "shared"])
 @pytest.mark.parametrize("kind", ["number", "tensor", "parameter"])
 def test_output_scale(kind, kv_offsets):
