@@ -64,7 +64,7 @@ class RelativeBias:
         for name, shape, table in (("position", "[2N - 1] or [H, 2N - 1]", self.position), ("time", "[K + 1] or [H, K + 1]", self.time)):
             if table is None:
                 continue
-            check_tensor(name, table, 2 if isinstance(table, Tensor) and table.dim() == 2 else 1, shape)
+            check_tensor(name, table, 2 if getattr(table, "ndim", 1) == 2 else 1, shape)
             if table.shape[-1] == 0 or name == "position" and table.shape[-1] % 2 == 0:
                 raise ValueError(f"{name} must have shape {shape}, got {list(table.shape)}")
         others = dict(timestamps=self.timestamps, boundaries=self.boundaries, query_timestamps=self.query_timestamps)
@@ -129,7 +129,8 @@ def _check_boundaries(boundaries: Tensor, num_buckets: int) -> None:
 
 
 def _log_edges() -> tuple[int, ...]:
-    with decimal.localcontext(prec=60):
+    with decimal.localcontext() as context:
+        context.prec = 60
         edges = (int((LOG_STEP * k).exp().to_integral_value(decimal.ROUND_CEILING)) for k in itertools.count(1))
         return tuple(itertools.takewhile(lambda edge: edge < LARGEST, edges))
 

@@ -17,7 +17,7 @@ class _Entries(NamedTuple):
     """The entries of a table that a block of scores uses: table `[H or 1, entries]`, and indices `[segments or 1, rows, columns]`."""
 
     table: Tensor
-    index: Tensor
+    indices: Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +99,7 @@ class TableGradients:
             if total is None or entries is None:
                 continue
             for head in range(pairs.group):
-                index = pairs.flat_index(entries.index, head, entries.table)
+                index = pairs.flat_index(entries.indices, head, entries.table)
                 block = blocks[:, head].double()
                 if len(index) == 1:
                     block = block.sum(0, keepdim=True)

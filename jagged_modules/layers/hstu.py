@@ -116,6 +116,10 @@ class HSTULayer(nn.Module):
         values, offsets = layer(x, num_targets=torch.tensor([1, 1]))           # the last of each is a target
     """
 
+    position_bias: nn.Parameter | None
+    time_bias: nn.Parameter | None
+    time_boundaries: Tensor | None
+
     def __init__(self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device: Device = None) -> None:
         super().__init__()
         config = HSTUConfig() if config is None else config
@@ -254,8 +258,10 @@ class HSTULayer(nn.Module):
         """Attention output `[rows of queries, H · Dv]`."""
         head_dim = max(self.head_dim, self.linear_dim)
         schedule = keys.schedule(num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask)
-        options = dict(activation="silu", output_scale=1 / scaling_seqlen)
-        return jagged_attention(q, k, v, queries.offsets, keys.offsets, **options, mask=mask, bias=bias, schedule=schedule).flatten(1)
+        return jagged_attention(
+            q, k, v, queries.offsets, keys.offsets, activation="silu", output_scale=1 / scaling_seqlen, mask=mask, bias=bias,
+            schedule=schedule,
+        ).flatten(1)  # fmt: skip
 
     def _attend_with_cache(
         self, q: Tensor, k: Tensor, v: Tensor, targets: Jagged, cache: Jagged, num_targets: Tensor | None,
