@@ -7,6 +7,7 @@ from pathlib import Path
 
 import bench_attention
 import bench_batch_invariant
+import bench_bias
 import bench_block_attention
 import bench_gdpa
 import bench_jagged_ops
@@ -24,6 +25,7 @@ from unpublished import TABLES
 BENCHES = {
     "attention": bench_attention,
     "batch_invariant": bench_batch_invariant,
+    "bias": bench_bias,
     "block_attention": bench_block_attention,
     "gdpa": bench_gdpa,
     "jagged_ops": bench_jagged_ops,
