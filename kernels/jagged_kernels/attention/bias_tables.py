@@ -80,8 +80,6 @@ class TableGradients(NamedTuple):
     ) -> TableGradients:  # fmt: skip
         """Memory for a number of parts. threads: of a part, if each sums the time table alone. block: scores in a block of dS, if each part
         needs scratch memory."""
-        if not params.table_gradients:
-            return cls(None, None, None)
         position = time = scratch = None
         if params.position_bias is not None:
             heads, entries = params.position_bias.shape
@@ -95,15 +93,11 @@ class TableGradients(NamedTuple):
 
     @property
     def buckets(self) -> int:
-        """Entries of the time table in memory; 1 if only the position table has a gradient, 0 if none has."""
-        if self.time is not None:
-            return self.time.shape[2]
-        return 0 if self.position is None else 1
+        """Entries of the time table in memory; 1 without one."""
+        return 1 if self.time is None else self.time.shape[2]
 
-    def argument(self) -> TableSums | None:
-        """The kernel's argument; None without a gradient."""
-        if self.position is None and self.time is None:
-            return None
+    def argument(self) -> TableSums:
+        """The kernel's argument."""
         position_stride, time_stride = (None if x is None else x.stride(0) for x in (self.position, self.time))
         time_head_stride = None if self.time is None else _head_stride(self.time[0])
         return TableSums(self.position, position_stride, self.time, time_stride, time_head_stride, self.scratch)
@@ -126,6 +120,8 @@ class TableGradients(NamedTuple):
 
 def empty_table_gradients(params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:
     """Tensors of the shapes of the tables' gradients; `[0]` for a table that gets none."""
-    tables = (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
-    dposition, dtime = (like.new_empty(0, dtype=torch.float32) if table is None else torch.empty_like(table) for table in tables)
+    if not params.table_gradients:
+        return like.new_empty(0), like.new_empty(0)
+    tables = params.position_bias, params.time_bias
+    dposition, dtime = (like.new_empty(0) if table is None else torch.empty_like(table) for table in tables)
     return dposition, dtime

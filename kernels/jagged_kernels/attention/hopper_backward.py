@@ -409,17 +409,18 @@ class _Launches:
         tiles, num_tiles, _ = segments.tiles
         params, lse, delta, config = self.params, self.operands.lse, self.grads.delta, self.selection.dq
         blocks = grid(tiles)
-        consumers = blocks[0] * config.consumers if blocks else 0
-        sums = TableGradients.empty(params, consumers, tiles.device, threads=THREADS)
+        sums = None
+        if params.table_gradients:
+            sums = TableGradients.empty(params, blocks[0] * config.consumers if blocks else 0, tiles.device, threads=THREADS)
         if blocks:
             attention_bwd_dq_hopper_kernel[blocks](
                 self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
-                self.bias, sums.argument(), params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
+                self.bias, sums and sums.argument(), params.scale, self.dact_factor, params.output_scale, lse.stride(0), ds_blocks,
                 HEAD_DIM=self.operands.q.shape[2], BIAS=params.bias_kind, HAS_SUMS=params.table_gradients,
                 **launch_constants(config, self.operands, params),
             )  # fmt: skip
-        return sums.results(params, self.operands.q)
+        return empty_table_gradients(params, self.operands.q) if sums is None else sums.results(params, self.operands.q)
 
     def dkdv(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor | None = None, ds_blocks: Tensor | None = None) -> None:
         """dk and dv; with a workspace `ds`, also stores dS of the segments that have a block there."""

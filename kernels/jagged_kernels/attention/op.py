@@ -233,18 +233,20 @@ def _triton_dq(
     config = selection.dq
     tiles, num_tiles = kernel_tiles(queries, config, do.shape[0], q.shape[1], params)
     grid = _grid(config, tiles)
-    sums = TableGradients.empty(params, grid[0] if grid else 0, q.device, block=config.tile * config.block)
+    sums = None
+    if params.table_gradients:
+        sums = TableGradients.empty(params, grid[0] if grid else 0, q.device, block=config.tile * config.block)
     if grid:
         out = do if out is None else out
         align, strides = row_and_head_strides(q, k, v, out, do, dq)
         attention_bwd_dq_kernel[grid](
             q, k, v, out, do, dq, lse, delta, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             queries.q_offsets, queries.kv_offsets, queries.segments_per_group, tiles, num_tiles, params.num_targets, params.segment_scale,
-            bias, *_scales(q, params), *strides, lse.stride(0), sums.argument(),
+            bias, *_scales(q, params), *strides, lse.stride(0), sums and sums.argument(),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
-            BUCKETS=sums.buckets,
+            BUCKETS=sums.buckets if sums else 0,
         )  # fmt: skip
-    return sums.results(params, q)
+    return empty_table_gradients(params, q) if sums is None else sums.results(params, q)
 
 
 def _triton_dkdv(
@@ -327,6 +329,9 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 _OPTIONS = slice(9, AttentionParams._fields.index("num_targets") - len(AttentionParams._fields))  # the arguments that are not tensors
 
 
+_TABLE_GRADIENTS = AttentionParams._fields.index("table_gradients") - len(AttentionParams._fields)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, *inputs):
@@ -343,16 +348,17 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
         inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
-        params = AttentionParams(*inputs[-len(AttentionParams._fields) :])
         dq, dk, dv, dposition, dtime = triton_attention_backward(do, out, lse, *inputs)
-        return dq, dk, dv, *(None,) * (len(inputs) - len(params) - 3), *_gradients_of(params, dposition, dtime)
+        others = (None,) * (len(inputs) - 3)
+        if inputs[_TABLE_GRADIENTS]:
+            others = *others[: len(others) - len(AttentionParams._fields)], *_gradients_of(inputs, dposition, dtime)
+        return dq, dk, dv, *others
 
 
-def _gradients_of(params: AttentionParams, dposition: Tensor, dtime: Tensor) -> AttentionParams:
-    """The gradients of the fields of params: those of the bias tables, and None."""
+def _gradients_of(inputs: tuple, dposition: Tensor, dtime: Tensor) -> AttentionParams:
+    """The gradients of the AttentionParams among the inputs: those of the bias tables, and None."""
+    params = AttentionParams(*inputs[-len(AttentionParams._fields) :])
     nothing = AttentionParams(*(None,) * len(params))
-    if not params.table_gradients:
-        return nothing
     tables = params.position_bias, params.time_bias
     dposition, dtime = (None if table is None else gradient for table, gradient in zip(tables, (dposition, dtime)))
     return nothing._replace(position_bias=dposition, time_bias=dtime)
