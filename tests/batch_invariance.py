@@ -117,6 +117,16 @@ def operators(
         mask = jm.AttentionMask(causal=True, num_targets=offsets["q"].diff() // 3, contextual_seqlen=2, max_attn_len=20)
         return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], activation="silu", mask=mask, output_scale=0.01, **how)
 
+    tables = torch.randn(2 * 5000 - 1, **options).float(), torch.randn(heads, 9, **options).float()
+
+    def biased(x: Segment, offsets: Segment) -> Tensor:
+        bias = jm.RelativeBias(*tables, x["timestamps"])
+        mask = jm.AttentionMask(causal=True)
+        return F.jagged_attention(x["q"], x["k"], x["v"], offsets["q"], activation="silu", mask=mask, bias=bias, **how)
+
+    def timed(length: int) -> Segment:
+        return attended(length) | {"timestamps": torch.randint(5000, (length,), device=device)}
+
     shared = {name: torch.randn(5, heads, dim, **options) for name in ("q", "k", "v")}
     weights = dict(matrix=torch.randn(width, 24, **options), bias=torch.randn(24, **options), user=torch.randn(11, 3, **options))
     weights["candidate"] = torch.randn(11, 7, **options)
@@ -173,6 +183,7 @@ def operators(
         "attention-silu": attention(activation="silu"),
         "attention-gelu-window": attention(activation="gelu", mask=jm.AttentionMask(window=(9, 5)), kv_heads=1),
         "attention-hstu": Operator(attended, hstu, "q", qkv),
+        "attention-bias": Operator(timed, biased, "q", qkv),
         "attention-candidates": attention(among_others=True),
         "attention-candidates-relu": attention(among_others=True, activation="relu", kv_heads=1),
         "attention-shared-queries": Operator(

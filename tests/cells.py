@@ -64,6 +64,40 @@ def hopper_cells() -> Iterator[Cell]:
         yield cell("jagged_attention", dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS, **options)
 
 
+def bias_cells() -> Iterator[Cell]:
+    """Hopper's kernels with a time table take ten seconds to compile: few cells, which differ in all options."""
+    table = (  # bias, head dim, activation, mask, dtype, other options
+        ("both", 64, "softmax", None, "bfloat16", dict(query_times=True, timestamps="huge")),
+        ("both", 64, "silu", "hstu", "bfloat16", dict(buckets=128)),
+        ("both", 128, "silu", None, "bfloat16", dict(buckets=128, query_shift=True)),
+        ("both", 128, "softmax", "causal", "float16", dict(buckets=128, query_times=True, timestamps="unsorted")),
+        ("both", 96, "gelu", "truncated", "bfloat16", dict(boundaries="duplicates", timestamps="equal")),
+        ("time", 64, "gelu", None, "float16", dict(buckets=300, tables="shared")),
+        ("position", 64, "silu", "causal", "bfloat16", dict(query_shift=True)),
+        ("position", 64, "softmax", "semi-local", "float16", dict(positions="fewer")),
+        ("position", 128, "softmax", None, "bfloat16", dict(tables="in the operands' dtype")),
+        ("position", 96, "silu", "hstu", "float16", dict(positions="fewer", tables="shared")),
+    )
+    portable = (
+        ("both", 64, "softmax", "causal", "float32", dict(query_times=True, timestamps="huge")),
+        ("both", 128, "silu", None, "bfloat16", dict(buckets=128, query_shift=True)),
+        ("both", 96, "gelu", "hstu", "float16", dict(buckets=1)),
+        ("both", 200, "softmax", None, "bfloat16", dict(timestamps="far apart", buckets=300)),
+        ("time", 20, "silu", "truncated", "float32", dict(buckets=0)),
+        ("position", 200, "silu", "semi-local", "float32", dict(positions="fewer")),
+        ("position", 64, "softmax", None, "float16", dict(tables="shared", query_shift=True)),
+        ("position", 128, "gelu", "causal", "bfloat16", dict(positions="fewer")),
+    )
+    for implementation, rows in (("hopper", table), ("triton", portable)):
+        for i, (bias, dim, activation, mask, dtype, others) in enumerate(rows):
+            options = dict(bias=bias, activation=activation, mask=mask, head_dim=dim, heads=list(HEADS[i % 3]), tables="per head") | others
+            options |= dict(operands=("cross", "self")[i % 2], implementation=implementation)
+            lengths = PAIRS if i % 2 == 0 else LENGTHS
+            yield cell(
+                "jagged_attention", dtype, f"D{dim}", f"{bias} bias {activation} {mask or 'full'} {implementation}", lengths, **options
+            )
+
+
 def operand_cells() -> Iterator[Cell]:
     two = [(q, [n // 2 for n in q], kv) for q, kv in PAIRS]
     lengths = {"q shared": LENGTHS, "kv shared": LENGTHS, "2 groups": two, "3 groups": [(q, half, q[::-1], kv) for q, half, kv in two]}
@@ -149,6 +183,15 @@ def row_cells() -> Iterator[Cell]:
 
 CELLS = [
     cell
-    for table in (hopper_cells, attention_cells, operand_cells, block_attention_cells, linear_compress_cells, jagged_op_cells, row_cells)
+    for table in (
+        hopper_cells,
+        attention_cells,
+        bias_cells,
+        operand_cells,
+        block_attention_cells,
+        linear_compress_cells,
+        jagged_op_cells,
+        row_cells,
+    )
     for cell in table()
 ]

@@ -11,6 +11,9 @@ import accuracy
 import pytest
 import torch
 
+import jagged_modules as jm
+from jagged_modules.bias import position_index, time_buckets
+
 SEEDS = range(5)
 HALVES = [torch.bfloat16, torch.float16]
 
@@ -196,6 +199,101 @@ def test_one_rounding_too_many_is_rejected(name, names, dtype, activation):
     for seed in SEEDS:
         worst = worst_of_attention(seed, dtype, arithmetic, activation, **changes)
         assert any(worst[result] > 1 for result in names), worst
+
+
+# -- attention with a bias -----------------------------------------------------------------------------------------------------------
+
+LONGEST, BUCKETS = 60, 9  # distances beyond the table count as its last
+EDGES = torch.tensor([0, 1, 2, 4, 8, 16, 64, 64, 300])
+
+
+def bias_inputs(seed):
+    torch.manual_seed(seed)
+    times = dict(timestamps=torch.randint(400, (KEYS,)), query_timestamps=torch.randint(400, (ROWS,)), boundaries=EDGES)
+    return jm.RelativeBias(torch.randn(HEADS, 2 * LONGEST - 1).requires_grad_(), torch.randn(BUCKETS + 1).requires_grad_(), **times)
+
+
+def in_order(ds, index, entries):
+    """Sums `[H, entries]` of dS `[H, rows, keys]` by entry, one term after the other."""
+    return torch.zeros(len(ds), entries, dtype=ds.dtype).index_add(1, index.flatten(), ds.flatten(1))
+
+
+def backwards(ds, index, entries):
+    return in_order(ds.flip(1, 2), index.flip(0, 1), entries)
+
+
+def by_rows(ds, index, entries):
+    return sum(in_order(ds[:, row : row + 1], index[row : row + 1], entries) for row in range(ROWS))
+
+
+def smallest_terms_first(ds, index, entries):
+    order = ds.flatten(1).abs().argsort(1)
+    return torch.stack([in_order(x[None, i], index.flatten()[i], entries)[0] for x, i in zip(ds.flatten(1), order)])
+
+
+def of_tensor_cores(ds, index, entries):
+    return torch.einsum("hij,ije->he", ds, torch.nn.functional.one_hot(index, entries).float())
+
+
+def worst_of_bias(seed, dtype, activation, summed=in_order, table=exactly, edges=EDGES, gradient=exactly, factor=1.0):
+    """The largest ratio of an error to its bound. summed: sums dS. table, gradient: applied to the tables and to dS before its sums."""
+    inputs, bias = attention_inputs(seed, dtype), bias_inputs(seed)
+    offsets = torch.tensor([0, ROWS]), torch.tensor([0, KEYS])
+    bounds = accuracy.attention(*inputs, *offsets, activation=activation, bias=bias, arithmetic=accuracy.KERNELS)
+    positions = position_index(torch.arange(ROWS) + KEYS - ROWS, torch.arange(KEYS), LONGEST)
+    buckets = time_buckets(bias.query_timestamps, bias.timestamps, edges)
+    of_scores, kept = table(bias.position.detach())[:, positions] + table(bias.time.detach())[buckets], []
+
+    def keep(ds):
+        kept.append(ds)
+        return ds.to(dtype).float()
+
+    actual = attend(*inputs, activation, Changes(score=lambda x: x + of_scores, gradient=keep))
+    ds = gradient(kept[0]) * factor
+    actual["dposition"] = summed(ds, positions, 2 * LONGEST - 1).float()
+    actual["dtime"] = summed(ds, buckets, BUCKETS + 1).float().sum(0)
+    return {name: max(accuracy.compare(actual[name], bounds[name], name)) for name in bounds}
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
+@pytest.mark.parametrize("summed", [in_order, backwards, by_rows, smallest_terms_first, of_tensor_cores], ids=lambda x: x.__name__)
+def test_gradients_of_tables_in_any_order_are_accepted(summed, dtype, activation):
+    for seed in SEEDS[:2]:
+        worst = worst_of_bias(seed, dtype, activation, summed)
+        assert max(worst.values()) <= 1, worst
+
+
+BIAS_MUTANTS = {  # changes, dtypes, results that must be rejected
+    "last key not summed": (dict(gradient=lambda x: x * (torch.arange(KEYS) < KEYS - 1)), None, ["dposition", "dtime"]),
+    "first row not summed": (dict(gradient=lambda x: x * (torch.arange(ROWS) > 0)[:, None]), None, ["dposition", "dtime"]),
+    "times the scale": (dict(factor=SCALE), None, ["dposition", "dtime"]),
+    "dS in bf16": (dict(gradient=rounded_to(torch.bfloat16)), [torch.float32, torch.float16], ["dposition", "dtime"]),
+    "dS in fp16": (dict(gradient=rounded_to(torch.float16)), [torch.float32], ["dposition", "dtime"]),
+    "dS in tf32": (dict(gradient=cut_to_tf32), [torch.float32], ["dposition", "dtime"]),
+    "tables in bf16": (dict(table=rounded_to(torch.bfloat16)), [torch.float32, torch.float16], ["out", "dq"]),
+    "tables in tf32": (dict(table=cut_to_tf32), [torch.float32], ["out", "dq"]),
+    "boundaries belong to the bucket below": (dict(edges=EDGES + 1), None, ["out", "dq", "dk", "dv", "dtime"]),
+    "sums in bf16": (dict(summed=lambda x, *rest: in_order(x.bfloat16(), *rest)), [torch.float32, torch.float16], ["dposition", "dtime"]),
+}
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("mutant", BIAS_MUTANTS)
+def test_bias_mutants_are_rejected(mutant, activation):
+    changes, dtypes, names = BIAS_MUTANTS[mutant]
+    for seed in SEEDS[:2]:
+        for dtype in dtypes or [torch.float32, *HALVES]:
+            worst = worst_of_bias(seed, dtype, activation, **changes)
+            assert all(worst[name] > 1 for name in names), (dtype, worst)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_ds_rounded_like_the_operands_is_rejected(dtype):
+    """The tables' gradients are sums of dS before it is rounded for the MMAs. (With softmax, `out` as it was rounded has larger errors.)"""
+    for seed in SEEDS[:2]:
+        worst = worst_of_bias(seed, dtype, "silu", gradient=rounded_to(dtype))
+        assert worst["dposition"] > 1, worst
 
 
 # -- linear compression --------------------------------------------------------------------------------------------------------------

@@ -314,6 +314,21 @@ def test_twenty_runs_agree_bit_for_bit(offsets, kernels, activation, mask):
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
+@pytest.mark.parametrize("dim, activation", [(64, "softmax"), (128, "silu")])
+@pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
+def test_twenty_runs_with_a_bias_agree_bit_for_bit(offsets, kernels, dim, activation):
+    lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(1)).tolist()
+    q, k, v = (torch.randn(sum(lengths), 4, dim, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    tables = [torch.randn(shape, device="cuda", requires_grad=True) for shape in ((799,), (4, 9))]
+    times, grad, runs = torch.randint(10_000, (len(q),), device="cuda"), torch.randn_like(q), []
+    for _ in range(20):
+        bias, mask = jm.RelativeBias(*tables, times), jm.AttentionMask(causal=True)
+        out = F.jagged_attention(q, k, v, offsets(lengths, "cuda"), activation=activation, mask=mask, bias=bias, implementation=kernels)
+        runs.append((out, *torch.autograd.grad(out, (q, k, v, *tables), grad)))
+    for run in runs[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
+
+
 def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
     q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
@@ -361,6 +376,25 @@ def test_operators_pass_opcheck(offsets, kernels, activation, mask):
     key_tiles = tile_list(segments, segments, 300, 4, 64, 128, mask, targets, True)
     params = AttentionParams(0.125, False, activation, mask, 0.5, False, False, targets, None)
     library.opcheck(triton_attention, (q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params))
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
+def test_operators_with_a_bias_pass_opcheck(offsets, kernels, activation):
+    from jagged_kernels.attention.op import triton_attention, triton_attention_backward
+    from jagged_kernels.schedule.device import tile_list
+
+    segments = offsets([70, 100, 130], "cuda")
+    q, k, v = (torch.randn(300, 4, 64, device="cuda", dtype=torch.float16, requires_grad=True) for _ in range(3))
+    position, time = torch.randn(1, 299, device="cuda", requires_grad=True), torch.randn(4, 4, device="cuda", requires_grad=True)
+    fields = dict(timestamps=torch.randint(50, (300,), device="cuda"), boundaries=torch.tensor([1, 5, 20], device="cuda"))
+    params = AttentionParams(0.125, False, activation, None, 1.0, False, True, None, None, position, time, **fields)
+    tiles, key_tiles = (tile_list(segments, segments, 300, 4, 128, 64, None, None, keys) for keys in (False, True))
+    arguments = q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params
+    library.opcheck(triton_attention, arguments)
+    out, lse = triton_attention(*arguments)
+    detached = [x.detach() if isinstance(x, torch.Tensor) else x for x in (torch.randn_like(q), out, lse, *arguments)]
+    library.opcheck(triton_attention_backward, detached)
 
 
 def test_several_streams_at_once(offsets, kernels):

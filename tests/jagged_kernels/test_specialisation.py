@@ -7,6 +7,8 @@ import pytest
 import torch
 from marks import SLOW
 
+import jagged_modules as jm
+
 pytest.importorskip("triton")
 
 from benchmarks.training_steps import training_steps  # noqa: E402
@@ -32,6 +34,27 @@ def test_later_batches_need_no_other_kernels(name, capability, dtype):
             launches.clear()
             step(*batch)
             assert [x for x in launches if x not in compiled] == [], batch
+
+
+@pytest.mark.parametrize("implementation", ["triton", "auto"])
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+def test_a_bias_is_compiled_once_for_all_lengths(offsets, activation, implementation):
+    """Of one pair of tables; without a bias, other kernels run."""
+    from jagged_modules import functional as F
+
+    def launched(lengths, biased=True):
+        q, k, v = torch.randn(sum(lengths), 3, 4, 64).bfloat16().requires_grad_().unbind(1)
+        tables = torch.randn(399).requires_grad_(), torch.randn(4, 21).requires_grad_()
+        bias = jm.RelativeBias(*tables, torch.arange(sum(lengths))) if biased else None
+        with recorded_launches() as launches:
+            F.jagged_attention(q, k, v, offsets(lengths), activation=activation, bias=bias, implementation=implementation).sum().backward()
+        return {x for x in launches if x.kernel.startswith("attention")}
+
+    first = launched([100, 90])
+    assert len(first) == 3
+    for lengths in ([1, 160], [160, 33], [130, 180, 1, 148]):
+        assert launched(lengths) == first
+    assert not launched([100, 90], biased=False) & first
 
 
 @pytest.mark.parametrize("rows", [1, 15, 16, 17])

@@ -123,5 +123,6 @@ def _add_bucket_sums(sums, ds, rows, columns, bias, BUCKETS: tl.constexpr, KIND:
     block = bucket_block(rows, columns, bias, tl.arange(0, KIND.boundaries))
     buckets = tl.arange(0, BUCKETS)
     for bucket in range(tl.min(tl.min(block, 1), 0), tl.max(tl.max(block, 1), 0) + 1):
-        sums += tl.where(buckets == bucket, tl.sum(tl.sum(tl.where(block == bucket, ds, 0.0), 1), 0), 0.0)
+        # Triton 3.6 does not compile a sum over one dimension and then the other for compute capability 10.0.
+        sums += tl.where(buckets == bucket, tl.sum(tl.where(block == bucket, ds, 0.0)), 0.0)
     return sums
