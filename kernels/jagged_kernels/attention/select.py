@@ -15,7 +15,7 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, hopper_attention_config
+from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, biased_dq_config, hopper_attention_config
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
@@ -107,8 +107,8 @@ def select(problem: AttentionProblem) -> Selection:
     queries_of_keys = _mean_seqlen(p, q_rows, chunks if p.kv_shared else p.kv_segments)
     long_keys, long_queries = (not p.masked and (length or 0) >= LONG for length in (kv_seqlen, queries_of_keys))
     selection = _triton_selection(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability, tile, long_keys, long_queries)
-    if p.biased and selection.dq.tile * selection.dq.block > 64 * 64:  # the sums of dS take registers
-        selection = dataclasses.replace(selection, dq=dataclasses.replace(selection.dq, num_warps=8, ctas_per_sm=1))
+    if p.biased:
+        selection = dataclasses.replace(selection, dq=biased_dq_config(selection.dq))
     return dataclasses.replace(selection, query_chunks=chunks) if chunks > 1 else selection
 
 

@@ -1,5 +1,6 @@
 """Attention's portable kernels compile for the GPU generations that we support."""
 
+import dataclasses
 import re
 
 import pytest
@@ -38,7 +39,7 @@ def compile_attention(
     tile = attention_tile(dim, itemsize)
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
     if name == "dq" and bias is not None:
-        config = biased_dq_config(dim, itemsize, divmod(capability, 10))
+        config = biased_dq_config(dataclasses.replace(config, tile=config.tile or tile.query))
     block_m, block_n = (config.block, tile.key) if name == "dkdv" else (config.tile or tile.query, config.block)
     constants = dict(GROUP=1, HEAD_DIM=dim, V_DIM=dim, BLOCK_M=block_m, BLOCK_N=block_n, BLOCK_D=padded_dim(dim), BLOCK_DV=padded_dim(dim))
     constants |= {arg: None for arg in kernel.arg_names if arg.endswith("_desc") and not tma}
