@@ -81,7 +81,7 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
 
 
 def biased_dq_config(config: LaunchConfig) -> LaunchConfig:
-    """The configuration of a dq kernel with its tile, for use with a bias: the sums of dS take registers, so large blocks get more warps."""
+    """The configuration of a dq kernel with its tile, with a bias. The sums of dS take registers, so large blocks get more warps."""
     return dataclasses.replace(config, num_warps=8, ctas_per_sm=1) if (config.tile or 0) * config.block > 64 * 64 else config
 
 
