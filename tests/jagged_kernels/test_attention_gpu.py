@@ -389,7 +389,7 @@ def test_operators_with_a_bias_pass_opcheck(offsets, kernels, activation):
     position, time = torch.randn(1, 299, device="cuda", requires_grad=True), torch.randn(4, 4, device="cuda", requires_grad=True)
     fields = dict(timestamps=torch.randint(50, (300,), device="cuda"), boundaries=torch.tensor([1, 5, 20], device="cuda"))
     params = AttentionParams(0.125, False, activation, None, 1.0, False, True, None, None, position, time, **fields)
-    tiles, key_tiles = (tile_list(segments, segments, 300, 4, 128, 64, None, None, keys) for keys in (False, True))
+    tiles, key_tiles = tile_list(segments, segments, 300, 4, 128, 64), tile_list(segments, segments, 300, 4, 64, 128, None, None, True)
     arguments = q, k, v, segments, segments, *tiles, *key_tiles, 128, 64, False, kernels, None, *params
     library.opcheck(triton_attention, arguments)
     out, lse = triton_attention(*arguments)
