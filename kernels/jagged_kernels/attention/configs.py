@@ -26,14 +26,19 @@ class AttentionTile:
     key: int
 
 
-def attention_tile(head_dim: int, itemsize: int, mean_seqlen: float | None = None) -> AttentionTile:
+def attention_tile(
+    head_dim: int, itemsize: int, capability: tuple[int, int], mean_seqlen: float | None = None
+) -> AttentionTile:  # fmt: skip
     """The largest tiles of the portable kernels.
 
     mean_seqlen: mean query rows of a segment; None: many. With few rows, a tile of 128 rows is mostly empty.
     """
     dim = padded_dim(head_dim)
-    if itemsize == 4:
-        return AttentionTile(query=64, key=64) if dim <= 128 else AttentionTile(query=32, key=32)
+    if itemsize == 4:  # the operands of a tile stay in shared memory: q and dO, or k and v
+        rows = 64 if dim <= 128 else 32
+        if dim >= 128 and has_small_shared_memory(capability):
+            rows //= 2
+        return AttentionTile(query=rows, key=rows)
     return AttentionTile(query=64 if dim > 64 or mean_seqlen is not None and mean_seqlen <= 64 else 128, key=64)
 
 

@@ -185,7 +185,7 @@ def _triton_tile(p: AttentionProblem, q_seqlen: float | None) -> AttentionTile:
     """The schedule's tiles, limited to the largest that the kernels support. Without a schedule, or batch-invariant: the largest."""
     if p.schedule[0] is not None:
         q_seqlen = None
-    largest = attention_tile(max(p.head_dim, p.v_dim), p.dtype.itemsize, q_seqlen)
+    largest = attention_tile(max(p.head_dim, p.v_dim), p.dtype.itemsize, p.capability or HOPPER, q_seqlen)
     if p.batch_invariant:
         return largest
     query, key = p.schedule
