@@ -382,7 +382,8 @@ class HSTUStack(nn.Module):
             contextual_seqlen, and the lengths are on the device only, finding these rows synchronises with the device.
 
         Raises:
-            TypeError, ValueError: as `HSTULayer.forward`.
+            TypeError, ValueError: as `HSTULayer.forward`; the config has relative_position, a global_prefix and a limit of the rows that
+            targets see: the cached rows would have gaps between their positions.
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 

@@ -298,6 +298,7 @@ def test_bad_config(name):
 
 
 def test_bad_caches():
+    gap = jm.HSTUStack(WIDTH, HEADS, 1, config_of(relative_position=5, global_prefix=1, recent_history=2))
     stack, timeless = (jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=5, **fields)) for fields in (TIME, {}))
     cache, one = stack.cache(X, TIMES), (X[0][:2], torch.tensor([0, 1, 2]))
     for call, message in {
@@ -312,6 +313,7 @@ def test_bad_caches():
         lambda: stack.layers[0](one, cache=cache.layers[0], timestamps=TIMES[:2]): "^cache_timestamps must be given",
         lambda: stack.layers[0](one, timestamps=TIMES[:2], cache_timestamps=TIMES): "^cache_timestamps must be None without cache",
         lambda: timeless.score(one, timeless.cache(X), timestamps=TIMES[:2]): "^timestamps must be None without config.relative_time",
+        lambda: gap.cache(X): "^config.global_prefix must be 0 to cache with relative_position",
         lambda: timeless.cache((torch.zeros(6, WIDTH), torch.tensor([0, 6]))): "^history has a segment of 6 rows, more than",
     }.items():
         with pytest.raises(ValueError, match=message):
