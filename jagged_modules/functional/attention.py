@@ -238,14 +238,16 @@ def _with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) 
     """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64 operands."""
     dtype = torch.promote_types(dtype, torch.float32)
     position, time = (None if x is None else x.to(dtype).reshape(-1, x.shape[-1]).contiguous() for x in (bias.position, bias.time))
+    others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
+    timestamps, boundaries, query_timestamps, query_shift = (None if x is None else x.contiguous() for x in others)
     return params._replace(
         table_gradients=any(x is not None and x.requires_grad for x in (position, time)),
         position_bias=position,
         time_bias=time,
-        timestamps=bias.timestamps,
-        boundaries=bias.boundaries,
-        query_timestamps=bias.query_timestamps,
-        query_shift=bias.query_shift,
+        timestamps=timestamps,
+        boundaries=boundaries,
+        query_timestamps=query_timestamps,
+        query_shift=query_shift,
     )
 
 

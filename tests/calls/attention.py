@@ -70,6 +70,8 @@ def _bias(make: Maker, o: dict, q_lengths: list[int], kv_lengths: list[int]) -> 
     if o["query_shift"]:
         dtype = torch.int32 if "int32" in o["offsets"] else torch.int64
         fields["query_shift"] = make.integers(-5, 40, len(kv_lengths)).to(dtype)
+    if o["layout"] != "contiguous":  # a column of a matrix, as in a table of events
+        fields = {name: torch.stack([x + 1, x], dim=1)[:, 1] for name, x in fields.items()}
     return tables, fields
 
 

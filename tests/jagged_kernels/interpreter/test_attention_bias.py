@@ -62,6 +62,25 @@ def test_head_dims(head_dim):
     check_case(bias="both", head_dim=head_dim, lengths=([3, 70], [65, 4]))
 
 
+@pytest.mark.parametrize("implementation", ["triton", "auto"])
+def test_any_strides(implementation):
+    """Integers that are columns of a matrix, such as the timestamps in a table of events, and transposed tables."""
+
+    def spread(x):
+        return torch.stack([torch.full_like(x, 77), x], dim=-1)[..., 1]
+
+    offsets = torch.tensor([0, 40, 70])
+    q = k = v = torch.randn(70, 2, 16, generator=torch.Generator().manual_seed(1))
+    numbers = dict(timestamps=torch.arange(70) * 50, boundaries=torch.tensor([10, 100, 1000]), query_timestamps=torch.arange(70) * 51)
+    numbers |= dict(query_shift=torch.tensor([3, 1]))
+    tables = dict(position=torch.randn(2, 99), time=torch.randn(2, 4))
+    plain, spread_out = (
+        F.jagged_attention(q, k, v, offsets, activation="silu", implementation=implementation, bias=jm.RelativeBias(**fields))
+        for fields in (tables | numbers, {name: spread(x) for name, x in (tables | numbers).items()})
+    )
+    assert torch.equal(plain, spread_out)
+
+
 def test_host_schedule():
     check_case(bias="both", schedule=True, max_seqlen=True, mask="causal", activation="silu")
 
