@@ -73,7 +73,7 @@ from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
-from .hopper_bias import THREADS, add_to_tables, bias_block, bias_of_queries, has_times, make_scratch, sums_of_tile
+from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, has_times, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
     Schedule,
@@ -411,7 +411,8 @@ class _Launches:
         blocks = grid(tiles)
         sums = None
         if params.table_gradients:
-            sums = TableGradients.empty(params, blocks[0] * config.consumers if blocks else 0, tiles.device, threads=THREADS)
+            consumers = blocks[0] * config.consumers if blocks else 0
+            sums = TableGradients.empty(params, consumers, tiles.device, threads=THREADS, block=BLOCK_OF_SCRATCH)
         if blocks:
             attention_bwd_dq_hopper_kernel[blocks](
                 self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.operands.out, self.grads.dq, lse, delta,

@@ -4,7 +4,8 @@ A block of position biases has one value per diagonal. A thread holds scores of 
 scores lie on about half as many diagonals, each of which it loads once. Their addresses differ by constants.
 
 The gradient of the position table is a sum over each diagonal of dS. A consumer writes a block of dS to shared memory in rows of 129
-elements and reads it in rows of 130, so that a diagonal becomes a column. It adds the columns' sums to its own part of global memory. Each
+elements and reads it in rows of 130, so that a diagonal becomes a column. Where Triton cannot express that, it writes the block to global
+memory and reads it along the diagonals. It adds the columns' sums to its own part of global memory. Each
 element there is only ever added to by one consumer, in the order of its blocks, so the result is deterministic. Sums of the time table's
 buckets are each thread's own. Neighbouring scores of a row are mostly in one bucket: a thread sums them before it adds.
 """
@@ -16,11 +17,13 @@ from typing import NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from ..common.gluon_api import reinterpret, thread_barrier
+from ..common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
 from ..common.pipeline import WARPGROUP_ROWS, mma_layout
 from .bias import BiasOfTile, Times, bias_of_tile, bucket_block, first_entry, key_times, query_times
 
 THREADS = 128  # of a consumer
+SHARED_SCRATCH = gl.constexpr(reinterprets_padding)
+BLOCK_OF_SCRATCH = None if reinterprets_padding else 64 * 64  # elements of global scratch memory of a consumer
 COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
 
 
@@ -163,8 +166,10 @@ def _zeroed_scratch():
 
 @gluon.jit
 def make_scratch(CONSUMERS: gl.constexpr):
-    """Scratch memory of each consumer, 0 at first."""
-    if CONSUMERS == 2:
+    """Shared scratch memory of each consumer, 0 at first."""
+    if not SHARED_SCRATCH:
+        return 0, 0, 0
+    elif CONSUMERS == 2:
         return _zeroed_scratch(), _zeroed_scratch()
     else:
         return _zeroed_scratch(), _zeroed_scratch(), _zeroed_scratch()
@@ -174,6 +179,8 @@ def make_scratch(CONSUMERS: gl.constexpr):
 def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.constexpr):
     """The SumsOfTile of a consumer; part: its number among all consumers of the grid."""
     position_ptr, time_ptr = 0, 0
+    if KIND.position and not SHARED_SCRATCH:
+        scratch = sums.scratch_ptr + part.to(gl.int64) * (WARPGROUP_ROWS * WARPGROUP_ROWS)
     if KIND.position:
         of_head = head.to(gl.int64) * bias.position_stride + bias.num_positions // 2
         position_ptr = sums.position_ptr + part.to(gl.int64) * sums.position_stride + of_head
@@ -197,15 +204,28 @@ def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
 @gluon.jit
 def _add_diagonals(ds, ptr, sums):
     """ptr: to the sum of the block's first row and first column. Column s of the scratch, read in rows of 130, holds diagonal 64 - s."""
-    written = reinterpret(sums.scratch, gl.float32, [WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], _padded(1))
     CHUNK: gl.constexpr = 16
-    L: gl.constexpr = gl.SliceLayout(0, _column_layout(CHUNK))
-    thread_barrier()  # the previous block has been read
-    written.slice(64, 64, 1).store(ds.permute((1, 0)))
-    thread_barrier()
+    COLUMNS: gl.constexpr = _column_layout(CHUNK)
+    L: gl.constexpr = gl.SliceLayout(0, COLUMNS)
     total = gl.zeros([COLUMNS_OF_SCRATCH], gl.float32, L)
+    thread_barrier()  # the previous block has been read
+    if SHARED_SCRATCH:
+        written = reinterpret(sums.scratch, gl.float32, [WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], _padded(1))
+        written.slice(64, 64, 1).store(ds.permute((1, 0)))
+    else:
+        rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
+        columns = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(0, ds.type.layout))[None, :]
+        gl.store(sums.scratch + rows * WARPGROUP_ROWS + columns, ds)
+    thread_barrier()
     for chunk in gl.static_range(WARPGROUP_ROWS // CHUNK):
-        total += gl.sum(sums.scratch.slice(CHUNK * chunk, CHUNK).load(_column_layout(CHUNK)), 0)
+        if SHARED_SCRATCH:
+            part = sums.scratch.slice(CHUNK * chunk, CHUNK).load(COLUMNS)
+        else:
+            row = CHUNK * chunk + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COLUMNS))[:, None]
+            column = row + 64 - gl.arange(0, COLUMNS_OF_SCRATCH, layout=L)[None, :]
+            inside = (column >= 0) & (column < WARPGROUP_ROWS)
+            part = gl.load(sums.scratch + row * WARPGROUP_ROWS + column, mask=inside, other=0.0)
+        total += gl.sum(part, 0)
     gl.atomic_add(ptr + 64 - gl.arange(0, COLUMNS_OF_SCRATCH, layout=L), total * sums.factor, sem="relaxed")
 
 

@@ -12,3 +12,5 @@ load_tile = _either(tma, "async_load", "async_copy_global_to_shared")
 store_tile = _either(tma, "async_store", "async_copy_shared_to_global")
 reinterpret = _either(gl.shared_memory_descriptor, "reinterpret", "_reinterpret")
 thread_barrier = _either(gl, "barrier", "thread_barrier")
+# Triton 3.6 alone reads shared memory in rows of another padding than it was written in.
+reinterprets_padding = not hasattr(gl.shared_memory_descriptor, "reinterpret")

@@ -15,6 +15,7 @@ from jagged_kernels.attention.configs import hopper_attention_config  # noqa: E4
 from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
+from jagged_kernels.common.gluon_api import reinterprets_padding  # noqa: E402
 
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
 
@@ -59,7 +60,7 @@ def compile_hopper_attention(
 
     def type_of(arg):
         if arg in ("bias", "sums"):
-            return bias_types(arg, bias, scratch=False)
+            return bias_types(arg, bias, scratch=not reinterprets_padding)
         if arg.endswith("_desc"):
             looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
             return gluon_descriptor(dtype, [1, config.block if arg in looped else 64, 64 if arg == "ds_desc" else padded_dim(dim)])
