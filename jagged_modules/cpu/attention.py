@@ -11,13 +11,13 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from jagged_kernels.attention.params import AttentionParams, MaskParams
+from jagged_kernels.attention.params import AttentionParams, MaskParams, empty_table_gradients
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ..autocast import host_operator
 from ..masks import AttentionMask
-from .attention_bias import BlockBias, TableGradients, empty_table_gradients
+from .attention_bias import BlockBias, TableGradients
 from .attention_math import scores_at_a_time, softmax_backward, softmax_forward, unfused_backward, unfused_forward
 from .buckets import Rows, compute_dtype
 
@@ -101,7 +101,7 @@ def attention_cpu_backward(
 @attention_cpu_backward.register_fake
 def _(do, q, k, v, out, lse, q_offsets, kv_offsets, *params):
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-    return *grads, *empty_table_gradients(q, AttentionParams(*params))
+    return *grads, *empty_table_gradients(AttentionParams(*params), q)
 
 
 class _Group(NamedTuple):

@@ -6,11 +6,10 @@ import dataclasses
 from typing import NamedTuple
 
 import torch
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import AttentionParams, empty_table_gradients
 from torch import Tensor
 
 from ..bias import next_timestamps, position_index, time_buckets
-from .buckets import compute_dtype
 
 
 class _Entries(NamedTuple):
@@ -107,15 +106,8 @@ class TableGradients:
 
     def results(self, q: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
         """The gradients, in the shapes and dtypes of the tables; `[0]` without one."""
-        results = empty_table_gradients(q, params)
+        results = empty_table_gradients(params, q)
         for result, total in zip(results, (self.position, self.time)):
             if total is not None:
                 result.copy_(total.view_as(result))
         return results
-
-
-def empty_table_gradients(q: Tensor, params: AttentionParams) -> tuple[Tensor, Tensor]:
-    """Tensors of the shapes of the tables' gradients; `[0]` for a table that gets none."""
-    tables = (params.position_bias, params.time_bias) if params.table_gradients else (None, None)
-    position, time = (q.new_empty(0, dtype=compute_dtype(q)) if table is None else torch.empty_like(table) for table in tables)
-    return position, time

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from ..common.configs import padded_dim
 from .bias import LEADING, LEADING_SHIFT, PAD, Bias, TableSums
-from .params import AttentionParams
+from .params import AttentionParams, empty_table_gradients
 
 _PAD = PAD.value
 _LARGEST = torch.iinfo(torch.int32).max
@@ -116,12 +116,3 @@ class TableGradients(NamedTuple):
             total = self.time.sum(0 if self.time.dim() == 3 else (0, 3))
             dtime = total[:, : dtime.shape[1]].contiguous()
         return dposition, dtime
-
-
-def empty_table_gradients(params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Tensors of the shapes of the tables' gradients; `[0]` for a table that gets none."""
-    if not params.table_gradients:
-        return like.new_empty(0), like.new_empty(0)
-    tables = params.position_bias, params.time_bias
-    dposition, dtime = (like.new_empty(0) if table is None else torch.empty_like(table) for table in tables)
-    return dposition, dtime

@@ -72,7 +72,7 @@ from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .bias import Bias, TableSums
-from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
+from .bias_tables import TableGradients, kernel_bias
 from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, has_times, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
@@ -102,7 +102,7 @@ from .hopper_ds import (
     write_delta,
 )
 from .mask import num_masked_blocks
-from .params import AttentionParams, Gradients, Operands
+from .params import AttentionParams, Gradients, Operands, empty_table_gradients
 from .scales import output_factor, score_factor
 from .select import Selection
 

@@ -19,20 +19,12 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
 from ..common.pipeline import WARPGROUP_ROWS, mma_layout
-from .bias import BiasOfTile, Times, bias_of_tile, bucket_block, first_entry, key_times, query_times
+from .bias import RowBias, Times, bias_of_tile, bucket_block, first_entry, key_times, query_times
 
 THREADS = 128  # of a consumer
 SHARED_SCRATCH = gl.constexpr(reinterprets_padding)
 BLOCK_OF_SCRATCH = None if reinterprets_padding else 64 * 64  # elements of global scratch memory of a consumer
 COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
-
-
-class RowBias(NamedTuple):
-    """The bias of a consumer's 64 rows, queries or keys: that of their segment and head, the first row, and the rows' Times."""
-
-    of_tile: BiasOfTile
-    row: gl.tensor
-    times: Times
 
 
 @gluon.constexpr_function

@@ -32,8 +32,8 @@ from ..common.ops import below_autograd, differentiate, operator, refuse_derivat
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .bias import Bias
-from .bias_tables import TableGradients, empty_table_gradients, kernel_bias
-from .params import AttentionParams, BiasKind, Gradients, MaskParams, Operands
+from .bias_tables import TableGradients, kernel_bias
+from .params import AttentionParams, BiasKind, Gradients, MaskParams, Operands, empty_table_gradients
 from .select import AttentionProblem, Selection, select
 from .triton_kernels import attention_bwd_dkdv_kernel, attention_bwd_dq_kernel, attention_fwd_kernel
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..common.configs import padded_dim
@@ -101,3 +102,12 @@ class Gradients(NamedTuple):
     dk: Tensor
     dv: Tensor
     delta: Tensor
+
+
+def empty_table_gradients(params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Tensors of the shapes of the tables' gradients; `[0]` for a table that gets none."""
+    if not params.table_gradients:
+        return like.new_empty(0), like.new_empty(0)
+    tables = params.position_bias, params.time_bias
+    dposition, dtime = (like.new_empty(0) if table is None else torch.empty_like(table) for table in tables)
+    return dposition, dtime
