@@ -34,6 +34,7 @@ from ..validation import (
     refuse_transforms,
     values_are_checkable,
 )
+from .attention_bias import check_bias, with_bias
 from .joined_rows import joined_rows
 from .segment_scale import expand_to_rows
 
@@ -109,8 +110,9 @@ def jagged_attention(
         refuse_transforms("jagged_attention does")
     segments = _check_segments(q, k, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
     if bias is not None:
-        bias = bias.with_boundaries()
-        _check_bias(bias, q, k, segments)
+        if segments.q_shared or segments.share_keys:
+            raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
+        bias = check_bias(bias, q, k, segments.q_offsets, segments.kv_offsets)
     batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
     if mask is not None and mask.hides_nothing():
         mask = None
@@ -144,7 +146,7 @@ def jagged_attention(
         segment_scale=output_scale if by_segment else None,
     )
     if bias is not None and implementation != "reference":
-        params = _with_bias(params, bias, q.dtype)
+        params = with_bias(params, bias, q.dtype)
     offsets = segments.q_offsets, segments.kv_offsets
     if implementation == "reference":
         out = attention_reference(
@@ -208,47 +210,6 @@ def _check_segments(
     if mask is not None:
         check_num_targets("mask.num_targets", mask.num_targets, kv_offsets, q.device, "q's")
     return segments
-
-
-def _check_bias(bias: RelativeBias, q: Tensor, k: Tensor, segments: _Segments) -> None:
-    """Check the bias against the operands and, if their values may be read, the offsets."""
-    if segments.q_shared or segments.share_keys:
-        raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
-    for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
-        x = getattr(bias, name)
-        if x is not None and x.device != q.device:
-            raise ValueError(f"bias.{name} must be on q's device, {q.device}, got {x.device}")
-    for name, table in (("position", bias.position), ("time", bias.time)):
-        if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
-            raise ValueError(f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got {table.shape[0]}")
-    for name, x, owner, rows in (("timestamps", bias.timestamps, "k", k), ("query_timestamps", bias.query_timestamps, "q", q)):
-        if x is not None and x.shape[0] != rows.shape[0]:
-            raise ValueError(f"bias.{name} must have one element for each of {owner}'s rows, {rows.shape[0]}, got {x.shape[0]}")
-    if bias.query_shift is not None and bias.query_shift.shape[0] != segments.num_segments:
-        raise ValueError(f"bias.query_shift must have shape [B] = [{segments.num_segments}], got {list(bias.query_shift.shape)}")
-    if bias.max_seqlen is None:
-        return
-    for name, offsets in (("q_offsets", segments.q_offsets), ("kv_offsets", segments.kv_offsets)):
-        if values_are_checkable(offsets) and offsets.shape[0] > 1 and int(offsets.diff().max()) > bias.max_seqlen:
-            longest = int(offsets.diff().max())
-            raise ValueError(f"{name} has a segment of {longest} rows, but bias.position has entries for {bias.max_seqlen} rows")
-
-
-def _with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
-    """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64 operands."""
-    dtype = torch.promote_types(dtype, torch.float32)
-    position, time = (None if x is None else x.to(dtype).reshape(-1, x.shape[-1]).contiguous() for x in (bias.position, bias.time))
-    others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
-    timestamps, boundaries, query_timestamps, query_shift = (None if x is None else x.contiguous() for x in others)
-    return params._replace(
-        table_gradients=any(x is not None and x.requires_grad for x in (position, time)),
-        position_bias=position,
-        time_bias=time,
-        timestamps=timestamps,
-        boundaries=boundaries,
-        query_timestamps=query_timestamps,
-        query_shift=query_shift,
-    )
 
 
 def _split_scale(output_scale: Tensor, q: Tensor, segments: _Segments, batch_invariant: bool) -> tuple[Tensor, Tensor]:

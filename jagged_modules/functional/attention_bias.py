@@ -1,0 +1,52 @@
+"""The bias argument of attention: its checks, and its place among the arguments of the registered operators."""
+
+from __future__ import annotations
+
+import torch
+from jagged_kernels.attention.params import AttentionParams
+from torch import Tensor
+
+from ..bias import RelativeBias
+from ..validation import values_are_checkable
+
+
+def check_bias(bias: RelativeBias, q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> RelativeBias:
+    """Check the bias against the operands and, if their values may be read, the offsets. Returns it with boundaries."""
+    bias = bias.with_boundaries()
+    num_segments = q_offsets.shape[0] - 1
+    for name in ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"):
+        x = getattr(bias, name)
+        if x is not None and x.device != q.device:
+            raise ValueError(f"bias.{name} must be on q's device, {q.device}, got {x.device}")
+    for name, table in (("position", bias.position), ("time", bias.time)):
+        if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
+            raise ValueError(f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got {table.shape[0]}")
+    for name, x, owner, rows in (("timestamps", bias.timestamps, "k", k), ("query_timestamps", bias.query_timestamps, "q", q)):
+        if x is not None and x.shape[0] != rows.shape[0]:
+            raise ValueError(f"bias.{name} must have one element for each of {owner}'s rows, {rows.shape[0]}, got {x.shape[0]}")
+    if bias.query_shift is not None and bias.query_shift.shape[0] != num_segments:
+        raise ValueError(f"bias.query_shift must have shape [B] = [{num_segments}], got {list(bias.query_shift.shape)}")
+    if bias.max_seqlen is None:
+        return bias
+    for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
+        if values_are_checkable(offsets) and offsets.shape[0] > 1 and int(offsets.diff().max()) > bias.max_seqlen:
+            longest = int(offsets.diff().max())
+            raise ValueError(f"{name} has a segment of {longest} rows, but bias.position has entries for {bias.max_seqlen} rows")
+    return bias
+
+
+def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
+    """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64 operands."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    position, time = (None if x is None else x.to(dtype).reshape(-1, x.shape[-1]).contiguous() for x in (bias.position, bias.time))
+    others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
+    timestamps, boundaries, query_timestamps, query_shift = (None if x is None else x.contiguous() for x in others)
+    return params._replace(
+        table_gradients=any(x is not None and x.requires_grad for x in (position, time)),
+        position_bias=position,
+        time_bias=time,
+        timestamps=timestamps,
+        boundaries=boundaries,
+        query_timestamps=query_timestamps,
+        query_shift=query_shift,
+    )
