@@ -193,7 +193,7 @@ def test_longer_segments_are_refused_on_the_host(offsets_of):
 @pytest.mark.parametrize("implementation", ["auto", "reference"])
 def test_distances_beyond_the_table_count_as_its_last(implementation, monkeypatch, offsets_of):
     """Where the values of offsets are not read."""
-    monkeypatch.setattr("jagged_modules.functional.attention.values_are_checkable", lambda x: False)
+    monkeypatch.setattr("jagged_modules.functional.attention_bias.values_are_checkable", lambda x: False)
     q, k, v = (x.requires_grad_() for x in make_qkv(30, 30))
     results = []
     table = torch.randn(2, 2 * 7 - 1)

@@ -191,7 +191,7 @@ def test_positions_are_exact(offsets):
 
 def test_distances_beyond_the_table_count_as_its_last(offsets, monkeypatch):
     """Where the values of offsets are not read, as on a device."""
-    monkeypatch.setattr("jagged_modules.functional.attention.values_are_checkable", lambda x: False)
+    monkeypatch.setattr("jagged_modules.functional.attention_bias.values_are_checkable", lambda x: False)
     q, k, v = (torch.randn(150, 1, 16, requires_grad=True) for _ in range(3))
     table, results = torch.randn(1, 2 * 7 - 1), []
     for wide in (False, True):
