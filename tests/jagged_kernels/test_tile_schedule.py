@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jagged_kernels.schedule.cost import EXACT_WORK, WORK_CLASSES, work_class
 from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
 
 import jagged_modules as jm
@@ -154,6 +155,34 @@ def test_a_mask_changes_what_tiles_cost():
     assert schedule.work.tolist() == [4, 4, 3, 3, 2, 2, 1, 1]
     keys = zigzag_schedule([64], [64], num_heads=1, block_m=16, block_n=16, num_workers=3, mask=mask, key_tiles=True)
     assert keys.tiles[:, 2].tolist() == [0, 1, 2, 3] and keys.work.tolist() == [4, 3, 2, 1]
+
+
+@given(problem=problems(), key_tiles=st.booleans())
+def test_masked_tiles_are_sorted_by_work(problem, key_tiles):
+    """Stably: segments, then blocks, then heads."""
+    q_lengths, kv_lengths, sizes = problem
+    schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=3, mask=jm.AttentionMask(causal=True), key_tiles=key_tiles)
+    order = [(-work, segment, block, head) for work, (segment, head, block) in zip(schedule.work.tolist(), schedule.tiles.tolist())]
+    assert order == sorted(order)
+    assert sorted(map(tuple, schedule.tiles.tolist())) == sorted(tile for tile, _ in expected_tiles(q_lengths, kv_lengths, **sizes))
+
+
+def test_works_of_a_class_are_nearly_equal():
+    work = torch.cat([torch.arange(2**18, dtype=torch.int32), torch.tensor([2**30, 2**31 - 1], dtype=torch.int32)])
+    classes = work_class(work)
+    assert torch.equal(classes[:EXACT_WORK], work[:EXACT_WORK])
+    assert classes.dtype == torch.int32 and classes.unique().tolist() == list(range(WORK_CLASSES)), "none is left out"
+    assert (classes.diff() >= 0).all(), "they ascend"
+    first = torch.searchsorted(classes, classes[: 2**16])
+    assert (work[: 2**16] < work[first] * (1 + 1 / 64)).logical_or(work[: 2**16] == work[first]).all()
+
+
+def test_masked_tiles_of_much_work_are_sorted_by_its_class():
+    sizes = dict(num_heads=1, block_m=16, block_n=1, num_workers=3)
+    schedule = zigzag_schedule([3000], [3000], **sizes, mask=jm.AttentionMask(causal=True))
+    classes = work_class(schedule.work)
+    order = [(-of_work, block) for of_work, block in zip(classes.tolist(), schedule.tiles[:, 2].tolist())]
+    assert order == sorted(order) and schedule.work[0] > EXACT_WORK
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])

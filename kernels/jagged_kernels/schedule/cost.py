@@ -1,6 +1,6 @@
 """How many blocks attention tiles visit under a mask, in torch: the numbers of `mask.column_blocks` and `mask.row_blocks` in the kernels.
 
-All tensors are int32, one element per tile, on one device. Positions are columns of the segment. docs/decisions/mask-rule.md: why this is
+All tensors are int32, one element per tile. Positions are columns of the segment. docs/decisions/mask-rule.md: why this is
 written again.
 """
 
@@ -13,6 +13,18 @@ from torch import Tensor
 
 from ..attention.params import MaskParams
 from ..common.device import cdiv
+
+EXACT_WORK, WORK_CLASSES = 512, 1023
+
+
+def work_class(work: Tensor) -> Tensor:
+    """The class by which tiles are sorted under a mask: the work itself below EXACT_WORK, then 64 classes for each power of two.
+
+    Works of a class differ by less than 1/64, except in the last class: 129,024 blocks and more. The number of classes is bounded so that
+    the device can sort by counting. `_bucket` in device.py is the same function.
+    """
+    top_bits = work.float().view(torch.int32) >> 17  # exponent and 6 bits of the mantissa: 64 steps for each power of two
+    return torch.where(work < EXACT_WORK, work, top_bits - (136 * 64 - EXACT_WORK)).clamp(max=WORK_CLASSES - 1)
 
 
 def query_tile_work(

@@ -1,4 +1,10 @@
-"""The zigzag schedule's tile list built on the device, where only the device knows the offsets: one launch, no sync."""
+"""The zigzag schedule's tile list built on the device, where only the device knows the offsets: without a sync.
+
+Without a mask, one launch: all tiles of a segment cost the same, so ranking the segments ranks the tiles. Under a mask each tile has its
+own work, and two launches sort by counting. `_tile_work_kernel` computes the class of work of each tile of a head, and counts the tiles of
+each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
+of atomic additions, so the list does not either.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +13,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..attention.mask import column_blocks, first_target_column, num_masked_blocks, row_blocks
 from ..attention.params import AttentionParams, MaskParams
-from ..common.loads import segment_lengths
+from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .host import Segments, masked_tiles, num_query_groups, tile_capacity
+from .cost import EXACT_WORK, WORK_CLASSES
+from .host import Segments, num_query_groups, tile_capacity
+
+CHUNK = 256  # tiles that a program of _masked_list_kernel places
+EXACT = tl.constexpr(EXACT_WORK)
+BUCKETS = tl.constexpr(WORK_CLASSES + 1)  # one for each class of work, after one for no tile; a power of 2
 
 
 @triton.jit
@@ -69,9 +81,119 @@ def _tile_list_kernel(
         tl.store(row_ptr + 2, within % blocks, mask=mask)
 
 
+# -- under a mask -------------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _bucket(work):
+    """1 + `cost.work_class`."""
+    top_bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> 17
+    return tl.minimum(tl.where(work < EXACT, work, top_bits - (136 * 64 - EXACT)) + 1, BUCKETS - 1)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments"])
+def _tile_work_kernel(
+    offsets_ptr, other_offsets_ptr, num_targets_ptr, chunks_ptr, num_segments,
+    MASK: tl.constexpr, KEY_TILES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SHIFT: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the bucket, segment and block of one virtual tile, and counts it in its chunk. A virtual tile has 2^SHIFT rows,
+    at most BLOCK_M, so every tile has one; those that are no tile are in bucket 0.
+
+    A chunk has BUCKETS counts, then the buckets, segments and blocks of its CHUNK tiles.
+    """
+    index = tl.program_id(0) + (tl.load(offsets_ptr) >> SHIFT)
+    segment, _, length, virtual_row = find_tile(index, offsets_ptr, num_segments, SHIFT)
+    block, bucket = virtual_row >> SHIFT, 0
+    row = block * BLOCK_M
+    if row < length:
+        _, other_length = load_segment(other_offsets_ptr, segment)
+        if KEY_TILES:
+            first_target = first_target_column(num_targets_ptr, segment, length, MASK)
+            blocks = row_blocks(row, other_length, length, first_target, MASK, BLOCK_N, BLOCK_M)
+        else:
+            first_target = first_target_column(num_targets_ptr, segment, other_length, MASK)
+            last_row, shift = tl.minimum(row + BLOCK_M, length) - 1, other_length - length
+            blocks = column_blocks(row + shift, last_row + shift, other_length, first_target, MASK, BLOCK_N)
+        bucket = _bucket(num_masked_blocks(blocks) + blocks.full_count)
+
+    chunk_ptr = chunks_ptr + tl.program_id(0) // CHUNK * (BUCKETS + 3 * CHUNK)
+    tl.atomic_add(chunk_ptr + bucket, 1, sem="relaxed")
+    tile_ptr = chunk_ptr + BUCKETS + tl.program_id(0) % CHUNK
+    tl.store(tile_ptr, bucket)
+    tl.store(tile_ptr + CHUNK, segment)
+    tl.store(tile_ptr + 2 * CHUNK, block)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_chunks", "capacity", "num_heads"])
+def _masked_list_kernel(
+    chunks_ptr, tiles_ptr, num_tiles_ptr, num_chunks, capacity, num_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Each program writes the tiles of a chunk to their places in the list. Virtual tiles that are no tile come last, as zeros.
+
+    capacity: places of a head. ROWS: chunks whose counts are added at a time.
+    """
+    SIZE: tl.constexpr = BUCKETS + 3 * CHUNK
+    chunk, buckets = tl.program_id(0), tl.arange(0, BUCKETS)
+    total, before = tl.zeros([BUCKETS], tl.int32), tl.zeros([BUCKETS], tl.int32)
+    for start in range(0, num_chunks, ROWS):
+        others = (start + tl.arange(0, ROWS))[:, None]
+        counts = tl.load(chunks_ptr + others * SIZE + buckets[None, :], mask=others < num_chunks, other=0)
+        total += tl.sum(counts, 0)
+        before += tl.sum(tl.where(others < chunk, counts, 0), 0)
+    # In each bucket, this chunk's tiles come after all tiles of higher buckets and after those of earlier chunks.
+    first = tl.sum(total, 0) - tl.cumsum(total, 0) + before
+    if chunk == 0:
+        tl.store(num_tiles_ptr, tl.sum(tl.where(buckets > 0, total, 0), 0) * num_heads)
+
+    bucket_ptr = chunks_ptr + chunk * SIZE + BUCKETS
+    tiles = tl.arange(0, CHUNK)
+    bucket = tl.load(bucket_ptr + tiles)
+    place = tl.gather(first, bucket, 0)  # plus the number of earlier tiles of this chunk in the bucket
+    for start in range(0, CHUNK, 32):
+        others = start + tl.arange(0, 32)
+        same = tl.load(bucket_ptr + others)[None, :] == bucket[:, None]
+        place += tl.sum((same & (others[None, :] < tiles[:, None])).to(tl.int32), 1)
+
+    real, listed = bucket > 0, place < capacity
+    segment = tl.load(bucket_ptr + CHUNK + tiles, mask=real, other=0)
+    block = tl.load(bucket_ptr + 2 * CHUNK + tiles, mask=real, other=0)
+    tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
+    for head in range(0, num_heads):
+        tl.store(tile_ptr + head * 3, segment, mask=listed)
+        tl.store(tile_ptr + head * 3 + 1, tl.where(real, head, 0), mask=listed)
+        tl.store(tile_ptr + head * 3 + 2, block, mask=listed)
+
+
+def _launch_masked_list(
+    offsets: Tensor, other_offsets: Tensor, tiles: Tensor, num_tiles: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
+    mask: MaskParams, num_targets: Tensor | None, key_tiles: bool,
+) -> None:  # fmt: skip
+    """Write `tiles` and `num_tiles`, of at least one segment."""
+    if mask.has_targets and num_targets is None:
+        raise ValueError("num_targets must be given, as the mask has targets, got None")
+    num_targets = num_targets.contiguous() if mask.has_targets else None
+    num_segments, shift = offsets.shape[0] - 1, block_m.bit_length() - 1
+    num_virtual = (total_rows >> shift) + num_segments + 1  # find_tile divides first and last rows, not lengths: hence one more
+    num_chunks = triton.cdiv(num_virtual, CHUNK)
+    chunks = offsets.new_zeros((num_chunks * (BUCKETS.value + 3 * CHUNK),), dtype=torch.int32)
+    _tile_work_kernel[(num_virtual,)](
+        offsets, other_offsets, num_targets, chunks, num_segments, MASK=mask, KEY_TILES=key_tiles, BLOCK_M=block_m, BLOCK_N=block_n,
+        SHIFT=shift, CHUNK=CHUNK, num_warps=1,
+    )  # fmt: skip
+    _masked_list_kernel[(num_chunks,)](
+        chunks, tiles, num_tiles, num_chunks, len(tiles) // num_heads, num_heads, CHUNK=CHUNK, ROWS=8, num_warps=8
+    )
+
+
+# -- the operator -------------------------------------------------------------------------------------------------------------------
+
+
 def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *mask):
     capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
-    return offsets.new_zeros((capacity, 3), dtype=torch.int32), offsets.new_zeros((1,), dtype=torch.int32)
+    return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((1,), dtype=torch.int32)
 
 
 @operator("tile_list", fake=_empty_list)
@@ -85,7 +207,7 @@ def tile_list(
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Queries
             may have several groups, as in `zigzag_schedule`.
         num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
-        mask: `MaskParams`, with num_targets `[B]` if it has targets. The list is then built by torch operators, many launches.
+        mask: `MaskParams`, with num_targets `[B]` if it has targets.
 
     Returns:
         tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
@@ -95,15 +217,13 @@ def tile_list(
     sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
-    if mask is not None and len(tiles):
-        lengths, other_lengths = offsets.diff().to(torch.int32), other_offsets.diff().to(torch.int32)
-        tiles, _, count = masked_tiles(
-            lengths, other_lengths, len(tiles) // num_heads, num_heads, block_m, block_n, MaskParams(*mask), num_targets, key_tiles
-        )
-        return tiles, count
+    if mask is not None and num_segments:
+        sizes = total_rows, num_heads, block_m, block_n
+        _launch_masked_list(offsets, other_offsets, tiles, num_tiles, *sizes, MaskParams(*mask), num_targets, key_tiles)
+        return tiles, num_tiles
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
-        offsets, other_offsets, tiles, num_tiles, num_segments, num_heads,
+        offsets, other_offsets, tiles.zero_(), num_tiles, num_segments, num_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
         GROUPS=1 if key_tiles else groups, OTHER_GROUPS=groups if key_tiles else 1,
     )  # fmt: skip

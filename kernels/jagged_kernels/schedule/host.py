@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import key_tile_work, query_tile_work
+from .cost import key_tile_work, query_tile_work, work_class
 
 
 class TileList(NamedTuple):
@@ -161,8 +161,7 @@ def zigzag_schedule(
         tiles, work = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        total, params = int(cdiv(q_lengths, block_m).sum()), mask.params
-        tiles, work, _ = masked_tiles(q_lengths, kv_lengths, total, num_heads, block_m, block_n, params, num_targets, key_tiles)
+        tiles, work = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, mask.params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
         num_tiles=torch.tensor([len(tiles)], dtype=torch.int32),
@@ -208,35 +207,28 @@ def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, m
     return num_queries // num_keys
 
 
-def masked_tiles(
-    lengths: Tensor, other_lengths: Tensor, capacity: int, num_heads: int, block_m: int, block_n: int,
-    mask: MaskParams, num_targets: Tensor | None, key_tiles: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Sorted tiles under a mask, on any device and without waiting for it. Heads, which cost the same, follow one another.
+def _masked_tiles(
+    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams, num_targets: Tensor | None,
+    key_tiles: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Sorted tiles under a mask and the work of each. The heads of a block, which cost the same, follow one another.
 
-    Args:
-        lengths, other_lengths: int32 `[B]`, B at least 1, of the tiled side and of the side that a tile loops over.
-        capacity: at least the number of tiles of one head.
-        num_targets: `[B]` or None.
-
-    Returns:
-        tiles int32 `[capacity · num_heads, 3]`, work int32 of each, and their number, int32 `[1]`; tiles past it are 0.
+    lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
     """
-    ends = cdiv(lengths, block_m).cumsum(0).to(torch.int32)
-    position = torch.arange(capacity, dtype=torch.int32, device=lengths.device)
-    segment = torch.searchsorted(ends, position, right=True, out_int32=True).clamp(max=len(lengths) - 1)
-    block = position - torch.where(segment > 0, ends[segment - 1], 0)
+    blocks = cdiv(lengths, block_m)
+    segment = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), blocks)
+    first = (blocks.cumsum(0) - blocks).to(torch.int32)
+    block = torch.arange(len(segment), dtype=torch.int32) - first[segment]
     targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
     sides = lengths[segment], other_lengths[segment]
     count_blocks = key_tile_work if key_tiles else query_tile_work
     work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
-    real = position < ends[-1]
-    work, order = torch.sort(torch.where(real, work, -1), descending=True, stable=True)
-    pairs = torch.where(real[:, None], torch.stack([segment, block], 1)[order], 0)
-    tiles = torch.empty((capacity, num_heads, 3), dtype=torch.int32, device=lengths.device)
-    tiles[:, :, ::2] = pairs[:, None]
-    tiles[:, :, 1] = torch.where(real[:, None], torch.arange(num_heads, dtype=torch.int32, device=lengths.device), 0)
-    return tiles.flatten(0, 1), work.repeat_interleave(num_heads), (ends[-1:] * num_heads).to(torch.int32)
+    order = torch.argsort(work_class(work), descending=True, stable=True)
+    tiles = torch.empty(len(order), num_heads, 3, dtype=torch.int32)
+    tiles[:, :, 0] = segment[order, None]
+    tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32)
+    tiles[:, :, 2] = block[order, None]
+    return tiles.flatten(0, 1), work[order].repeat_interleave(num_heads)
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:

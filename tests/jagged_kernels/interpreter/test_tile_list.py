@@ -2,7 +2,11 @@
 
 import pytest
 import torch
+from marks import slow_after
 
+import jagged_modules as jm
+
+device = pytest.importorskip("jagged_kernels.schedule.device")
 SIZES = dict(num_heads=3, block_m=16, block_n=8)
 
 
@@ -19,7 +23,39 @@ def test_tile_list_of_several_groups_is_the_hosts(check_tile_list, num_segments,
 
 
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
-@pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (1, 90), (40, 200)])
+@pytest.mark.parametrize("num_segments, longest", [(0, 0), (1, 0), (1, 90), (20, 100)])
 def test_masked_tile_list_is_the_hosts(check_tile_list, num_segments, longest, key_tiles):
     for masked in (True, dict(global_prefix=20, recent_history=30)):
         check_tile_list(num_segments, longest, torch.int64, "cpu", SIZES, masked=masked, key_tiles=key_tiles)
+
+
+@slow_after(8, "seed", range(40))
+def test_random_masked_tiles_are_the_hosts(check_random_tiles, seed):
+    check_random_tiles(seed, 200, "cpu")
+
+
+@pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
+def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
+    """Tiles that visit more blocks than have a class of their own."""
+    sizes = dict(num_heads=2, block_m=64, block_n=1)
+    check_tiles([1500, 10, 700], [1500, 10, 700], "cpu", sizes, jm.AttentionMask(causal=True), key_tiles)
+
+
+def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
+    monkeypatch.setattr(device, "CHUNK", 32)
+    lengths = torch.randint(0, 30, (150,)).tolist()
+    check_tiles(lengths, lengths, "cpu", SIZES, jm.AttentionMask(causal=True))
+
+
+def test_masked_tiles_of_a_part_of_the_segments(offsets):
+    """Offsets that do not start at 0."""
+    mask = list(jm.AttentionMask(causal=True).params)
+    of_all, of_part = offsets([37, 50, 0, 21])[1:], offsets([50, 0, 21])
+    of_all, of_part = (device.tile_list(x, x, 71, 2, 16, 8, mask) for x in (of_all, of_part))
+    assert all(torch.equal(x, y) for x, y in zip(of_all, of_part))
+
+
+def test_missing_targets_are_an_error(offsets):
+    mask = list(jm.AttentionMask(num_targets=torch.tensor([1])).params)
+    with pytest.raises(ValueError, match="num_targets must be given, as the mask has targets"):
+        device.tile_list(offsets([5]), offsets([5]), 5, 2, 16, 8, mask)
