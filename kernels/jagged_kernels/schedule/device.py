@@ -131,7 +131,8 @@ def _tile_work_kernel(
 def _masked_list_kernel(
     chunks_ptr, tiles_ptr, num_tiles_ptr, num_chunks, capacity, num_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
-    """Each program writes the tiles of a chunk to their places in the list. Virtual tiles that are no tile come last, as zeros.
+    """Each program writes the tiles of a chunk to their places in the list. Virtual tiles that are no tile come last, as zeros. Spare
+    entries of the last chunk are zeros too; they are not counted, so their places are past the capacity.
 
     capacity: places of a head. ROWS: chunks whose counts are added at a time.
     """
