@@ -248,12 +248,12 @@ FULL = Sizes(
 )
 CPU = dataclasses.replace(
     FULL,
-    self_attention=[Lognormal(256, 55, 500, 64), Lognormal(128, 107, 1000, 64)],
+    self_attention=[Lognormal(64, 55, 500, 64), Lognormal(32, 107, 1000, 64)],
     hstu=1,
-    histories=[Lognormal(64, 300, 3000, 64)],
-    medium=[Uniform(48, 1, 512, 64)],
-    long=[Uniform(2, 512, 1024, 64)],
-    file_batch=128,
+    histories=[Lognormal(16, 300, 3000, 64)],
+    medium=[Uniform(24, 1, 512, 64)],
+    long=[Uniform(2, 256, 512, 64)],
+    file_batch=32,
     file_dims=(64,),
 )
 TINY = Sizes(
