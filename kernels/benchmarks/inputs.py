@@ -26,6 +26,12 @@ def uniform_lengths(count: int, low: int, high: int) -> Tensor:
     return torch.linspace(low, high, count, dtype=torch.float64).round().long()[order]
 
 
+def lognormal_lengths(count: int, mean: float, longest: int, sigma: float) -> Tensor:
+    """Random host lengths, proportional to exp(sigma · N(0, 1)): scaled to the mean, then clipped to 1..longest."""
+    lengths = (sigma * torch.randn(count, dtype=torch.float64, generator=torch.Generator().manual_seed(0))).exp()
+    return (lengths * (mean / lengths.mean())).round().long().clamp(1, longest)
+
+
 def offsets_of(lengths: Tensor) -> Tensor:
     """int32 ``[B + 1]`` host offsets."""
     return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
@@ -88,8 +94,8 @@ def plain_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None)
     return scores.softmax(-1) @ v
 
 
-def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int) -> Tensor:
+def varlen_attention(q, k, v, q_offsets, kv_offsets, max_q: int, max_kv: int, causal: bool = False) -> Tensor:
     """FlashAttention-2 with offsets, as torch ships it."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv)
+    return varlen_attn(q, k, v, q_offsets, kv_offsets, max_q, max_kv, **({"window_size": (-1, 0)} if causal else {}))

@@ -17,12 +17,13 @@ META_GDPA = "Meta gdpa (Triton)"
 FLASH_ATTENTION = {"FlashAttention-3": "flash_attn_interface", "FlashAttention-4": "flash_attn.cute"}  # name -> module
 
 
-def flash_attention(module: str) -> Callable[..., Tensor]:
+def flash_attention(module: str, causal: bool = False) -> Callable[..., Tensor]:
     """``attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv)``, as varlen_attention of inputs.py."""
     attend = importlib.import_module(module).flash_attn_varlen_func
+    options = {"causal": True} if causal else {}
 
     def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv):
-        out = attend(q, k, v, cu_seqlens_q=q_offsets, cu_seqlens_k=kv_offsets, max_seqlen_q=max_q, max_seqlen_k=max_kv)
+        out = attend(q, k, v, cu_seqlens_q=q_offsets, cu_seqlens_k=kv_offsets, max_seqlen_q=max_q, max_seqlen_k=max_kv, **options)
         return out[0] if isinstance(out, tuple) else out
 
     return attention

@@ -12,10 +12,12 @@ Random inputs. All implementations of a case are measured in turn in one process
 order). Each measurement follows a pause of {pause_s} s and is the median over about {rep_ms} ms after {warmup_ms} ms of warm-up. The better
 round is reported; all are saved. On CUDA, events around each call measure the device's time. Before each call the L2 cache is overwritten,
 and the device waits until the host has issued the whole call, so that launch gaps do not count. The host's time to issue the call has
-its own column. On the CPU: time.perf_counter. Forward runs without autograd. Forward+backward is forward, then torch.autograd.grad for all
-inputs; backward alone is the latter on a retained graph. Peak memory is what one call allocates above its inputs at most. Errors are
-relative, of the worst sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."""
+its own column. Tables of wall time measure host and device together, from one synchronisation to the next, {wall_factor} times as long.
+On the CPU: time.perf_counter. Forward runs without autograd. Forward+backward is forward, then torch.autograd.grad for all inputs; backward
+alone is the latter on a retained graph. Peak memory is what one call allocates above its inputs at most. Errors are relative, of the worst
+sampled row, against float64; the bound is {error_factor} times the error of plain torch in the case's dtype."""
 ERROR_FACTOR = 3.0
+WALL_FACTOR = 10  # the host's times scatter more than the device's
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Protocol:
     error_factor: float = ERROR_FACTOR
 
     def __str__(self):
-        return " ".join(PROTOCOL.format(**asdict(self)).split())
+        return " ".join(PROTOCOL.format(**asdict(self), wall_factor=WALL_FACTOR).split())
 
 
 def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> None:

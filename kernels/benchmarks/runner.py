@@ -29,7 +29,7 @@ from pathlib import Path
 
 import report
 import torch
-from protocol import Protocol, add_options, choose, named, parse
+from protocol import WALL_FACTOR, Protocol, add_options, choose, named, parse
 from torch import Tensor
 from tqdm import tqdm
 
@@ -122,6 +122,7 @@ class Case:
     Args:
         timed: False: only peak memory is measured.
         backward_alone: the backward is timed instead of forward+backward.
+        wall: on CUDA, the time of a step on host and device together is measured instead of the device's.
         picture: column that the picture shows, "ms" or "speedup"; empty: work per time, and memory.
     """
 
@@ -130,6 +131,7 @@ class Case:
     setup: Callable[[], Setup]
     timed: bool = True
     backward_alone: bool = False
+    wall: bool = False
     picture: str = ""
 
 
@@ -254,11 +256,24 @@ def device_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float
     return tuple(medians(rep_ms, 2 * host_ms))
 
 
-def measure_ms(call: Callable[[], object], protocol: Protocol) -> tuple[float, float | None]:
-    """One measurement after the protocol's pause: its time, and on CUDA the host's time to issue it."""
+def wall_median_ms(call: Callable[[], object], rep_ms: float, warmup_ms: float) -> float:
+    """Median time in ms from the start of ``call`` until the device has done all of it."""
+
+    def step():
+        call()
+        torch.cuda.synchronize()
+
+    torch.cuda.synchronize()
+    return host_median_ms(step, rep_ms, warmup_ms)
+
+
+def measure_ms(call: Callable[[], object], protocol: Protocol, wall: bool = False) -> tuple[float, float | None]:
+    """One measurement after the protocol's pause: its time, and on CUDA the host's time to issue it, unless ``wall`` includes that."""
     time.sleep(protocol.pause_s)
     if protocol.device == "cpu":
         return host_median_ms(call, protocol.rep_ms, protocol.warmup_ms), None
+    if wall:
+        return wall_median_ms(call, WALL_FACTOR * protocol.rep_ms, WALL_FACTOR * protocol.warmup_ms), None
     return device_median_ms(call, protocol.rep_ms, protocol.warmup_ms)
 
 
@@ -316,7 +331,7 @@ def run_case(case: Case, protocol: Protocol, implementation_filter: re.Pattern) 
             try:
                 for checked, implementation in ready[name].items():
                     key = checked.removeprefix("forward_") if case.backward_alone else checked
-                    ms, host_ms = measure_ms(implementation.measured_call(key), protocol)
+                    ms, host_ms = measure_ms(implementation.measured_call(key), protocol, case.wall)
                     rows[name].setdefault(f"{key}_rounds_ms", []).append(ms)
                     if host_ms is not None:
                         rows[name].setdefault(f"{key}_host_rounds_ms", []).append(host_ms)
@@ -347,7 +362,8 @@ def derive(row: dict, setup: Setup, baseline: dict, whole: bool) -> None:
             row[f"{key}_gbytes"] = nbytes / 1e9 if nbytes else None
             row[f"{key}_gbytes_per_s"] = nbytes / ms / 1e6 if nbytes else None
             if setup.attainable:
-                row[f"{key}_floor_percent"] = 1e5 / ms * max(work / rate for work, rate in zip((nbytes, flops), setup.attainable))
+                row[f"{key}_floor_ms"] = 1e3 * max(work / rate for work, rate in zip((nbytes, flops), setup.attainable))
+                row[f"{key}_floor_percent"] = 100 * row[f"{key}_floor_ms"] / ms
             if f"{key}_rounds_ms" in baseline:
                 row[f"{key}_speedup"] = min(baseline[f"{key}_rounds_ms"]) / ms
 

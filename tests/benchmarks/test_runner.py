@@ -195,6 +195,14 @@ def test_the_backward_alone_is_measured_on_a_kept_graph(tmp_path):
     assert "| backward ms |" in path.with_suffix(".md").read_text()
 
 
+def test_wall_time_ends_when_the_device_is_done(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("done"))
+    wall_ms, host_ms = runner.measure_ms(lambda: events.append("call"), runner.Protocol("cuda", pause_s=0, warmup_ms=0, rep_ms=0), True)
+    assert wall_ms >= 0 and host_ms is None
+    assert events == ["done", *["call", "done"] * 4]  # a call to warm up, and at least three
+
+
 @pytest.mark.parametrize(("attainable", "floor_ms"), [((1e9, 1e6), 32e-3), ((1e6, 1e9), 256e-3)])
 def test_floor_and_speed_up(tmp_path, attainable, floor_ms):
     """32 FLOP and 256 bytes forward: the longer of the two is the floor."""
@@ -203,6 +211,7 @@ def test_floor_and_speed_up(tmp_path, attainable, floor_ms):
     first, baseline = results["rows"]
     assert baseline["forward_speedup"] == 1
     assert first["forward_speedup"] == pytest.approx(baseline["forward_ms"] / first["forward_ms"])
+    assert first["forward_floor_ms"] == pytest.approx(floor_ms)
     assert first["forward_floor_percent"] == pytest.approx(100 * floor_ms / first["forward_ms"])
     assert [column for _, column, _, _ in report.measured_panels(results["rows"])] == ["forward_speedup", "forward_backward_speedup"]
     assert "| forward % of floor |" in path.with_suffix(".md").read_text()

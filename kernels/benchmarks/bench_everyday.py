@@ -1,0 +1,342 @@
+"""Attention where users are: many short segments of lognormal lengths, one query row per candidate, segments of medium length.
+
+    python kernels/benchmarks/bench_everyday.py                                    # on a CUDA device
+    python kernels/benchmarks/bench_everyday.py --only "self-attention.*B2048"     # some of the cases
+    python kernels/benchmarks/bench_everyday.py --lengths FILE --only "from FILE"  # lengths of FILE, integers between white space
+    python kernels/benchmarks/bench_everyday.py --device cpu                       # the CPU path, smaller shapes
+    python kernels/benchmarks/bench_everyday.py --tiny --device cpu
+
+TFLOP/s count 4·H·D forward for each pair of a query and a key it sees and 2.5 times that backward, for every implementation alike. GB count
+q, k, v and the output once; in the backward q, k, v, the output's gradient and theirs. The floor is the time of these bytes or, where it is
+longer, of the FLOPs on an H200. Padded peers get padded inputs. The tables of wall time measure training steps with autograd's own
+threads, as by default, and with the backward in the caller's thread.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from attention_problem import FA2, Attention, Problem
+from inputs import leaves, lognormal_lengths, offsets_of, pad, plain_attention, random_tensors, uniform_lengths
+from names import OURS
+from runner import Case, Implementation, Setup, main
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import jagged_modules as jm
+
+PADDED = "SDPA, padded"
+PADDED_HSTU = "bmm + silu + bmm, padded"
+HOST, DEVICE = f"{OURS}, lengths on the host", f"{OURS}, lengths on the device"
+LAYER, PADDED_LAYER = "JaggedTargetAttention", "nn.MultiheadAttention, padded"
+UNSORTED, ROUND_ROBIN = f"{OURS}, unsorted", f"{OURS}, sorted, round-robin"
+CALLER = "autograd in the caller's thread"
+
+SELF = "self-attention, lognormal lengths"
+MEASURED = "self-attention, lengths from FILE"
+HSTU = "HSTU (silu, causal), lognormal lengths"
+TARGET = "target attention, a query row per candidate"
+MEDIUM = "medium segments"
+LONG = "long causal segments, with and without a schedule"
+ORDER = "order of tiles"
+WALL = "wall time of a training step"
+
+
+# -- kernel time ---------------------------------------------------------------------------------------------------
+
+
+def everyday(problem: Callable[[], Problem]) -> Setup:
+    """Ours with a given schedule, and all peers. FlashAttention has no SiLU."""
+    problem = problem()
+    ours = problem.our_implementations()
+    if problem.attention.activation != "softmax":
+        return problem.setup(ours | {PADDED_HSTU: problem.padded}, baseline=PADDED_HSTU)
+    return problem.setup(ours | problem.flash() | {PADDED: problem.padded}, baseline=FA2)
+
+
+def with_and_without_schedule(problem: Callable[[], Problem]) -> Setup:
+    """The schedule is given; built from lengths that the host knows; listed by the device."""
+    problem = problem()
+    ours = {OURS: problem.ours, HOST: problem.schedule_in_each_call, DEVICE: partial(problem.scheduled, None)}
+    return problem.setup(ours | problem.flash() | {PADDED: problem.padded}, baseline=OURS)
+
+
+# -- the order of tiles --------------------------------------------------------------------------------------------
+
+
+def unsorted(schedule: jm.TileSchedule) -> Tensor:
+    """The order of segments, heads and blocks."""
+    segment, head, block = schedule.tiles.long().unbind(1)
+    return ((segment * schedule.num_heads + head) * (block.max() + 1) + block).argsort()
+
+
+def round_robin(schedule: jm.TileSchedule) -> Tensor:
+    """Undoes the zigzag: each full odd wave is reversed, so that tile i goes to worker i mod num_workers.
+
+    Hopper's kernels have that many workers. The portable kernels have several on a multiprocessor, so for them this is another order.
+    """
+    position = torch.arange(len(schedule.tiles), device=schedule.tiles.device)
+    wave, lane = position // schedule.num_workers, position % schedule.num_workers
+    full = wave < len(position) // schedule.num_workers
+    return torch.where((wave % 2 == 1) & full, position - lane + schedule.num_workers - 1 - lane, position)
+
+
+def reordered(schedule: jm.TileSchedule, order: Callable[[jm.TileSchedule], Tensor]) -> jm.TileSchedule:
+    """The schedule, and its backward, with the tile list in another order."""
+    positions, backward = order(schedule), schedule.backward
+    return dataclasses.replace(
+        schedule,
+        tiles=schedule.tiles[positions].contiguous(),
+        work=schedule.work[positions.cpu()],
+        backward=None if backward is None else reordered(backward, order),
+    )
+
+
+def orders(problem: Callable[[], Problem]) -> Setup:
+    """Workers take tiles by position: as they come, longest first in turn, longest first in a zigzag (ours)."""
+    problem = problem()
+
+    def ordered(order: Callable[[jm.TileSchedule], Tensor]) -> Implementation:
+        schedule, _ = problem.schedule()
+        return problem.scheduled(reordered(schedule, order))
+
+    others = {UNSORTED: partial(ordered, unsorted), ROUND_ROBIN: partial(ordered, round_robin)}
+    return problem.setup(others | {OURS: problem.ours}, baseline=UNSORTED)
+
+
+# -- wall time -----------------------------------------------------------------------------------------------------
+
+
+def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup:
+    """The layer step, with the gradients of all parameters, and new offsets in each call. nn.MultiheadAttention has the same parameters."""
+    counts, histories = attention.lengths
+    width = attention.num_heads * attention.head_dim
+    torch.manual_seed(0)
+    layer = jm.JaggedTargetAttention(width, attention.num_heads).to(device, dtype)
+    candidate_offsets, history_offsets = (offsets_of(x).to(device) for x in attention.lengths)
+    shape = (int(counts.sum()), width)
+    targets, history, grad = random_tensors(device, dtype, shape, (int(histories.sum()), width), shape)
+    inputs = leaves(targets=targets[:, None], history=history) | dict(layer.named_parameters())
+
+    def ours() -> Implementation:
+        def forward():
+            candidates = jm.CandidateIndex.from_offsets(candidate_offsets.detach())
+            return layer(inputs["targets"], (inputs["history"], history_offsets.detach()), candidates)
+
+        return Implementation(forward, inputs, lambda name, x: {"all": x[:, 0] if name in ("out", "dtargets") else x}, grad[:, None])
+
+    def padded() -> Implementation:
+        peer = nn.MultiheadAttention(width, attention.num_heads, batch_first=True).to(device, dtype)
+        joined = {f"in_proj_{kind}": torch.cat([inputs[f"{x}.{kind}"] for x in ("q_proj", "kv_proj")]) for kind in ("weight", "bias")}
+        peer.load_state_dict(joined | {f"out_proj.{kind}": inputs[f"out_proj.{kind}"] for kind in ("weight", "bias")})
+        q_valid, kv_valid = ((torch.arange(int(x.max())) < x[:, None]).to(device) for x in attention.lengths)
+        dense = leaves(targets=pad(targets, q_valid), history=pad(history, kv_valid))
+        rows_of = {"out": q_valid, "dtargets": q_valid, "dhistory": kv_valid}
+
+        def forward():
+            q, kv = dense.values()
+            return peer(q, kv, kv, key_padding_mask=~kv_valid, need_weights=False)[0]
+
+        def pick(name, x):
+            return {"all": x[rows_of[name]] if name in rows_of else x}
+
+        return Implementation(forward, dense | dict(peer.named_parameters()), pick, pad(grad, q_valid), note="padded inputs")
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        x = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in inputs.items()}
+        q = linear(x["targets"][:, 0], x["q_proj.weight"], x["q_proj.bias"])
+        k, v = linear(x["history"], x["kv_proj.weight"], x["kv_proj.bias"]).chunk(2, dim=1)
+        heads = [y.unflatten(1, (attention.num_heads, -1)).transpose(0, 1) for y in (q, k, v)]  # [H, L, D]
+        users = zip(*(y.split(n.tolist(), dim=1) for y, n in zip(heads, (counts, histories, histories))))
+        out = torch.cat([plain_attention(*user) for user in users], dim=1).transpose(0, 1).flatten(1)
+        out = linear(out, x["out_proj.weight"], x["out_proj.bias"])
+        d = dict(zip(x, torch.autograd.grad(out, tuple(x.values()), grad.to(dtype))))
+        joined = {f"in_proj_{kind}": torch.cat([d[f"q_proj.{kind}"], d[f"kv_proj.{kind}"]]) for kind in ("weight", "bias")}
+        return {"out/all": out.detach()} | {f"d{name}/all": y for name, y in (d | joined | {"targets": d["targets"][:, 0]}).items()}
+
+    return Setup({LAYER: ours, PADDED_LAYER: padded}, reference, dtype, baseline=PADDED_LAYER)
+
+
+def in_both_threads(setup: Callable[[], Setup]) -> Setup:
+    """Each implementation with and without autograd's own threads. Times only: kernels have tables of their own."""
+    setup = setup()
+    without_threads = partial(torch.autograd.set_multithreading_enabled, False)
+
+    def in_caller(build: Callable[[], Implementation]) -> Implementation:
+        return dataclasses.replace(build(), around=without_threads)
+
+    implementations = {}
+    for name, build in setup.implementations.items():
+        implementations |= {name: build, f"{name}, {CALLER}": partial(in_caller, build)}
+    return Setup(implementations, setup.reference, setup.dtype, baseline=setup.baseline)
+
+
+# -- cases ---------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Lognormal:
+    """Segments of lognormal lengths."""
+
+    batch: int
+    mean: int
+    longest: int
+    head_dim: int
+    sigma: float = 1.1
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} mean {self.mean} max {self.longest} sigma {self.sigma} D{self.head_dim}"
+
+    def lengths(self) -> Tensor:
+        return lognormal_lengths(self.batch, self.mean, self.longest, self.sigma)
+
+
+@dataclasses.dataclass(frozen=True)
+class Uniform:
+    """Segments of uniform lengths shortest..longest."""
+
+    batch: int
+    shortest: int
+    longest: int
+    head_dim: int
+
+    @property
+    def name(self) -> str:
+        return f"B{self.batch} N{self.shortest}..{self.longest} D{self.head_dim}"
+
+    def lengths(self) -> Tensor:
+        return uniform_lengths(self.batch, self.shortest, self.longest)
+
+    def full(self) -> Tensor:
+        """Segments of length ``longest`` with as many pairs of rows in total."""
+        return torch.full((max(1, round(self.lengths().square().sum().item() / self.longest**2)),), self.longest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Sizes:
+    """The sizes of the tables."""
+
+    num_heads: int
+    self_attention: list[Lognormal]
+    hstu: int  # how many of them
+    histories: list[Lognormal]
+    max_candidates: int
+    medium: list[Uniform]
+    long: list[Uniform]
+    file_batch: int
+    file_dims: tuple[int, ...]
+
+
+TUNED = [Lognormal(2048, 55, 500, 128), Lognormal(1024, 107, 1000, 64)]
+VARIANTS = [Lognormal(4096, 30, 300, 64), Lognormal(512, 200, 2000, 96)]
+VARIANTS += [Lognormal(1024, 107, 1000, 64, sigma) for sigma in (0.6, 1.6)]
+FULL = Sizes(
+    num_heads=4,
+    self_attention=TUNED + VARIANTS,
+    hstu=2,
+    histories=[Lognormal(512, 300, 3000, dim) for dim in (64, 128)],
+    max_candidates=200,
+    medium=[Uniform(768, 1, 1000, 64), Uniform(1536, 1, 512, 64), Uniform(768, 1, 1000, 128), Uniform(1536, 1, 512, 128)],
+    long=[Uniform(8, 4096, 8192, 64)],
+    file_batch=1024,
+    file_dims=(64, 128),
+)
+CPU = dataclasses.replace(
+    FULL,
+    self_attention=[Lognormal(64, 55, 500, 64), Lognormal(32, 107, 1000, 64)],
+    hstu=1,
+    histories=[Lognormal(16, 300, 3000, 64)],
+    medium=[Uniform(24, 1, 512, 64)],
+    long=[Uniform(2, 256, 512, 64)],
+    file_batch=32,
+    file_dims=(64,),
+)
+TINY = Sizes(
+    num_heads=2,
+    self_attention=[Lognormal(6, 5, 20, 8), Lognormal(4, 5, 20, 16, 1.6)],
+    hstu=1,
+    histories=[Lognormal(4, 6, 20, 8)],
+    max_candidates=5,
+    medium=[Uniform(6, 1, 20, 8)],
+    long=[Uniform(2, 10, 20, 8)],
+    file_batch=5,
+    file_dims=(8,),
+)
+
+
+def read_lengths(path: str) -> Tensor:
+    """The integers of a text file that are not 0."""
+    lengths = torch.tensor([int(x) for x in Path(path).read_text().split()])
+    return lengths[lengths > 0]
+
+
+def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[Case]:
+    """CUDA: bf16. CPU: fp32 and smaller shapes. ``tiny``: everything, small. ``measured``: lengths to draw a batch from."""
+    sizes = TINY if tiny else FULL if device == "cuda" else CPU
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    cases = []
+
+    def add(table: str, name: str, setup: Callable[[Callable[[], Problem]], Setup], attention: Attention, **options) -> None:
+        cases.append(Case(table, name, partial(setup, partial(Problem, device, dtype, attention)), **options))
+
+    def attention(lengths: Tensor, head_dim: int, **options) -> Attention:
+        return Attention(lengths, sizes.num_heads, head_dim, **options)
+
+    def add_both_masks(table: str, name: str, lengths: Tensor, head_dim: int) -> None:
+        add(table, name, everyday, attention(lengths, head_dim))
+        add(table, f"{name}, causal", everyday, attention(lengths, head_dim, causal=True))
+
+    if measured is not None:
+        drawn = measured[torch.randint(len(measured), (sizes.file_batch,), generator=torch.Generator().manual_seed(0))]
+        for dim in sizes.file_dims:
+            add_both_masks(MEASURED, f"B{len(drawn)} mean {drawn.double().mean():.0f} max {drawn.max()} D{dim}", drawn, dim)
+    for shape in sizes.self_attention:
+        add_both_masks(SELF, shape.name, shape.lengths(), shape.head_dim)
+    for shape in sizes.self_attention[: sizes.hstu]:
+        add(HSTU, shape.name, everyday, attention(shape.lengths(), shape.head_dim, causal=True, activation="silu"))
+    counts = {shape: uniform_lengths(shape.batch, 1, sizes.max_candidates) for shape in sizes.histories}
+    targets = {shape: attention(counts[shape], shape.head_dim, kv_lengths=shape.lengths()) for shape in sizes.histories}
+    for shape, target in targets.items():
+        add(TARGET, f"{shape.name}, 1..{sizes.max_candidates} candidates", everyday, target)
+    for shape in sizes.medium:
+        for kind, lengths in (("jagged", shape.lengths()), ("full", shape.full())):
+            add(MEDIUM, f"{kind} N{shape.longest} D{shape.head_dim}", everyday, attention(lengths, shape.head_dim))
+    for shape in sizes.long:
+        add(LONG, shape.name, with_and_without_schedule, attention(shape.lengths(), shape.head_dim, causal=True))
+    for shape in sizes.self_attention[:2]:
+        add(ORDER, shape.name, orders, attention(shape.lengths(), shape.head_dim), picture="ms")
+
+    def add_wall(name: str, setup: Callable[[], Setup]) -> None:
+        cases.append(Case(WALL, name, partial(in_both_threads, setup), wall=True, picture="ms"))
+
+    shape = sizes.self_attention[1]
+    for causal, what, setup in ((False, "attention", everyday), (True, "causal attention", with_and_without_schedule)):
+        problem = partial(Problem, device, dtype, attention(shape.lengths(), shape.head_dim, causal=causal))
+        add_wall(f"{what}, {shape.name}", partial(setup, problem))
+    history, target = next(iter(targets.items()))
+    add_wall(f"target attention layer, new offsets, {history.name}", partial(target_layer, device, dtype, target))
+    return cases
+
+
+def summary(rows: list[dict]) -> list[str]:
+    """Our TFLOP/s on medium segments of uniform lengths in % of those on full segments of the same work."""
+    ours = {row["case"]: row for row in rows if row["table"] == MEDIUM and row["implementation"] == OURS}
+    lines = []
+    for case, row in ours.items():
+        full = ours.get(case.replace("jagged", "full"), row)
+        if full is not row and all(x.get("forward_backward_tflops") for x in (row, full)):
+            forward, both = (100 * row[key] / full[key] for key in ("forward_tflops", "forward_backward_tflops"))
+            lines.append(f"{case}: {forward:.0f} % of full segments' TFLOP/s forward, {both:.0f} % forward+backward ({OURS}).")
+    return lines
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--lengths", type=read_lengths)
+    own, others = parser.parse_known_args()
+    sys.exit(main("everyday", partial(make_cases, measured=own.lengths), others, summary=summary))

@@ -1,0 +1,181 @@
+"""The benchmark of everyday shapes, end to end on the CPU with tiny sizes."""
+
+import re
+
+import attention_problem
+import bench_everyday as bench
+import inputs
+import pytest
+import runner
+import torch
+from attention_problem import Attention, Problem
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+BENCHMARK = bench.__file__
+
+LENGTHS = torch.tensor([4, 9, 1, 3])
+ATTENTIONS = {
+    "self": Attention(LENGTHS, 2, 8),
+    "causal": Attention(LENGTHS, 2, 8, causal=True),
+    "HSTU": Attention(LENGTHS, 2, 8, causal=True, activation="silu"),
+    "target": Attention(torch.tensor([2, 5, 1, 1]), 2, 8, kv_lengths=LENGTHS),
+}
+
+
+def make_problem(kind: str) -> Problem:
+    return Problem("cpu", torch.float32, ATTENTIONS[kind])
+
+
+def run(setup: runner.Setup) -> list[dict]:
+    return runner.run_case(runner.Case("", "", lambda: setup), runner.Protocol("cpu", rounds=0), re.compile(""))
+
+
+@pytest.mark.slow
+def test_every_implementation_is_right_and_measured(tiny_run):
+    results, path = tiny_run
+    assert results["complete"]
+    names = {}
+    for row in results["rows"]:
+        assert row["status"] == "ok", row
+        assert row["forward_ms"] > 0 and row["forward_backward_ms"] > 0
+        assert (row["forward_tflops"] is None) == (row["forward_gbytes"] is None) == (row["table"] == bench.WALL)
+        names.setdefault((row["table"], row["case"]), []).append(row["implementation"])
+    softmax, given = [bench.OURS, bench.PADDED], [bench.OURS, bench.HOST, bench.DEVICE, bench.PADDED]
+    expected = {
+        bench.SELF: [softmax] * 4,
+        bench.HSTU: [[bench.OURS, bench.PADDED_HSTU]],
+        bench.TARGET: [softmax],
+        bench.MEDIUM: [softmax] * 2,
+        bench.LONG: [given],
+        bench.ORDER: [[bench.UNSORTED, bench.ROUND_ROBIN, bench.OURS]] * 2,
+        bench.WALL: [
+            [name for x in implementations for name in (x, f"{x}, {bench.CALLER}")]
+            for implementations in (softmax, given, [bench.LAYER, bench.PADDED_LAYER])
+        ],
+    }
+    assert {table: [x for (other, _), x in names.items() if other == table] for table, _ in names} == expected
+    (line,) = results["summary"]
+    assert re.match(r"jagged N20 D8: \d+ % of full segments' TFLOP/s forward, \d+ % forward\+backward", line)
+    assert path.with_suffix(".png").exists()
+
+
+@pytest.mark.parametrize("kind", ATTENTIONS)
+def test_the_reference_is_the_one_of_jagged_attention(kind):
+    problem = make_problem(kind)
+    expected = problem.reference(torch.float64)
+    qkv = [x.detach().double().requires_grad_() for x in problem.inputs.values()]
+    options = problem.attention.options | {"implementation": "reference"}
+    out = F.jagged_attention(*qkv, problem.q_offsets, problem.kv_offsets, **options)
+    results = dict(zip(("out", "dq", "dk", "dv"), (out, *torch.autograd.grad(out, qkv, problem.grad.double()))))
+    assert set(problem.q_rows) > {1} and 2 not in problem.q_rows  # with a single key, dq and dk are 0
+    for b in problem.q_rows:
+        for name, x in results.items():
+            rows = (problem.q_rows if name in ("out", "dq") else problem.kv_rows)[b]
+            torch.testing.assert_close(x[rows], expected[f"{name}/{b}"])
+
+
+@pytest.mark.parametrize("kind", ["self", "HSTU"])
+def test_another_mask_or_function_is_wrong(kind):
+    problem, other = make_problem(kind), make_problem("causal")
+    rows = run(problem.setup({"right": problem.ours, "padded": problem.padded, "other": other.ours}))
+    assert [row["status"].split(":")[0] for row in rows] == ["ok", "ok", "wrong"]
+
+
+@pytest.mark.parametrize("kind", ["self", "causal", "target"])
+def test_flash_attention_gets_the_mask(kind, monkeypatch):
+    """FlashAttention needs a GPU, so jagged_attention stands in for it."""
+
+    def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv, causal=False):
+        return F.jagged_attention(q, k, v, q_offsets, kv_offsets, mask=jm.AttentionMask(causal=True) if causal else None)
+
+    monkeypatch.setattr(attention_problem, "varlen_attention", attention)
+    monkeypatch.setattr(
+        attention_problem.peers, "flash_attention", lambda module, causal: lambda *arguments: attention(*arguments, causal=causal)
+    )
+    monkeypatch.setattr(attention_problem, "device_name", lambda device: "NVIDIA H200")
+    problem = make_problem(kind)
+    problem.device = "cuda"
+    implementations = problem.flash()
+    assert list(implementations) == [bench.FA2, *attention_problem.peers.FLASH_ATTENTION]
+    assert [row["status"] for row in run(problem.setup(implementations))] == ["ok"] * 3
+
+
+def test_work_and_bytes():
+    def totals(kind):
+        setup = make_problem(kind).setup({})
+        assert setup.backward_flops == 2.5 * setup.flops
+        return setup.flops / (4 * 2 * 8), setup.bytes / (4 * 2 * 8), setup.backward_bytes / (4 * 2 * 8)
+
+    assert totals("self") == (16 + 81 + 1 + 9, 4 * 17, 7 * 17)
+    assert totals("causal") == totals("HSTU") == (10 + 45 + 1 + 6, 4 * 17, 7 * 17)
+    assert totals("target") == (8 + 45 + 1 + 3, 2 * 9 + 2 * 17, 3 * 9 + 4 * 17)
+
+
+def test_orders_of_tiles():
+    lengths = inputs.lognormal_lengths(50, 30, 200, 1.1)
+    sizes = {"num_heads": 2, "block_m": 16, "block_n": 32, "num_workers": 10}
+    zigzag = jm.zigzag_schedule(lengths, lengths, **sizes)
+    assert len(zigzag.tiles) % 10 and len(zigzag.tiles) // 10 % 2 == 0  # the last wave is not full, and ascends
+    in_order = bench.reordered(zigzag, bench.unsorted)
+    assert in_order.tiles.tolist() == sorted(zigzag.tiles.tolist())
+    assert in_order.work.equal((lengths[in_order.tiles[:, 0].long()] + 31).div(32, rounding_mode="floor").int())
+    dealt = bench.reordered(zigzag, bench.round_robin)
+    workers = {tuple(tile): worker for tile, worker in zip(dealt.tiles.tolist(), dealt.worker.tolist())}
+    assert [workers[tuple(tile)] for tile in zigzag.tiles.tolist()] == [i % 10 for i in range(len(zigzag.tiles))]
+    assert bench.reordered(jm.zigzag_schedule(lengths, lengths, **sizes), lambda x: torch.arange(len(x.tiles))).tiles.equal(zigzag.tiles)
+
+
+def test_the_backward_runs_in_the_caller_s_thread_where_the_name_says_so():
+    setup = bench.in_both_threads(lambda: bench.everyday(lambda: make_problem("self")))
+    for name, build in setup.implementations.items():
+        with build().around():
+            assert torch._C._is_multithreading_enabled() == (bench.CALLER not in name)
+    assert torch._C._is_multithreading_enabled()
+    assert [row["status"] for row in run(setup)] == ["ok"] * 4
+
+
+def test_lengths_of_a_file(tmp_path):
+    file = tmp_path / "lengths.txt"
+    file.write_text("3 0 5\n7\n")
+    measured = bench.read_lengths(str(file))
+    assert measured.tolist() == [3, 5, 7]
+    cases = [case for case in bench.make_cases("cpu", True, measured) if case.table == bench.MEASURED]
+    assert len(cases) == 2 and cases[1].name == f"{cases[0].name}, causal"
+    assert [row["status"] for row in run(cases[0].setup())] == ["ok"] * 2
+    assert not any(case.table == bench.MEASURED for case in bench.make_cases("cpu", True))
+
+
+def test_lognormal_lengths():
+    lengths = inputs.lognormal_lengths(20000, 107, 1000, 1.1)
+    assert lengths.min() >= 1 and lengths.max() == 1000
+    assert lengths.double().mean().item() == pytest.approx(105, abs=3)  # a little is clipped
+    assert lengths[lengths < 1000].double().log().std().item() == pytest.approx(1.1, abs=0.1)
+
+
+def test_full_sizes_are_those_of_the_tables():
+    """Figures are only comparable over time if the shapes stay."""
+    cases = [(case.table, case.name) for case in bench.make_cases("cuda", tiny=False)]
+    shapes = [
+        "B2048 mean 55 max 500 sigma 1.1 D128",
+        "B1024 mean 107 max 1000 sigma 1.1 D64",
+        "B4096 mean 30 max 300 sigma 1.1 D64",
+        "B512 mean 200 max 2000 sigma 1.1 D96",
+        "B1024 mean 107 max 1000 sigma 0.6 D64",
+        "B1024 mean 107 max 1000 sigma 1.6 D64",
+    ]
+    assert cases == [
+        *((bench.SELF, f"{shape}{mask}") for shape in shapes for mask in ("", ", causal")),
+        *((bench.HSTU, shape) for shape in shapes[:2]),
+        *((bench.TARGET, f"B512 mean 300 max 3000 sigma 1.1 D{dim}, 1..200 candidates") for dim in (64, 128)),
+        *((bench.MEDIUM, f"{kind} N{longest} D{dim}") for dim in (64, 128) for longest in (1000, 512) for kind in ("jagged", "full")),
+        (bench.LONG, "B8 N4096..8192 D64"),
+        *((bench.ORDER, shape) for shape in shapes[:2]),
+        (bench.WALL, f"attention, {shapes[1]}"),
+        (bench.WALL, f"causal attention, {shapes[1]}"),
+        (bench.WALL, "target attention layer, new offsets, B512 mean 300 max 3000 sigma 1.1 D64"),
+    ]
+    for shape in bench.FULL.medium:
+        work = [lengths.square().sum().item() for lengths in (shape.lengths(), shape.full())]
+        assert work[0] == pytest.approx(work[1], rel=0.005)
