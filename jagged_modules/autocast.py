@@ -23,7 +23,8 @@ def autocast_dtype(x: Tensor) -> torch.dtype:
 
 def autocast(x: Tensor) -> Tensor:
     """x in the dtype of `autocast_dtype`."""
-    return x.to(autocast_dtype(x))
+    dtype = autocast_dtype(x)
+    return x if x.dtype == dtype else x.to(dtype)
 
 
 def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:

@@ -252,7 +252,9 @@ def _triton_attention(
     # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by the scale.
     if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
         q, params = q * params.scale, params._replace(scale=1.0)
-    q_offsets, kv_offsets = segments.q_offsets.to(device, non_blocking=True), segments.kv_offsets.to(device, non_blocking=True)
+    self_attention = segments.kv_offsets is segments.q_offsets
+    q_offsets = segments.q_offsets.to(device, non_blocking=True)
+    kv_offsets = q_offsets if self_attention else segments.kv_offsets.to(device, non_blocking=True)
     if params.num_targets is not None:
         params = params._replace(num_targets=params.num_targets.to(device, non_blocking=True).contiguous())
     if params.segment_scale is not None:

@@ -33,8 +33,10 @@ class Launch(NamedTuple):
 @contextlib.contextmanager
 def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) -> Iterator[list[Launch]]:
     """A list that grows by every launch made inside the context."""
-    backend = make_backend(GPUTarget("cuda", 10 * capability[0] + capability[1], 32))
+    target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
+    backend = make_backend(target)
     launches: list[Launch] = []
+    variants: dict[tuple, str] = {}
 
     @functools.cache
     def binder(kernel):
@@ -45,15 +47,19 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
             if hasattr(x, "block_shape"):
                 x.__post_init__()  # a descriptor's own checks, which the library leaves out
         bind, keys = binder(kernel)
-        options |= dict(debug=False, instrumentation_mode="")
-        _, specialisation, options = bind(*args, **options)
-        launches.append(Launch(kernel.__name__, compute_cache_key(keys, specialisation, options)))
+        _, specialisation, all_options = bind(*args, **options, debug=False, instrumentation_mode="")
+        launch = Launch(kernel.__name__, compute_cache_key(keys, specialisation, all_options))
+        variant = kernel.__name__, *kernel._variant(device.index, args, options)
+        assert variants.setdefault(variant, launch.specialisation) == launch.specialisation  # one variant, one compiled kernel
+        launches.append(launch)
 
     device = torch.device("cuda", 10 * capability[0] + capability[1])  # one index per capability: the library caches device properties
+    driver = SimpleNamespace(get_current_device=lambda: device.index, get_current_target=lambda: target)
     properties = SimpleNamespace(multi_processor_count=num_sms, total_memory=80 * 2**30)
     with contextlib.ExitStack() as stack:
         for owner, name, replacement in (
             (JITFunction, "run", record),
+            (_launch(), "driver", SimpleNamespace(active=driver)),
             (torch.Tensor, "device", property(lambda x: device)),
             (torch.Tensor, "is_cuda", property(lambda x: True)),
             (torch.cuda, "get_device_capability", lambda *_: capability),
@@ -74,6 +80,12 @@ def _operators():
     from jagged_kernels.common import ops as operators
 
     return operators
+
+
+def _launch():
+    from jagged_kernels.common import launch
+
+    return launch
 
 
 def _on_the_host(function):

@@ -326,21 +326,22 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-_OPTIONS = slice(9, AttentionParams._fields.index("num_targets") - len(AttentionParams._fields))  # the arguments that are not tensors
-
-
-_TABLE_GRADIENTS = AttentionParams._fields.index("table_gradients") - len(AttentionParams._fields)
+_NUM_PARAMS = len(AttentionParams._fields)
+_OPTIONS = slice(9, AttentionParams._fields.index("num_targets") - _NUM_PARAMS)  # the arguments that are not tensors
 
 
 class _Attention(torch.autograd.Function):
+    """Of the arguments that may get gradients, and a tuple of all arguments: autograd's time on the host grows with what it is given."""
+
     @staticmethod
-    def forward(ctx, *inputs):
+    def forward(ctx, q, k, v, position_bias, time_bias, inputs):
         with below_autograd():
             out, lse = triton_attention(*inputs)
-        params = AttentionParams(*inputs[-len(AttentionParams._fields) :])
+        params = AttentionParams(*inputs[-_NUM_PARAMS:])
         saved_out = out if params.activation == "softmax" else None
         ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop :])
         ctx.options = inputs[_OPTIONS]
+        ctx.tables = params.table_gradients and position_bias is not None, params.table_gradients and time_bias is not None
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -348,23 +349,17 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
         inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
-        dq, dk, dv, dposition, dtime = triton_attention_backward(do, out, lse, *inputs)
-        others = (None,) * (len(inputs) - 3)
-        if inputs[_TABLE_GRADIENTS]:
-            others = *others[: len(others) - len(AttentionParams._fields)], *_gradients_of(inputs, dposition, dtime)
-        return dq, dk, dv, *others
+        dq, dk, dv, *dtables = triton_attention_backward(do, out, lse, *inputs)
+        dposition, dtime = (gradient if wanted else None for gradient, wanted in zip(dtables, ctx.tables))
+        return dq, dk, dv, dposition, dtime, None
 
 
-def _gradients_of(inputs: tuple, dposition: Tensor, dtime: Tensor) -> AttentionParams:
-    """The gradients of the AttentionParams among the inputs: those of the bias tables, and None."""
-    params = AttentionParams(*inputs[-len(AttentionParams._fields) :])
-    nothing = AttentionParams(*(None,) * len(params))
-    tables = params.position_bias, params.time_bias
-    dposition, dtime = (None if table is None else gradient for table, gradient in zip(tables, (dposition, dtime)))
-    return nothing._replace(position_bias=dposition, time_bias=dtime)
+def _differentiable_attention(*inputs):
+    params = AttentionParams(*inputs[-_NUM_PARAMS:])
+    return _Attention.apply(*inputs[:3], params.position_bias, params.time_bias, inputs)
 
 
-differentiate(triton_attention, _Attention.apply)
+differentiate(triton_attention, _differentiable_attention)
 refuse_derivative(
     triton_attention_backward, "jagged_attention is not differentiable twice: its backward kernels have no derivative of their own"
 )

@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
+from triton.tools import tensor_descriptor
 
-D = TypeVar("D")
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Box:
+    """What a kernel is compiled for, of a descriptor. There is one object for each kind of box, so that comparing identities is enough.
+
+    shape: of a block of elements. layout: of the block in shared memory, for Gluon.
+    """
+
+    dtype: torch.dtype
+    shape: list[int]
+    layout: Any = None
+
+
+class Described:
+    """A TensorDescriptor of Triton or of Gluon that knows its box."""
+
+    box: Box
+
+
+class TensorDescriptor(Described, tensor_descriptor.TensorDescriptor):
+    """Triton's, of a box."""
+
+
+D = TypeVar("D", bound=Described)
 
 
 def has_descriptor(x: Tensor) -> bool:
@@ -23,15 +49,25 @@ def has_descriptor(x: Tensor) -> bool:
 
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     """Descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have any stride: 16 stands in for it."""
+    return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
+
+
+def shape_and_strides(x: Tensor) -> tuple[list[int], list[int]]:
+    """Of x as a descriptor takes them, last dim contiguous. A dimension of size 1 may have any stride: 16 stands in for it."""
     strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
-    return fill(TensorDescriptor, base=x, shape=list(x.shape), strides=[*strides, 1], block_shape=list(box))
+    return list(x.shape), [*strides, 1]
 
 
-def fill(kind: type[D], **fields: Any) -> D:
+def fill(kind: type[D], base: Tensor, shape: list[int], strides: list[int], box: Box) -> D:
     """A descriptor without the checks of its constructor, which take most of its time: `has_descriptor` has made them.
 
-    Fields that are not given have their defaults.
+    box: of the dtype of `base`. Other fields have their defaults.
     """
     filled = object.__new__(kind)
-    filled.__dict__.update(fields)
+    filled.__dict__ = dict(base=base, shape=shape, strides=strides, block_shape=box.shape, layout=box.layout, box=box)
     return filled
+
+
+@functools.cache
+def _box(dtype: torch.dtype, *shape: int) -> Box:
+    return Box(dtype, list(shape))

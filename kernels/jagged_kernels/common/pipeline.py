@@ -12,10 +12,10 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.experimental.gluon.nvidia import hopper
 
 from .configs import padded_dim
-from .descriptors import fill
+from .descriptors import Box, Described, fill, shape_and_strides
 from .gluon_api import load_tile, store_tile, thread_barrier
 
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
@@ -313,29 +313,29 @@ def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIO
 # -- host ---------------------------------------------------------------------------------------------------------------------------
 
 
+class TensorDescriptor(Described, hopper.TensorDescriptor):
+    """Gluon's, of a box."""
+
+
 def descriptor(x: Tensor, *box: int) -> TensorDescriptor:
     """TMA descriptor of x, last dim contiguous, for boxes of a shape. A dimension of size 1 may have any stride: 16 stands in for it."""
-    strides = [stride if size > 1 else 16 for size, stride in zip(x.shape[:-1], x.stride())]
-    layout = _box_layout(x.dtype, *box)
-    return fill(TensorDescriptor, base=x, shape=list(x.shape), strides=[*strides, 1], block_shape=list(box), layout=layout)
+    return fill(TensorDescriptor, x, *shape_and_strides(x), _box(x.dtype, *box))
 
 
 def head_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """TMA descriptor of `[rows, H, D]`, as `[H, rows, D]`: a box is `rows` rows of a head; columns past D read as 0."""
     (num_rows, heads, dim), (stride_row, stride_head, _) = x.shape, x.stride()
     strides = [stride_head if heads > 1 else 16, stride_row if num_rows > 1 else 16, 1]
-    box, layout = _head_box(x.dtype, rows, dim)
-    return fill(TensorDescriptor, base=x, shape=[heads, num_rows, dim], strides=strides, block_shape=box, layout=layout)
+    return fill(TensorDescriptor, x, [heads, num_rows, dim], strides, _head_box(x.dtype, rows, dim))
 
 
 @functools.cache
-def _head_box(dtype: torch.dtype, rows: int, dim: int):
-    """Shape and layout of a box: swizzles of 64 or 128 columns."""
-    box = [1, rows, max(64, padded_dim(dim))]
-    return box, _box_layout(dtype, *box)
+def _head_box(dtype: torch.dtype, rows: int, dim: int) -> Box:
+    """Swizzles of 64 or 128 columns."""
+    return _box(dtype, 1, rows, max(64, padded_dim(dim)))
 
 
 @functools.cache
-def _box_layout(dtype: torch.dtype, *box: int):
-    """Shared-memory layout of a descriptor's box."""
-    return gl.NVMMASharedLayout.get_default_for(list(box), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+def _box(dtype: torch.dtype, *shape: int) -> Box:
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    return Box(dtype, list(shape), layout)

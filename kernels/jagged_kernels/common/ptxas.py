@@ -15,14 +15,17 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas, ptx_get_version
 from triton.runtime.jit import JITFunction
 
+from .launch import CachedLaunches
+
 FIRST_SOUND_RELEASE = (12, 9)
 _lock = threading.Lock()  # held while Triton's settings, which belong to the process, are read or set
 
 
 def safe_ptxas(kernel):
-    """Decorator for a kernel, above `triton.jit` or `gluon.jit`: the kernel is compiled by `compile_kernel`."""
+    """Decorator for a kernel, above `triton.jit` or `gluon.jit`: the kernel is compiled by `compile_kernel`, and launched by launch.py."""
     if isinstance(kernel, JITFunction):  # Triton's interpreter compiles nothing
         kernel.__class__ = _compiled_safely(type(kernel))
+        kernel.cache_launches()
     return kernel
 
 
@@ -34,7 +37,7 @@ def _compiled_safely(kind: type[JITFunction]) -> type[JITFunction]:
     it. So setting it has no effect.
     """
     compile = property(lambda kernel: compile_kernel, lambda kernel, compiler: None)
-    return type(kind.__name__, (kind,), {"compile": compile, "__module__": kind.__module__})
+    return type(kind.__name__, (CachedLaunches, kind), {"compile": compile, "__module__": kind.__module__})
 
 
 def compile_kernel(source, target: GPUTarget, options: dict, **kwargs):
