@@ -48,7 +48,7 @@ PY := .venv/bin/python
 ENV := .venv/.installed-$(VARIANT)
 endif
 pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
-pytest := OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS)) --durations=10
+pytest := OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal) --durations=10
 mark = $(if $(findstring slow,$@),"slow","not slow")
 interpreter_tests := tests/jagged_kernels/interpreter
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)

@@ -103,20 +103,29 @@ def test_a_minute_on_the_cpu_and_in_the_interpreter():
 @pytest.mark.slow
 @pytest.mark.parametrize("function, device", [(f, d) for f, x in OPERATORS.items() for d in x.dtypes])
 def test_every_value_of_every_option_is_drawn(function, device):
+    """In 1500 cases, most within the first hundreds."""
     operator, drawn = OPERATORS[function], collections.defaultdict(set)
+
+    def missing():
+        yield from (("dtype", x) for x in set(operator.dtypes[device]) - drawn["dtype"])
+        for name in operator.names():
+            for value in operator.axis(name, device):
+                if isinstance(value, Range):
+                    found = any(str(x) in drawn[name] for x in range(value.low, value.high + 1))
+                else:
+                    found = str(list(value) if isinstance(value, tuple) else value) in drawn[name]
+                if not found:
+                    yield name, value
+
     for seed in range(1500):
+        if seed >= 300 and seed % 100 == 0 and not any(missing()):
+            break
         case = random_case(function, seed, device)
         assert case == legal(case) == Case.from_json(case.to_json())
         drawn["dtype"].add(case.dtype)
         for name, value in case.options.items():
             drawn[name].add(str(value))
-    assert drawn["dtype"] == set(operator.dtypes[device])
-    for name in operator.names():
-        for value in operator.axis(name, device):
-            if isinstance(value, Range):
-                assert any(str(x) in drawn[name] for x in range(value.low, value.high + 1)), (name, value)
-            else:
-                assert str(list(value) if isinstance(value, tuple) else value) in drawn[name], (name, value)
+    assert list(missing()) == [] and drawn["dtype"] <= set(operator.dtypes[device])
 
 
 @pytest.mark.parametrize("function", OPERATORS)

@@ -105,7 +105,7 @@ def run(processes: int, *arguments: str) -> subprocess.CompletedProcess:
 
 
 @SLOW
-def test_program_compares_two_processes_with_one(tmp_path):
+def test_program_compares_two_processes_with_one(two_ranks, tmp_path):
     one, two = tmp_path / "one.json", tmp_path / "two.json"
     done = run(1, "--out", str(one))
     assert done.returncode == 0, done.stderr
@@ -118,5 +118,5 @@ def test_program_compares_two_processes_with_one(tmp_path):
     assert result["scaling"] == bench.scaling(result, baseline, 1e8)
     assert done.stdout.count("speed-up from 1 to 2 processes") == 1  # rank 0 alone prints
     assert f"efficiency {result['scaling']['predicted']['efficiency']:.3f}, step" in done.stdout
-    done = run(2, "--out", str(two), "--baseline", str(one), "--plan", "row_wise")
-    assert done.returncode != 0 and "--baseline must have the same plan, row_wise, not auto" in done.stderr
+    with pytest.raises(SystemExit, match="benchmark_scaling: --baseline must have the same plan, row_wise, not auto"):
+        two_ranks.run(bench.main, [*TINY, "--out", str(two), "--baseline", str(one), "--plan", "row_wise"])

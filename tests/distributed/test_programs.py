@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from ..marks import SLOW
-from .test_plans import make_trainer
+from .ranks import one_rank
+from .test_plans import PROGRAMS, make_trainer
 
 pytest.importorskip("torchrec")
 
@@ -29,28 +30,34 @@ def command(processes: int, program: str, out: Path, *arguments: str) -> list[st
     return [sys.executable, *launcher, str(ROOT / "examples" / program), *TINY, "--out", str(out), *arguments]
 
 
-def train(*args) -> tuple[dict, str]:
-    """The results in metrics.json, and what the program printed."""
-    done = subprocess.run(command(*args), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    (result, *_) = json.loads((args[2] / "metrics.json").read_text())["results"].values()
-    return result, done.stdout
+def train_here(program: str, out: Path, *arguments: str) -> None:
+    """The program in this process, with the group that the process has. Its imports are there already, which take most of a run's time."""
+    PROGRAMS[program][0].main([*TINY, "--out", str(out), *arguments])
+
+
+def results(out: Path) -> dict:
+    (result, *_) = json.loads((out / "metrics.json").read_text())["results"].values()
+    return result
 
 
 @SLOW
-@pytest.mark.parametrize("program", ["train_dlrm.py", "train_hstu.py"])
-def test_a_run_is_resumed_on_another_number_of_processes_and_plan(tmp_path, program):
-    whole, printed = train(2, program, tmp_path / "whole", "--sharding", "row_wise", "--epochs", "2")
-    assert printed.count("epoch 2  loss") == 1  # rank 0 alone prints
-    train(2, program, tmp_path / "parts", "--sharding", "row_wise", "--epochs", "1")
-    resumed, _ = train(1, program, tmp_path / "parts", "--sharding", "column_wise", "--epochs", "2", "--resume")
-    for first, second in zip(whole["epochs"], resumed["epochs"], strict=True):
+@pytest.mark.parametrize("program", ["dlrm", "hstu"])
+def test_a_run_is_resumed_on_another_number_of_processes_and_plan(two_ranks, tmp_path, program):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    two_ranks.run(train_here, program, whole, "--sharding", "row_wise", "--epochs", "2")
+    run = command(2, f"train_{program}.py", parts, "--sharding", "row_wise", "--epochs", "1")
+    done = subprocess.run(run, env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("epoch 1  loss") == 1  # rank 0 alone prints
+    with one_rank():
+        train_here(program, parts, "--sharding", "column_wise", "--epochs", "2", "--resume")
+    for first, second in zip(results(whole)["epochs"], results(parts)["epochs"], strict=True):
         # The optimizers of the program magnify roundings of tiny gradients, so this is no bound on roundings: test_plans.py has that.
         assert second["loss"] == pytest.approx(first["loss"], rel=1e-3)
 
 
 @SLOW
-def test_a_killed_process_ends_the_run_which_can_be_resumed(tmp_path):
+def test_a_killed_process_ends_the_run_which_can_be_resumed(two_ranks, tmp_path):
     run = subprocess.Popen(
         command(2, "train_dlrm.py", tmp_path, "--epochs", "1000"),
         env=ENVIRONMENT,
@@ -70,8 +77,8 @@ def test_a_killed_process_ends_the_run_which_can_be_resumed(tmp_path):
     assert run.returncode != 0
     assert "Signal 9 (SIGKILL) received" in errors
     saved = find_checkpoint(tmp_path / "attention").epochs
-    resumed, _ = train(2, "train_dlrm.py", tmp_path, "--epochs", str(len(saved) + 2), "--resume")
-    assert resumed["epochs"][: len(saved)] == saved
+    two_ranks.run(train_here, "dlrm", tmp_path, "--epochs", str(len(saved) + 2), "--resume")
+    assert results(tmp_path)["epochs"][: len(saved)] == saved
 
 
 def until_killed(batches: Iterable) -> Iterator:

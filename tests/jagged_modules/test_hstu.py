@@ -30,10 +30,19 @@ from .hstu_cases import (
 )
 
 
-@every_config
-@slow_after(1, "dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_equals_the_padded_network(config, dtype, offsets_of):
+@slow_after(
+    len(CONFIGS),
+    "name, dtype",
+    [
+        *((name, torch.float64) for name in CONFIGS),
+        *((name, (torch.float32, torch.bfloat16)[i % 2]) for i, name in enumerate(CONFIGS)),
+        *((name, torch.bfloat16) for name in ("plain", "all")),
+    ],
+    ids=str,
+)
+def test_equals_the_padded_network(name, dtype, offsets_of):
     """Outputs and the gradients of the input and of every parameter, weights converted from the padded network."""
+    config = CONFIGS[name]
     padded, stack = PaddedHSTU(2, config).to(dtype), jm.HSTUStack(WIDTH, HEADS, 2, config).to(dtype)
     names, parameters = zip(*padded.named_parameters())
     assert converted(dict(padded.named_parameters())).keys() == stack.state_dict().keys()

@@ -20,12 +20,24 @@ KERNELS = {
     "dq": attention_kernels.attention_bwd_dq_kernel,
     "dkdv": attention_kernels.attention_bwd_dkdv_kernel,
 }
-BIASED = [  # bias, head dim, dtype, activation and mask
-    ("both", 64, "bf16", "softmax", "none"),
-    ("position", 128, "bf16", "silu", "hstu"),
-    ("all", 96, "fp16", "gelu_tanh", "semi-local"),
-    ("both", 256, "bf16", "softmax", "window"),
-    ("both", 128, "fp32", "silu", "none"),
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a thread block, by compute capability
+# A kernel takes seconds to compile. So an option is compiled for some of the capabilities, and each capability with several options.
+MASKED = [  # activation, mask, capabilities
+    ("gelu_tanh", "none", (86, 100)),
+    ("silu", "hstu", (80, 90)),
+    ("softmax", "window", (86, 90)),
+    ("softmax", "semi-local", (80, 100)),
+]
+BIASED = [  # bias, head dim, dtype, activation, mask, capabilities
+    ("both", 64, "bf16", "softmax", "none", (90, 100)),
+    ("position", 128, "bf16", "silu", "hstu", (100,)),
+    ("all", 96, "fp16", "gelu_tanh", "semi-local", (80,)),
+    ("both", 256, "bf16", "softmax", "window", (80, 86)),
+    ("both", 128, "fp32", "silu", "none", (86, 90)),
+]
+GROUPED = [  # query groups, pairs of an activation and a capability
+    (2, [("softmax", 80), ("gelu_tanh", 90), ("softmax", 100)]),
+    (3, [("gelu_tanh", 80), ("softmax", 90), ("gelu_tanh", 100)]),
 ]
 
 
@@ -70,30 +82,28 @@ def compile_attention(
     return compile_for(capability, kernel, constants, type_of, aligned, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
-@pytest.mark.parametrize("capability", [80, 90, 100])
-@slow_after(1, "dim", [64, 96, 128, 256])
+@slow_after(3, "dim, capability", [*((dim, capability) for dim in (64, 128, 256) for capability in (80, 90, 100)), (96, 90)])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_compile_in_bf16(name, dim, capability):
     compiled = compile_attention(name, dim, "bf16", capability, tma=capability >= 90)
-    shared_memory = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}[capability]
-    assert compiled.metadata.shared <= shared_memory
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
     if capability == 90:
         assert "wgmma.mma_async" in compiled.asm["ptx"]
 
 
-@slow_after(1, "capability, shared_memory", [(80, 163), (90, 227)])
+@slow_after(1, "capability", [80, 90])
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_of_long_segments_compile(name, capability, shared_memory):
+def test_attention_kernels_of_long_segments_compile(name, capability):
     compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, long=True)
-    assert compiled.metadata.shared <= shared_memory * 1024
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(1, "dim", [64, 128, 256])
 @pytest.mark.parametrize("name", KERNELS)
 def test_attention_kernels_fit_gpus_with_little_shared_memory(name, dim):
-    assert compile_attention(name, dim, "bf16", 86).metadata.shared <= 99 * 1024
+    assert compile_attention(name, dim, "bf16", 86).metadata.shared <= SHARED_MEMORY[86]
     for precision in ("bf16x6", "tf32"):
-        assert compile_attention(name, dim, "fp32", 86, precision=precision).metadata.shared <= 99 * 1024
+        assert compile_attention(name, dim, "fp32", 86, precision=precision).metadata.shared <= SHARED_MEMORY[86]
 
 
 @pytest.mark.parametrize("name", KERNELS)
@@ -102,31 +112,31 @@ def test_attention_kernels_compile_in_fp32(name):
         compile_attention(name, dim, "fp32", 90, tma=True, precision="bf16x6")
 
 
-@slow_after(1, "activation, mask", [("gelu_tanh", "none"), ("silu", "hstu"), ("softmax", "window"), ("softmax", "semi-local")])
+@slow_after(1, "activation, mask, capabilities", MASKED)
 @pytest.mark.parametrize("name", KERNELS)
-def test_activations_and_masks_compile(name, activation, mask):
-    for capability, shared_memory in ((80, 163), (86, 99), (90, 227 // 2), (100, 227)):
+def test_activations_and_masks_compile(name, activation, mask, capabilities):
+    for capability in capabilities:
         compiled = compile_attention(name, 128, "bf16", capability, tma=capability >= 90, activation=activation, mask=MASKS[mask])
-        assert compiled.metadata.shared <= shared_memory * 1024  # on Hopper two thread blocks share a multiprocessor
+        # On Hopper two thread blocks share a multiprocessor.
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability] // (2 if capability == 90 else 1)
 
 
-@slow_after(1, "bias, dim, dtype, activation, mask", BIASED)
+@slow_after(1, "bias, dim, dtype, activation, mask, capabilities", BIASED)
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_with_a_bias_compile(name, bias, dim, dtype, activation, mask):
-    for capability, shared_memory in ((80, 163), (86, 99), (90, 227), (100, 227)):
+def test_attention_kernels_with_a_bias_compile(name, bias, dim, dtype, activation, mask, capabilities):
+    for capability in capabilities:
         options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], precision="bf16x6" if dtype == "fp32" else "ieee")
         compiled = compile_attention(name, dim, dtype, capability, bias=BIASES[bias], **options)
-        assert compiled.metadata.shared <= shared_memory * 1024
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
-@slow_after(1, "query_groups", [2, 3])
+@slow_after(1, "query_groups, calls", GROUPED)
 @pytest.mark.parametrize("name", KERNELS)
-def test_attention_kernels_compile_for_several_query_groups(name, query_groups):
-    for capability, shared_memory in ((80, 163), (90, 227), (100, 227)):
-        for activation in ("softmax", "gelu_tanh"):
-            options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
-            compiled = compile_attention(name, 128, "bf16", capability, **options)
-            assert compiled.metadata.shared <= shared_memory * 1024
+def test_attention_kernels_compile_for_several_query_groups(name, query_groups, calls):
+    for activation, capability in calls:
+        options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
+        compiled = compile_attention(name, 128, "bf16", capability, **options)
+        assert compiled.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(1, "name", KERNELS)

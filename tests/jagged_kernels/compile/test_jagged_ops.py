@@ -55,10 +55,17 @@ def compile_jagged_matmul(name, capability, dtype, depth, columns, precision):
     return compile_jagged(kernel, capability, dtype, options, **constants, ALIGN=16 // itemsize, PRECISION=precision)
 
 
-@slow_after(1, "capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
+JAGGED_MATMUL_CASES = [  # capability, its shared memory in KiB, cases of dtype, columns and precision: each with two capabilities or more
+    (80, 163, [("bf16", 128, "ieee"), ("fp32", 64, "bf16x6"), ("fp32", 128, "tf32")]),
+    (86, 99, [("bf16", 128, "ieee"), ("fp32", 64, "tf32"), ("fp32", 128, "tf32"), ("fp32", 64, "bf16x6")]),
+    (90, 227, [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 64, "tf32")]),
+    (100, 227, [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 128, "tf32")]),
+]
+
+
+@slow_after(1, "capability, shared_memory, cases", JAGGED_MATMUL_CASES)
 @pytest.mark.parametrize("name", JAGGED_MATMULS)
-def test_jagged_matmul_kernels_compile(name, capability, shared_memory):
-    cases = [("bf16", 128, "ieee"), ("bf16", 8, "ieee"), ("fp32", 64, "tf32"), ("fp32", 128, "tf32"), ("fp32", 64, "bf16x6")]
+def test_jagged_matmul_kernels_compile(name, capability, shared_memory, cases):
     for dtype, size, precision in cases:
         compiled = compile_jagged_matmul(name, capability, dtype, size, size, precision)
         assert compiled.metadata.shared <= shared_memory * 1024
@@ -91,10 +98,15 @@ def test_sums_of_matrices_with_their_transposes_compile(capability):
         compile_jagged(jagged_matmul_kernels.jagged_symmetric_kernel, capability, dtype, {}, BLOCK=SYMMETRIC_BLOCK)
 
 
+DTYPES = [("fp32", 4), ("bf16", 2)]
+
+
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@slow_after(1, "capability, shared_memory", [(80, 163), (86, 99), (90, 227), (100, 227)])
-def test_jagged_softmax_kernels_compile(capability, shared_memory, backward):
-    for dtype, itemsize in (("fp32", 4), ("bf16", 2)):
+@slow_after(
+    1, "capability, shared_memory, dtypes", [(80, 163, DTYPES), (86, 99, DTYPES[:1]), (90, 227, DTYPES[1:]), (100, 227, DTYPES[:1])]
+)
+def test_jagged_softmax_kernels_compile(capability, shared_memory, dtypes, backward):
+    for dtype, itemsize in dtypes:
         constants = {} if backward else dict(grad_ptr=None)
         config = jagged_softmax_config(itemsize, 64)
         tile = dict(LINES=config.lines, LENGTH=config.length)

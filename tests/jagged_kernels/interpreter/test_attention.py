@@ -11,9 +11,10 @@ from jagged_modules.activations import ACTIVATIONS
 from jagged_modules.schedule import host_schedule
 
 SELF = [3, 0, 1, 70, 40]
-MASKS = [
-    "causal", "window", "hstu", "causal-window", "targets", "grouped-targets", "long-context", "band", "open-targets",
-    "semi-local", "truncated", "open-truncated",
+MASKS = [  # the other activation of a mask is in test_attention_bias.py
+    ("causal", "softmax"), ("window", "softmax"), ("hstu", "softmax"), ("causal", "silu"), ("window", "silu"),
+    ("causal-window", "softmax"), ("targets", "silu"), ("grouped-targets", "softmax"), ("long-context", "silu"), ("band", "softmax"),
+    ("open-targets", "silu"), ("semi-local", "softmax"), ("truncated", "silu"), ("open-truncated", "silu"),
 ]  # fmt: skip
 DTYPES = [torch.float32, torch.float16]
 
@@ -40,8 +41,12 @@ def test_shared_operands(check_attention, shared, dtype):
     check_attention("mixed", dtype, "cpu", shared=shared)
 
 
-@slow_after(1, "dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("lengths", ["two-groups", "three-groups", "groups-of-one-segment"])
+@slow_after(
+    3,
+    "lengths, dtype",
+    [*((x, torch.float32) for x in ("two-groups", "three-groups", "groups-of-one-segment")), ("two-groups", torch.float16)],
+    ids=str,
+)
 def test_several_query_groups(check_attention, lengths, dtype):
     check_attention(lengths, dtype, "cpu", heads=(2, 1))
     check_attention(lengths, dtype, "cpu", heads=(2, 2), dims=(16, 16), activation="gelu_tanh", output_scale=0.02)
@@ -57,14 +62,17 @@ def test_user_rows_and_candidates_together(check_self_target_attention):
     check_self_target_attention([3, 0, 70], [20, 4, 0], torch.float32, "cpu")
 
 
-@slow_after(1, "dtype", DTYPES, ids=str)
-@slow_after(3, "activation", ACTIVATIONS[1:])
+@slow_after(
+    3,
+    "activation, dtype",
+    [*((x, torch.float32) for x in ACTIVATIONS[1:]), *((x, torch.float16) for x in ACTIVATIONS[1::3])],
+    ids=str,
+)
 def test_activations(check_attention, activation, dtype):
     check_attention(([3, 70, 0, 20], [65, 20, 4, 0]), dtype, "cpu", activation=activation, scale=0.3, output_scale=0.02)
 
 
-@slow_after(1, "activation", ["softmax", "silu"])
-@slow_after(3, "mask", MASKS)
+@slow_after(3, "mask, activation", MASKS)
 def test_masks(check_attention, mask, activation):
     lengths = (SELF, SELF) if activation == "softmax" else ([80, 3, 0, 9], [70, 90, 5, 0])
     check_attention(lengths, torch.float32, "cpu", heads=(2, 1), activation=activation, mask=mask)
@@ -82,8 +90,12 @@ def test_shared_operands_with_a_scale_per_segment(check_attention, shared):
         check_attention(lengths, torch.float32, "cpu", shared=shared, activation="sigmoid", output_scale=output_scale)
 
 
-@slow_after(1, "dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shared", ["none", "q", "kv", "groups"])
+@slow_after(
+    4,
+    "shared, dtype",
+    [*((x, torch.float32) for x in ("none", "q", "kv", "groups")), ("none", torch.float16), ("q", torch.float16)],
+    ids=str,
+)
 def test_scales_with_a_gradient(check_scales_with_a_gradient, shared, dtype):
     check_scales_with_a_gradient(shared, dtype, "cpu", "triton")
 

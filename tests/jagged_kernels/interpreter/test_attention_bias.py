@@ -12,11 +12,12 @@ from torch.nn.functional import pad
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-from jagged_modules.activations import ACTIVATIONS
 
 LENGTHS = [[3, 0, 70, 33], [65, 4, 20, 40]]
 LARGEST = 2**63 - 1
 SMALL = 2**31 - 2  # the largest distance that the table of leading bits serves
+# Of the two activations, each mask has the one that it lacks in test_attention.py.
+OTHER_MASKS = [(mask, ("silu", "softmax")[i % 2]) for i, mask in enumerate(x for x in MASKS if x not in ("hstu", "truncated"))]
 
 
 def check_case(lengths=LENGTHS, dtype="float32", **options):
@@ -26,27 +27,38 @@ def check_case(lengths=LENGTHS, dtype="float32", **options):
     check(legal(dataclasses.replace(case, lengths=[list(x) for x in lengths], seed=1, poison="nan")))
 
 
-@slow_after(1, "dtype", ["float32", "float16"])
-@slow_after(2, "tables", ["shared", "per head", "in the operands' dtype"])
-@pytest.mark.parametrize("bias", BIASES)
+TABLES = ["shared", "per head", "in the operands' dtype"]
+
+
+@slow_after(
+    6,
+    "tables, bias, dtype",
+    [*((tables, bias, "float32") for tables in TABLES for bias in BIASES), *((*pair, "float16") for pair in zip(TABLES, BIASES))],
+)
 def test_tables(bias, tables, dtype):
     check_case(bias=bias, tables=tables, dtype=dtype, query_times=tables == "per head", query_shift=tables != "shared")
 
 
-@slow_after(2, "activation", ["silu", "gelu", *(x for x in ACTIVATIONS if x not in ("silu", "gelu"))])
+@slow_after(2, "activation", ["silu", "gelu", "softmax", "identity", "gelu_taylor"])
 def test_activations(activation):
+    """The bias is added before the activation, all of which test_attention.py has."""
     scale = 1 if activation == "softmax" else "tensor with gradient"
     check_case(bias="both", tables="per head", activation=activation, output_scale=scale, buckets=1, heads=[2, 2])
 
 
-@slow_after(2, "mask", ["hstu", "truncated", *(x for x in MASKS if x not in ("hstu", "truncated"))])
-@slow_after(1, "activation", ["softmax", "silu"])
+@slow_after(2, "mask, activation", [("hstu", "softmax"), ("truncated", "softmax"), ("hstu", "silu"), *OTHER_MASKS])
 def test_masks(mask, activation):
     check_case(bias="both", mask=mask, activation=activation, tables="per head", timestamps="unsorted")
 
 
-@slow_after(2, "timestamps", ["unsorted", "huge", "sorted", "equal", "far apart"])
-@slow_after(1, "buckets", [128, 0, 1, 7, 300])
+@slow_after(
+    2,
+    "timestamps, buckets",
+    [  # each of either with two of the other
+        ("unsorted", 128), ("huge", 128),
+        ("unsorted", 300), ("huge", 0), ("sorted", 0), ("sorted", 1), ("equal", 1), ("equal", 7), ("far apart", 7), ("far apart", 300),
+    ],
+)  # fmt: skip
 def test_timestamps(timestamps, buckets):
     check_case(bias="time", timestamps=timestamps, buckets=buckets, boundaries="explicit", query_times=buckets % 2 == 0)
 
@@ -85,7 +97,7 @@ def test_host_schedule():
     check_case(bias="both", schedule=True, max_seqlen=True, mask="causal", activation="silu")
 
 
-@slow_after(2, "seed", range(30))
+@slow_after(2, "seed", range(12))
 def test_random_options(seed):
     bias = list(BIASES)[seed % 3]
     case = random_configuration("jagged_attention", seed, "interpreter", bias=bias, operands=("self", "cross")[seed % 2])
@@ -120,9 +132,14 @@ def assert_exact(distances, boundaries, origin, offsets):
     assert torch.equal(counts.long(), expected.bincount(minlength=len(table)))
 
 
-@pytest.mark.parametrize("order", ["mixed", "sorted"])
-@pytest.mark.parametrize("largest", [SMALL, LARGEST], ids=["leading-bits", "comparisons"])
-@slow_after(1, "origin", [-(2**40), 0, 10**9])
+@slow_after(
+    4,
+    "largest, order, origin",
+    [  # each two values of two parameters meet
+        (SMALL, "mixed", -(2**40)), (SMALL, "sorted", 0), (LARGEST, "mixed", 10**9), (LARGEST, "sorted", -(2**40)),
+        (SMALL, "sorted", 10**9), (LARGEST, "mixed", 0),
+    ],
+)  # fmt: skip
 def test_edges_of_the_default_boundaries(order, largest, origin, offsets):
     """In order, a tile has few buckets, which are compared one by one; otherwise many, found by leading bits if the distances are small."""
     boundaries = jm.RelativeBias.log_boundaries(128)
@@ -132,7 +149,7 @@ def test_edges_of_the_default_boundaries(order, largest, origin, offsets):
     assert_exact(distances, boundaries, origin, offsets)
 
 
-@slow_after(2, "seed", range(20))
+@slow_after(2, "seed", range(6))
 @pytest.mark.parametrize("largest", [200, SMALL, 2**45])
 def test_edges_of_random_boundaries(largest, seed, offsets):
     """With duplicates, in all magnitudes."""

@@ -19,16 +19,29 @@ FORMS = {
 }
 
 
-@slow_after(1, "dtype", DTYPES, ids=str)
-@slow_after(1, "block_size", [16, 32, 64, 128])
-@pytest.mark.parametrize("lengths", [LENGTHS, [0, 0, 5, 0], [200], [0], [], [1] * 5], ids=str)
+@slow_after(
+    6,
+    "block_size, lengths, dtype",
+    [
+        *((16, lengths, torch.float32) for lengths in (LENGTHS, [0, 0, 5, 0], [200], [0], [], [1] * 5)),
+        *((size, lengths, torch.float32) for size in (32, 64, 128) for lengths in (LENGTHS, [200], [1] * 5)),
+        *((size, LENGTHS, torch.float16) for size in (16, 32, 64, 128)),
+    ],
+    ids=str,
+)
 def test_forward_and_gradients(check_block_attention, lengths, block_size, dtype):
     check_block_attention(lengths, dtype, "cpu", block_size)
 
 
-@slow_after(1, "dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rotate", ["qk", "qkv"])
-@slow_after(1, "block_size", [16, 64, 128])
+@slow_after(
+    2,
+    "block_size, rotate, dtype",
+    [
+        *((size, rotate, torch.float32) for size in (16, 64, 128) for rotate in ("qk", "qkv")),
+        *((size, rotate, torch.float16) for size, rotate in ((16, "qkv"), (64, "qk"), (128, "qkv"))),
+    ],
+    ids=str,
+)
 def test_rotary(check_block_attention, block_size, rotate, dtype):
     check_block_attention(LENGTHS, dtype, "cpu", block_size, rotate=rotate)
 
