@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, library
 from torch._C import DisableTorchFunction
 
-if TYPE_CHECKING:  # not public in torch.library
+if TYPE_CHECKING:  # torch has no public name of it
     from torch._library.custom_ops import CustomOpDef
 
 

@@ -20,14 +20,13 @@ from inputs import (
     timed_schedule,
     varlen_attention,
 )
+from names import FA2
 from runner import Implementation, Setup, device_name
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 import jagged_modules as jm
 from jagged_modules import functional as F
-
-FA2 = "varlen_attn (FA2)"
 
 
 @dataclasses.dataclass(frozen=True)

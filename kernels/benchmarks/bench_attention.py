@@ -31,7 +31,7 @@ from inputs import (
     uniform_lengths,
     varlen_attention,
 )
-from names import DENSE, DENSE_FLASH, OURS, PORTABLE, UNFUSED
+from names import DENSE, DENSE_FLASH, FA2, OURS, PORTABLE, UNFUSED
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -149,7 +149,7 @@ def self_attention(device: str, dtype: torch.dtype, lengths: Tensor, num_heads: 
         }
     else:
         others = {
-            "varlen_attn (FA2)": varlen,
+            FA2: varlen,
             **{name: lambda module=module: varlen(peers.flash_attention(module)) for name, module in peers.FLASH_ATTENTION.items()},
             peers.SLL: sll,
             DENSE_FLASH: partial(padded, partial(sdpa, SDPBackend.FLASH_ATTENTION), False),
@@ -243,7 +243,7 @@ def target_attention(
         return Implementation(forward, own, pick_replicated, grad, note="" if in_measured_call else "K and V come replicated")
 
     implementations = our_implementations(device, head_dim, ours)
-    implementations["varlen_attn (FA2), folded"] = varlen
+    implementations[f"{FA2}, folded"] = varlen
     for name, module in peers.FLASH_ATTENTION.items():
         implementations[f"{name}, folded"] = lambda module=module: varlen(peers.flash_attention(module))
     if equal_histories and equal_counts:

@@ -20,9 +20,9 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from attention_problem import FA2, Attention, Problem
+from attention_problem import Attention, Problem
 from inputs import leaves, lognormal_lengths, offsets_of, pad, plain_attention, random_tensors, uniform_lengths
-from names import OURS
+from names import FA2, OURS
 from runner import Case, Implementation, Setup, main
 from torch import Tensor, nn
 from torch.nn.functional import linear

@@ -1,6 +1,7 @@
 """The benchmarks are scripts beside one another, not a package: their folder goes on the path, as when one of them is run."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "kernels" / "benchmarks"))
+
+import runner  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -20,3 +23,13 @@ def tiny_run(request, tmp_path_factory) -> tuple[dict, Path]:
     assert process.returncode == 0, process.stderr
     (path,) = out.glob(f"*-{Path(request.module.BENCHMARK).stem.removeprefix('bench_')}.json")
     return json.loads(path.read_text()), path
+
+
+@pytest.fixture
+def run_setup():
+    """setup → its rows: each implementation is checked and, as there are no rounds, not timed."""
+
+    def run(setup: runner.Setup) -> list[dict]:
+        return runner.run_case(runner.Case("", "", lambda: setup), runner.Protocol("cpu", rounds=0), re.compile(""))
+
+    return run

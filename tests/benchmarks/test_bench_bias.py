@@ -5,7 +5,6 @@ from functools import partial
 
 import bench_bias as bench
 import pytest
-import runner
 import torch
 
 import jagged_modules as jm
@@ -26,10 +25,6 @@ LENGTHS = torch.tensor([4, 9, 1, 3])
 
 def make_problem(activation: str) -> bench.Problem:
     return bench.Problem("cpu", torch.float32, LENGTHS, num_heads=2, head_dim=8, activation=activation)
-
-
-def run(setup: runner.Setup) -> list[dict]:
-    return runner.run_case(runner.Case("", "", lambda: setup), runner.Protocol("cpu", rounds=0), re.compile(""))
 
 
 @pytest.mark.slow
@@ -79,20 +74,20 @@ def test_the_reference_is_the_one_of_jagged_attention():
 
 
 @pytest.mark.parametrize("tables", [bench.POSITION, bench.POSITION_AND_TIME], ids=" and ".join)
-def test_a_bias_that_is_left_out_is_wrong(tables):
+def test_a_bias_that_is_left_out_is_wrong(tables, run_setup):
     problem = make_problem("silu")
 
     def without_bias(q, k, v, **tables):
         return problem.ours(bench.NO_BIAS).forward()
 
     unbiased = partial(problem.implementation, tables, without_bias)
-    rows = run(problem.setup({"biased": partial(problem.ours, tables), "unbiased": unbiased}))
+    rows = run_setup(problem.setup({"biased": partial(problem.ours, tables), "unbiased": unbiased}))
     assert [row["status"].split(":")[0] for row in rows] == ["ok", "wrong"]
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("lengths", [LENGTHS, torch.full((3,), 9)], ids=["jagged", "full"])
-def test_what_runs_on_cuda(lengths, monkeypatch):
+def test_what_runs_on_cuda(lengths, monkeypatch, run_setup):
     """Without compilation. flex_attention runs forward only: it has no backward on the CPU."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
     monkeypatch.setattr(bench, "device_name", lambda device: "NVIDIA H200")
@@ -100,13 +95,13 @@ def test_what_runs_on_cuda(lengths, monkeypatch):
     problem.device = "cuda"
     setup = bench.biases(lambda: problem)
     assert list(setup.implementations) == [*GRADIENTS, bench.FLEX]
-    *others, _ = run(setup)
+    *others, _ = run_setup(setup)
     assert [row["status"] for row in others] == ["ok"] * len(GRADIENTS)
     assert [row["note"] for row in others] == [""] * 3 + ["padded inputs, compiled"] * 2
 
     monkeypatch.setattr(bench, "leaves", lambda **tensors: {name: x.detach().contiguous() for name, x in tensors.items()})
     monkeypatch.setattr(problem, "tables", {name: x.detach() for name, x in problem.tables.items()})
-    (row,) = run(problem.setup({bench.FLEX: problem.flex}))
+    (row,) = run_setup(problem.setup({bench.FLEX: problem.flex}))
     assert row["status"] == "ok", row
     assert set(row["forward_errors"]) == {f"out/position {b}" for b in problem.samples}
 

@@ -6,7 +6,6 @@ import attention_problem
 import bench_everyday as bench
 import inputs
 import pytest
-import runner
 import torch
 from attention_problem import Attention, Problem
 
@@ -26,10 +25,6 @@ ATTENTIONS = {
 
 def make_problem(kind: str) -> Problem:
     return Problem("cpu", torch.float32, ATTENTIONS[kind])
-
-
-def run(setup: runner.Setup) -> list[dict]:
-    return runner.run_case(runner.Case("", "", lambda: setup), runner.Protocol("cpu", rounds=0), re.compile(""))
 
 
 @pytest.mark.slow
@@ -77,14 +72,14 @@ def test_the_reference_is_the_one_of_jagged_attention(kind):
 
 
 @pytest.mark.parametrize("kind", ["self", "HSTU"])
-def test_another_mask_or_function_is_wrong(kind):
+def test_another_mask_or_function_is_wrong(kind, run_setup):
     problem, other = make_problem(kind), make_problem("causal")
-    rows = run(problem.setup({"right": problem.ours, "padded": problem.padded, "other": other.ours}))
+    rows = run_setup(problem.setup({"right": problem.ours, "padded": problem.padded, "other": other.ours}))
     assert [row["status"].split(":")[0] for row in rows] == ["ok", "ok", "wrong"]
 
 
 @pytest.mark.parametrize("kind", ["self", "causal", "target"])
-def test_flash_attention_gets_the_mask(kind, monkeypatch):
+def test_flash_attention_gets_the_mask(kind, monkeypatch, run_setup):
     """FlashAttention needs a GPU, so jagged_attention stands in for it."""
 
     def attention(q, k, v, q_offsets, kv_offsets, max_q, max_kv, causal=False):
@@ -99,7 +94,7 @@ def test_flash_attention_gets_the_mask(kind, monkeypatch):
     problem.device = "cuda"
     implementations = problem.flash()
     assert list(implementations) == [bench.FA2, *attention_problem.peers.FLASH_ATTENTION]
-    assert [row["status"] for row in run(problem.setup(implementations))] == ["ok"] * 3
+    assert [row["status"] for row in run_setup(problem.setup(implementations))] == ["ok"] * 3
 
 
 def test_work_and_bytes():
@@ -127,23 +122,23 @@ def test_orders_of_tiles():
     assert bench.reordered(jm.zigzag_schedule(lengths, lengths, **sizes), lambda x: torch.arange(len(x.tiles))).tiles.equal(zigzag.tiles)
 
 
-def test_the_backward_runs_in_the_caller_s_thread_where_the_name_says_so():
+def test_the_backward_runs_in_the_caller_s_thread_where_the_name_says_so(run_setup):
     setup = bench.in_both_threads(lambda: bench.everyday(lambda: make_problem("self")))
     for name, build in setup.implementations.items():
         with build().around():
             assert torch._C._is_multithreading_enabled() == (bench.CALLER not in name)
     assert torch._C._is_multithreading_enabled()
-    assert [row["status"] for row in run(setup)] == ["ok"] * 4
+    assert [row["status"] for row in run_setup(setup)] == ["ok"] * 4
 
 
-def test_lengths_of_a_file(tmp_path):
+def test_lengths_of_a_file(tmp_path, run_setup):
     file = tmp_path / "lengths.txt"
     file.write_text("3 0 5\n7\n")
     measured = bench.read_lengths(str(file))
     assert measured.tolist() == [3, 5, 7]
     cases = [case for case in bench.make_cases("cpu", True, measured) if case.table == bench.MEASURED]
     assert len(cases) == 2 and cases[1].name == f"{cases[0].name}, causal"
-    assert [row["status"] for row in run(cases[0].setup())] == ["ok"] * 2
+    assert [row["status"] for row in run_setup(cases[0].setup())] == ["ok"] * 2
     assert not any(case.table == bench.MEASURED for case in bench.make_cases("cpu", True))
 
 

@@ -36,7 +36,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
     target = GPUTarget("cuda", 10 * capability[0] + capability[1], 32)
     backend = make_backend(target)
     launches: list[Launch] = []
-    variants: dict[tuple, str] = {}
+    of_keys: dict[tuple, str] = {}
 
     @functools.cache
     def binder(kernel):
@@ -49,8 +49,8 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
         bind, keys = binder(kernel)
         _, specialisation, all_options = bind(*args, **options, debug=False, instrumentation_mode="")
         launch = Launch(kernel.__name__, compute_cache_key(keys, specialisation, all_options))
-        variant = kernel.__name__, *kernel._variant(device.index, args, options)
-        assert variants.setdefault(variant, launch.specialisation) == launch.specialisation  # one variant, one compiled kernel
+        key = kernel.__name__, *kernel._cache_key(device.index, args, options)
+        assert of_keys.setdefault(key, launch.specialisation) == launch.specialisation  # one key, one compiled kernel
         launches.append(launch)
 
     device = torch.device("cuda", 10 * capability[0] + capability[1])  # one index per capability: the library caches device properties

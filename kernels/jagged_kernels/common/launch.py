@@ -19,7 +19,7 @@ from .descriptors import Described
 
 
 class CachedLaunches(JITFunction):
-    """A JITFunction that finds compiled kernels by `_variant`. Other arguments than `tl.constexpr` must be given by position."""
+    """A JITFunction that finds compiled kernels by `_cache_key`. Other arguments than `tl.constexpr` must be given by position."""
 
     def cache_launches(self) -> None:
         """What a constructor would do: a kernel gets this class when it is a JITFunction already.
@@ -39,18 +39,18 @@ class CachedLaunches(JITFunction):
         if warmup or callable(grid) or len(args) != len(self._rules) or self.pre_run_hooks or _is_observed():
             return super().run(*args, grid=grid, warmup=warmup, **constants)
         device = driver.active.get_current_device()
-        variant = self._variant(device, args, constants)
-        kernel = self._compiled.get(variant)
+        key = self._cache_key(device, args, constants)
+        kernel = self._compiled.get(key)
         if kernel is None:
             kernel = super().run(*args, grid=grid, warmup=False, **constants)
             if kernel is not None:  # a hook of Triton's may have prevented the compilation
-                self._compiled[variant] = kernel
+                self._compiled[key] = kernel
         else:
             blocks, stream = (*grid, 1, 1)[:3], driver.active.get_current_stream(device)
             kernel.run(*blocks, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *self._constants)
         return kernel
 
-    def _variant(self, device: int, args: tuple, constants: dict) -> tuple:
+    def _cache_key(self, device: int, args: tuple, constants: dict) -> tuple:
         """What the compiled kernel depends on. Triton's own function describes an argument: its dtype, whether it is aligned, None, 1 or
         divisible by 16, how wide an integer is. It takes long for a descriptor, of which only the box matters."""
         backend = _backend(device)

@@ -15,6 +15,8 @@ from ..attention.params import MaskParams
 from ..common.device import cdiv
 
 EXACT_WORK, WORK_CLASSES = 512, 1023
+TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
+EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 
 
 def work_class(work: Tensor) -> Tensor:
@@ -23,8 +25,8 @@ def work_class(work: Tensor) -> Tensor:
     Works of a class differ by less than 1/64, except in the last class: 129,024 blocks and more. The number of classes is bounded so that
     the device can sort by counting. `_bucket` in device.py is the same function.
     """
-    top_bits = work.float().view(torch.int32) >> 17  # exponent and 6 bits of the mantissa: 64 steps for each power of two
-    return torch.where(work < EXACT_WORK, work, top_bits - (136 * 64 - EXACT_WORK)).clamp(max=WORK_CLASSES - 1)
+    top_bits = work.float().view(torch.int32) >> TOP_BITS
+    return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
 def query_tile_work(

@@ -18,11 +18,13 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_WORK, WORK_CLASSES
+from .cost import EXACT_TOP_BITS, EXACT_WORK, TOP_BITS, WORK_CLASSES
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
 EXACT = tl.constexpr(EXACT_WORK)
+SHIFT_TO_TOP_BITS = tl.constexpr(TOP_BITS)
+CLASS_OF_TOP_BITS = tl.constexpr(EXACT_WORK - EXACT_TOP_BITS)  # added to them, from EXACT on
 BUCKETS = tl.constexpr(WORK_CLASSES + 1)  # one for each class of work, after one for no tile; a power of 2
 
 
@@ -87,8 +89,8 @@ def _tile_list_kernel(
 @triton.jit
 def _bucket(work):
     """1 + `cost.work_class`."""
-    top_bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> 17
-    return tl.minimum(tl.where(work < EXACT, work, top_bits - (136 * 64 - EXACT)) + 1, BUCKETS - 1)
+    top_bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> SHIFT_TO_TOP_BITS
+    return tl.minimum(tl.where(work < EXACT, work, top_bits + CLASS_OF_TOP_BITS) + 1, BUCKETS - 1)
 
 
 @safe_ptxas
