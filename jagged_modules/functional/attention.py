@@ -479,5 +479,6 @@ def _check_output_scale(output_scale: Tensor, num_segments: int, device: torch.d
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
     """ValueError if the schedule's number of tiles is not that of these segments."""
     expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
-    if int(schedule.num_tiles) != expected:
-        raise ValueError(f"schedule was built for other lengths: it has {int(schedule.num_tiles)} tiles, q_offsets need {expected}")
+    num_tiles = int(schedule.num_tiles[0])
+    if num_tiles != expected:
+        raise ValueError(f"schedule was built for other lengths: it has {num_tiles} tiles, q_offsets need {expected}")

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 
 from ..common.configs import LaunchConfig, has_small_shared_memory, padded_dim
+from ..schedule.cost import SHORT
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +84,14 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
         dq=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
         dkdv=LaunchConfig(block=64, num_warps=4, num_stages=3, ctas_per_sm=2),
     )
+
+
+@functools.cache
+def packed_config(kernel: str, head_dim: int) -> LaunchConfig:
+    """Configuration of the kernels for short segments, "fwd" or "bwd". head_dim: the larger of the query and the value head dim."""
+    wide = padded_dim(head_dim) == 128
+    ctas_per_sm = {"fwd": 4 if wide else 6, "bwd": 2 if wide else 4}[kernel]
+    return LaunchConfig(block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas_per_sm)
 
 
 def biased_dq_config(config: LaunchConfig) -> LaunchConfig:

@@ -355,7 +355,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def attention_bwd_dq_hopper_kernel(
     q_desc, do_desc, k_desc, v_desc, dq_desc, out_ptr, dq_ptr, lse_ptr, delta_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias, sums,

@@ -464,7 +464,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["num_segments", "stride_lse"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,

@@ -6,7 +6,7 @@
     bias tables: dposition[j - i + N - 1] = Σ dS,  dtime[bucket(u_i - t_j)] = Σ dS      (bias.py)
 
 Every kernel is persistent over a zigzag schedule (schedule/); each output tile has one owner, so results are
-deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
+deterministic. In self-attention of many short segments, these have kernels of their own (triton_packed.py), launched first. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
 pointwise activations store nothing. Each kernel computes the scores again; on Hopper dq may read dS instead, which the dk, dv kernel
 has stored (hopper_ds.py).
 
@@ -31,6 +31,7 @@ from ..common.device import contiguous_last_dim, device_properties, precision, r
 from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
+from . import packed
 from .bias import Bias
 from .bias_tables import TableGradients, kernel_bias
 from .params import AttentionParams, BiasKind, Gradients, MaskParams, Operands, empty_table_gradients
@@ -81,6 +82,9 @@ def triton_attention(
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
     selection = select(_problem(operands, segments, None, params, kv_shared, implementation))
+    if selection.packed_fwd is not None:
+        packed.forward(operands, segments, params, selection.packed_fwd)
+        segments = segments._replace(long_only=True)
     if selection.backend == "hopper":
         from . import hopper_forward as hopper
 
@@ -129,6 +133,9 @@ def triton_attention_backward(
     dq = q.new_empty((do.shape[0], *q.shape[1:]), dtype=torch.float32 if q_shared else q.dtype)
     dk, dv = (x.new_empty((chunks * x.shape[0], *x.shape[1:]), dtype=torch.float32 if kv_shared else x.dtype) for x in (k, v))
     grads = Gradients(do, dq, dk, dv, delta=torch.empty_like(lse))
+    if selection.packed_bwd is not None:
+        packed.backward(operands, grads, queries, params, selection.packed_bwd)
+        queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
     if selection.backend == "hopper":
         from . import hopper_backward as hopper
 
@@ -172,11 +179,17 @@ def _problem(
         kv_segments=segments.kv_offsets.shape[0] - 1,
         q_shared=params.q_shared,
         kv_shared=kv_shared,
+        self_attention=_same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared),
         misaligned=_misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
         schedule=(segments.tiles.block, key_block),
         num_kv_heads=k.shape[1],
         num_sms=num_sms,
     )
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors are one, which may have gone through an operator or a graph."""
+    return x is y or x.data_ptr() == y.data_ptr() and x.shape == y.shape
 
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str, ...]:

@@ -15,9 +15,18 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from .configs import AttentionTile, HopperConfig, attention_config, attention_tile, biased_dq_config, hopper_attention_config
+from .configs import (
+    AttentionTile,
+    HopperConfig,
+    attention_config,
+    attention_tile,
+    biased_dq_config,
+    hopper_attention_config,
+    packed_config,
+)
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
+PACKED_MEAN, PACKED_ROWS_PER_SM = 128, 512  # packed_tiles_are_faster
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
 
 
@@ -34,6 +43,7 @@ class AttentionProblem(NamedTuple):
         batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
+        self_attention: queries and keys have the same offsets.
         misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
         schedule: rows of the query tiles and of the key tiles of the given schedule; None for a side that has none.
         num_kv_heads, num_sms: used for the number of query chunks, which only kv_shared has.
@@ -55,6 +65,7 @@ class AttentionProblem(NamedTuple):
     kv_segments: int | None = None
     q_shared: bool = False
     kv_shared: bool = False
+    self_attention: bool = False
     misaligned: tuple[str, ...] = ()
     schedule: tuple[int | None, int | None] = (None, None)
     num_kv_heads: int = 1
@@ -71,6 +82,7 @@ class Selection:
         dq_from_ds: configuration of the Hopper kernel that reads dS; None with the portable kernels.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
         query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each chunk reads all keys.
+        packed_fwd, packed_bwd: configurations of the kernels for short segments, which the others then leave out; None: they do not.
     """
 
     backend: str
@@ -80,6 +92,8 @@ class Selection:
     dq_from_ds: HopperConfig | None = None
     tma: bool = False
     query_chunks: int = 1
+    packed_fwd: LaunchConfig | None = None
+    packed_bwd: LaunchConfig | None = None
 
     @property
     def tile(self) -> AttentionTile:
@@ -94,6 +108,15 @@ def select(problem: AttentionProblem) -> Selection:
         ValueError: implementation is "hopper" and those kernels do not support the problem.
     """
     p = problem
+    selection = _of_long_segments(p)
+    if packed_tiles_are_faster(p):
+        dim = max(p.head_dim, p.v_dim)
+        return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim), packed_bwd=packed_config("bwd", dim))
+    return selection
+
+
+def _of_long_segments(p: AttentionProblem) -> Selection:
+    """The kernels for all segments that are not in packed tiles."""
     q_seqlen = p.q_rows if p.q_shared else _mean_seqlen(p, p.q_rows, p.q_segments)
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
@@ -133,6 +156,18 @@ def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: 
     """
     long = q_seqlen is None or kv_seqlen is None or q_seqlen * kv_seqlen >= 1024
     return long and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
+
+
+def packed_tiles_are_faster(p: AttentionProblem) -> bool:
+    """Whether short segments are packed (schedule/packed.py): in self-attention of short segments that fill the GPU.
+
+    It takes two launches more, forward and backward. docs/decisions/short-segments.md has figures.
+    """
+    supported = p.self_attention and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
+    if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None:
+        return False
+    mean, rows_per_sm = p.q_rows / max(1, p.q_segments), p.q_rows * p.num_kv_heads / p.num_sms
+    return mean <= PACKED_MEAN and rows_per_sm >= PACKED_ROWS_PER_SM and p.q_rows < 2**31
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:

@@ -151,7 +151,7 @@ def _fwd_block(q, keys, values, block, visible, state, scale, bias, OPTIONS: tl.
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "stride_lse"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
@@ -247,7 +247,7 @@ def _dq_block(
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "stride_lse"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def attention_bwd_dq_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, do_ptr, dq_ptr, lse_ptr, delta_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
@@ -365,7 +365,7 @@ def _dkdv_block(keys, queries, block, dk, dv, scale, bias, OPTIONS: tl.constexpr
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "stride_lse"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
 def attention_bwd_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_ptr, delta_ptr, q_desc, k_desc, do_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,

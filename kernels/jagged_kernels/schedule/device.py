@@ -18,14 +18,15 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, TOP_BITS, WORK_CLASSES
+from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
 EXACT = tl.constexpr(EXACT_WORK)
 SHIFT_TO_TOP_BITS = tl.constexpr(TOP_BITS)
 CLASS_OF_TOP_BITS = tl.constexpr(EXACT_WORK - EXACT_TOP_BITS)  # added to them, from EXACT on
-BUCKETS = tl.constexpr(WORK_CLASSES + 1)  # one for each class of work, after one for no tile; a power of 2
+BUCKETS = tl.constexpr(WORK_CLASSES + 2)  # no tile, tile of a short segment, and one for each class of work; a power of 2
+SHORT_ROWS = tl.constexpr(SHORT)
 
 
 @triton.jit
@@ -33,7 +34,7 @@ def _segment_tiles(
     offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks per head, tiles and work of each tile, for a vector of segments; 0 past the last one."""
+    """Blocks per head, tiles, and what to sort by: the work of each tile, -1 for a short segment. 0 past the last segment."""
     real = segments < num_segments
     rows, others = segment_lengths(offsets_ptr, segments, real), segments
     if GROUPS > 1:
@@ -43,6 +44,8 @@ def _segment_tiles(
     tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
     for other_group in tl.static_range(1, OTHER_GROUPS):
         work += tl.cdiv(segment_lengths(other_offsets_ptr, others + other_group * num_segments, real).to(tl.int32), BLOCK_N)
+    if GROUPS == 1 and OTHER_GROUPS == 1:
+        work = tl.where(real & (rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), -1, work)
     return blocks, tiles, work
 
 
@@ -60,7 +63,7 @@ def _tile_list_kernel(
         offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
     )  # fmt: skip
     first = tl.zeros([SEGMENTS], tl.int32)
-    total = 0
+    total, num_long = 0, 0
     for start in range(0, num_segments, CHUNK):
         others = start + tl.arange(0, CHUNK)
         _, other_tiles, other_work = _segment_tiles(
@@ -70,8 +73,10 @@ def _tile_list_kernel(
         earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
         first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
         total += tl.sum(other_tiles, 0)
+        num_long += tl.sum(tl.where(other_work >= 0, other_tiles, 0), 0)
     if tl.program_id(0) == 0:
         tl.store(num_tiles_ptr, total)
+        tl.store(num_tiles_ptr + 1, num_long)
 
     blocks = tl.maximum(blocks, 1)[:, None]
     for start in range(0, tl.max(tiles, 0), SEGMENTS):
@@ -88,9 +93,9 @@ def _tile_list_kernel(
 
 @triton.jit
 def _bucket(work):
-    """1 + `cost.work_class`."""
+    """2 + `cost.work_class`."""
     top_bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> SHIFT_TO_TOP_BITS
-    return tl.minimum(tl.where(work < EXACT, work, top_bits + CLASS_OF_TOP_BITS) + 1, BUCKETS - 1)
+    return tl.minimum(tl.where(work < EXACT, work, top_bits + CLASS_OF_TOP_BITS) + 2, BUCKETS - 1)
 
 
 @safe_ptxas
@@ -119,6 +124,8 @@ def _tile_work_kernel(
             last_row, shift = tl.minimum(row + BLOCK_M, length) - 1, other_length - length
             blocks = column_blocks(row + shift, last_row + shift, other_length, first_target, MASK, BLOCK_N)
         bucket = _bucket(num_masked_blocks(blocks) + blocks.full_count)
+        if (length <= SHORT_ROWS) & (other_length <= SHORT_ROWS):
+            bucket = 1
 
     chunk_ptr = chunks_ptr + tl.program_id(0) // CHUNK * (BUCKETS + 3 * CHUNK)
     tl.atomic_add(chunk_ptr + bucket, 1, sem="relaxed")
@@ -150,6 +157,7 @@ def _masked_list_kernel(
     first = tl.sum(total, 0) - tl.cumsum(total, 0) + before
     if chunk == 0:
         tl.store(num_tiles_ptr, tl.sum(tl.where(buckets > 0, total, 0), 0) * num_heads)
+        tl.store(num_tiles_ptr + 1, tl.sum(tl.where(buckets > 1, total, 0), 0) * num_heads)
 
     bucket_ptr = chunks_ptr + chunk * SIZE + BUCKETS
     tiles = tl.arange(0, CHUNK)
@@ -196,7 +204,7 @@ def _launch_masked_list(
 
 def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *mask):
     capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
-    return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((1,), dtype=torch.int32)
+    return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((2,), dtype=torch.int32)
 
 
 @operator("tile_list", fake=_empty_list)
@@ -213,7 +221,8 @@ def tile_list(
         mask: `MaskParams`, with num_targets `[B]` if it has targets.
 
     Returns:
-        tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[1]`: rows past it are 0.
+        tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[2]`, as in `TileSchedule`; rows past the first
+        number are 0.
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1
@@ -241,8 +250,8 @@ def kernel_tiles(
     total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys.
     """
     tiles, num_tiles, block = segments.tiles
-    if tiles is not None and block == config.tile:
-        return tiles, num_tiles
-    offsets = segments.q_offsets, segments.kv_offsets
-    offsets = reversed(offsets) if key_tiles else offsets
-    return tile_list(*offsets, total_rows, num_heads, config.tile, config.block, params.mask, params.num_targets, key_tiles)
+    if tiles is None or block != config.tile:
+        offsets = segments.q_offsets, segments.kv_offsets
+        offsets = reversed(offsets) if key_tiles else offsets
+        tiles, num_tiles = tile_list(*offsets, total_rows, num_heads, config.tile, config.block, params.mask, params.num_targets, key_tiles)
+    return tiles, num_tiles[1:] if segments.long_only else num_tiles

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import key_tile_work, query_tile_work, work_class
+from .cost import is_short, key_tile_work, query_tile_work, work_class
 
 
 class TileList(NamedTuple):
@@ -31,11 +31,12 @@ class TileList(NamedTuple):
 
 class Segments(NamedTuple):
     """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query groups have offsets `[n · B + 1]`: their
-    segments b, B + b, 2B + b, ... read the keys of segment b."""
+    segments b, B + b, 2B + b, ... read the keys of segment b. long_only: kernels leave out the tiles of short segments."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
     tiles: TileList
+    long_only: bool = False
 
     @property
     def query_groups(self) -> int:
@@ -53,7 +54,8 @@ class TileSchedule:
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
-        num_tiles: int32 `[1]`, how many rows of `tiles` count (a schedule built on the device has spare capacity).
+        num_tiles: int32 `[2]`, how many rows of `tiles` count (a schedule built on the device has spare capacity), and how many of them
+            come before those of short segments (cost.is_short), which are last.
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
         num_workers: workers of `worker` and `loads()`. Kernels use the number of workers that the GPU has.
@@ -158,13 +160,13 @@ def zigzag_schedule(
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     if mask is None or not len(q_lengths):
-        tiles, work = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
+        tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        tiles, work = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, mask.params, num_targets, key_tiles)
+        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, mask.params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
-        num_tiles=torch.tensor([len(tiles)], dtype=torch.int32),
+        num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32),
         block_m=block_m,
         block_n=block_n,
         num_heads=num_heads,
@@ -175,13 +177,18 @@ def zigzag_schedule(
 
 def _tiles(
     q_lengths: Tensor, kv_lengths: Tensor, groups: int, other_groups: int, num_heads: int, block_m: int, block_n: int
-) -> tuple[Tensor, Tensor]:
-    """Sorted tiles and the work of each. All tiles of a segment cost the same, so sorting segments and expanding them equals a
-    stable sort of the tiles."""
+) -> tuple[Tensor, Tensor, int]:
+    """Sorted tiles, the work of each, and the number of those of long segments. All tiles of a segment cost the same, so sorting segments
+    and expanding them equals a stable sort of the tiles."""
     segment_work = cdiv(kv_lengths, block_n).view(other_groups, -1).sum(0, dtype=torch.int32).repeat(groups)
-    segment_work, order = torch.sort(segment_work, descending=True, stable=True)
+    short = torch.zeros_like(q_lengths, dtype=torch.bool)
+    if groups == other_groups == 1:
+        short = is_short(q_lengths, kv_lengths)
+    order = torch.argsort(torch.where(short, -1, segment_work), descending=True, stable=True)
+    segment_work = segment_work[order]
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
+    num_long = int(tiles_per_segment[~short[order]].sum())
     rank = torch.repeat_interleave(torch.arange(len(order), dtype=torch.int32), tiles_per_segment)
     first = (tiles_per_segment.cumsum(0) - tiles_per_segment).to(torch.int32)
     within = torch.arange(len(rank), dtype=torch.int32) - first[rank]
@@ -190,7 +197,7 @@ def _tiles(
     blocks = blocks[rank]
     torch.div(within, blocks, rounding_mode="floor", out=tiles[:, 1])
     torch.remainder(within, blocks, out=tiles[:, 2])
-    return tiles, segment_work[rank]
+    return tiles, segment_work[rank], num_long
 
 
 def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, mask: object = None) -> int:
@@ -210,8 +217,9 @@ def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, m
 def _masked_tiles(
     lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams, num_targets: Tensor | None,
     key_tiles: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sorted tiles under a mask and the work of each. The heads of a block, which cost the same, follow one another.
+) -> tuple[Tensor, Tensor, int]:  # fmt: skip
+    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The heads of a block, which cost the same, follow
+    one another.
 
     lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
     """
@@ -223,12 +231,13 @@ def _masked_tiles(
     sides = lengths[segment], other_lengths[segment]
     count_blocks = key_tile_work if key_tiles else query_tile_work
     work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
-    order = torch.argsort(work_class(work), descending=True, stable=True)
+    short = is_short(*sides)
+    order = torch.argsort(torch.where(short, -1, work_class(work)), descending=True, stable=True)
     tiles = torch.empty(len(order), num_heads, 3, dtype=torch.int32)
     tiles[:, :, 0] = segment[order, None]
     tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32)
     tiles[:, :, 2] = block[order, None]
-    return tiles.flatten(0, 1), work[order].repeat_interleave(num_heads)
+    return tiles.flatten(0, 1), work[order].repeat_interleave(num_heads), int((~short).sum()) * num_heads
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:

@@ -1,0 +1,61 @@
+"""Launches of the kernels for short segments (triton_packed.py)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..common.activations import activation_factors, activation_function
+from ..common.configs import LaunchConfig, padded_dim
+from ..common.device import device_properties, precision, row_and_head_strides
+from ..schedule.host import Segments
+from ..schedule.packed import PackedTiles, pack_short_segments
+from .params import AttentionParams, Gradients, Operands
+from .triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel
+
+
+def forward(operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig) -> None:
+    """Write `out`, and with softmax `lse`, of the short segments."""
+    q, k, v, out, lse = operands
+    packed = pack_short_segments(segments.q_offsets, q.shape[0])
+    align, strides = row_and_head_strides(q, k, v, out)
+    act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    packed_attention_fwd_kernel[_grid(config, packed, q)](
+        q, k, v, out, lse, segments.q_offsets, *packed, params.num_targets, params.segment_scale,
+        params.scale, act_factor, params.output_scale, *strides, lse.stride(0), ALIGN=align, **_constants(config, operands, params),
+    )  # fmt: skip
+
+
+def backward(operands: Operands, grads: Gradients, segments: Segments, params: AttentionParams, config: LaunchConfig) -> None:
+    """Write dq, dk and dv of the short segments."""
+    q, k, v, _, _ = operands
+    do, dq, dk, dv, _ = grads
+    packed = pack_short_segments(segments.q_offsets, q.shape[0])
+    align, strides = row_and_head_strides(q, k, v, do, dq, dk, dv)
+    act_factor, dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
+    packed_attention_bwd_kernel[_grid(config, packed, k)](
+        q, k, v, do, dq, dk, dv, segments.q_offsets, *packed, params.num_targets, params.segment_scale,
+        params.scale, act_factor, dact_factor, params.output_scale, *strides, ALIGN=align, **_constants(config, operands, params),
+    )  # fmt: skip
+
+
+def _grid(config: LaunchConfig, packed: PackedTiles, x: Tensor) -> tuple[int]:
+    """As many programs as run on the GPU at a time, at most one for each tile and head of x."""
+    return (min(device_properties(x.device).num_sms * config.ctas_per_sm, len(packed.tiles) * x.shape[1]),)
+
+
+def _constants(config: LaunchConfig, operands: Operands, params: AttentionParams) -> dict:
+    q, k, v, _, _ = operands
+    return dict(
+        HEADS=q.shape[1],
+        GROUP=q.shape[1] // k.shape[1],
+        HEAD_DIM=q.shape[2],
+        V_DIM=v.shape[2],
+        BLOCK_D=padded_dim(q.shape[2]),
+        BLOCK_DV=padded_dim(v.shape[2]),
+        PRECISION=precision(q),
+        ACTIVATION=activation_function(params.activation, q.dtype == torch.bfloat16),
+        MASK=params.mask,
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+    )
