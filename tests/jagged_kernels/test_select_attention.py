@@ -1,5 +1,6 @@
 """Which kernels an attention call takes, and with which tiles: every rule at its edges. No GPU: the compute capability is an argument."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -206,3 +207,34 @@ def test_equal_problems_give_one_selection():
     """This saves host time at each launch. The cache does not grow with the number of batches."""
     assert select(problem(**sizes(400, 500))) is select(problem(**sizes(600, 700)))
     assert select(problem(capability=A100, **sizes(400, 500))) is select(problem(capability=A100, **sizes(401, 501)))
+
+
+SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55, 55, segments=2048)
+
+
+@pytest.mark.parametrize(
+    "change, packed",
+    [
+        (dict(), True),
+        (dict(capability=A100), True),
+        (dict(implementation="triton"), True),
+        (dict(masked=True, activation="silu", head_dim=24), True),
+        (dict(q_rows=512 * 33), True),
+        (dict(q_rows=512 * 33 - 1), False),
+        (dict(q_rows=2048 * 128 - 1), True),
+        (dict(q_rows=2048 * 128), False),
+        (dict(self_attention=False), False),
+        (dict(implementation="hopper"), False),
+        (dict(batch_invariant=True), False),
+        (dict(biased=True), False),
+        (dict(dtype=torch.float32), False),
+        (dict(v_dim=136), False),
+    ],
+    ids=str,
+)
+def test_short_segments_are_packed_where_they_fill_the_gpu(change, packed):
+    selection = select(problem(**SHORT_BATCH | change))
+    assert (selection.packed_fwd is not None) == (selection.packed_bwd is not None) == packed
+    assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
+        problem(**SHORT_BATCH | change | dict(self_attention=False))
+    )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from jagged_kernels.schedule.cost import EXACT_WORK, WORK_CLASSES, work_class
+from jagged_kernels.schedule.cost import EXACT_WORK, SHORT, WORK_CLASSES, work_class
 from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
 
 import jagged_modules as jm
@@ -17,15 +17,16 @@ import jagged_modules as jm
 SIZES = dict(num_heads=2, block_m=16, block_n=8, num_workers=5)
 
 
-def expected_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n):
-    """(segment, head, block) and work of every tile, by the definition: enumerate, then sort stably by work, longest first."""
+def expected_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, short_last=True):
+    """(segment, head, block) and work of every tile, by the definition: enumerate, then sort stably by work, longest first, short segments
+    after the others."""
     tiles = [
         ((segment, head, block), -(-kv_lengths[segment] // block_n))
         for segment, rows in enumerate(q_lengths)
         for head in range(num_heads)
         for block in range(-(-rows // block_m))
     ]
-    return sorted(tiles, key=lambda tile: -tile[1])
+    return sorted(tiles, key=lambda tile: (short_last and max(q_lengths[tile[0][0]], kv_lengths[tile[0][0]]) <= SHORT, -tile[1]))
 
 
 @st.composite
@@ -44,7 +45,8 @@ def test_every_tile_once_longest_first_and_stable(problem, num_workers):
     expected = expected_tiles(q_lengths, kv_lengths, **sizes)
     assert [tuple(tile) for tile in schedule.tiles.tolist()] == [tile for tile, _ in expected]
     assert schedule.work.tolist() == [work for _, work in expected]
-    assert schedule.num_tiles.tolist() == [len(expected)]
+    long = [max(q_lengths[segment], kv_lengths[segment]) > SHORT for segment, _, _ in schedule.tiles.tolist()]
+    assert schedule.num_tiles.tolist() == [len(expected), sum(long)] and long == sorted(long, reverse=True)
     assert len(set(map(tuple, schedule.tiles.tolist()))) == len(expected)
     for tensor in (schedule.tiles, schedule.work, schedule.worker, schedule.num_tiles):
         assert tensor.dtype == torch.int32 and tensor.device.type == "cpu"
@@ -62,14 +64,15 @@ def test_assignment_alternates_direction(problem, num_workers):
 
 
 @given(problem=problems(), num_workers=st.integers(1, 40))
-def test_loads_differ_by_at_most_the_longest_tile(problem, num_workers):
+def test_loads_differ_by_at_most_the_longest_tiles(problem, num_workers):
     """Two workers' tiles of one wave differ by at most the wave's spread, with alternating sign from wave to wave; the waves' spreads
-    lie one after the other in the sorted list, so they add up to at most its longest tile."""
+    lie one after the other in the sorted list, so they add up to at most its longest tile. Short segments are a list of their own."""
     q_lengths, kv_lengths, sizes = problem
     schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=num_workers)
     loads = schedule.loads()
     assert loads.shape == (num_workers,) and loads.sum() == schedule.work.sum()
-    longest = schedule.work.max() if len(schedule.work) else 0
+    parts = schedule.work.split([int(schedule.num_tiles[1]), len(schedule.work) - int(schedule.num_tiles[1])])
+    longest = sum(part.max() for part in parts if len(part))
     assert loads.max() - loads.min() <= longest
     assert loads.max() - loads.double().mean() <= longest
 
@@ -100,7 +103,7 @@ def test_forty_thousand_tiles_within_two_milliseconds():
 def test_capacity_is_reached():
     """One row more than whole blocks in every segment but the last: the bound is tight up to the rounding of the total."""
     lengths, sizes = [17] * 8, dict(num_heads=3, block_m=16, block_n=8)
-    assert int(zigzag_schedule(lengths, lengths, **sizes, num_workers=1).num_tiles) == 3 * 16
+    assert int(zigzag_schedule(lengths, lengths, **sizes, num_workers=1).num_tiles[0]) == 3 * 16
     assert tile_capacity(sum(lengths), 8, 3, 16) == 3 * (9 + 8)
 
 
@@ -116,17 +119,17 @@ def test_several_query_groups(problem, groups):
     lengths, more, sizes = problem
     queries = [n for i in range(groups) for n in more[i:] + more[:i]]
     schedule = zigzag_schedule(queries, lengths, **sizes, num_workers=3)
-    expected = expected_tiles(queries, lengths * groups, **sizes)
+    expected = expected_tiles(queries, lengths * groups, **sizes, short_last=False)
     assert list(zip(map(tuple, schedule.tiles.tolist()), schedule.work.tolist())) == expected
     keys = zigzag_schedule(lengths, queries, **sizes, num_workers=3, key_tiles=True)
     blocks = [sum(-(-n // sizes["block_n"]) for n in queries[b :: len(lengths)]) for b in range(len(lengths))]
-    expected = expected_tiles(lengths, blocks, sizes["num_heads"], sizes["block_m"], 1)
+    expected = expected_tiles(lengths, blocks, sizes["num_heads"], sizes["block_m"], 1, short_last=False)
     assert list(zip(map(tuple, keys.tiles.tolist()), keys.work.tolist())) == expected
 
 
 def test_no_segments():
     schedule = zigzag_schedule([], [], **SIZES)
-    assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0] and schedule.loads().tolist() == [0] * 5
+    assert schedule.tiles.shape == (0, 3) and schedule.num_tiles.tolist() == [0, 0] and schedule.loads().tolist() == [0] * 5
 
 
 def test_a_moved_schedule_keeps_its_backward():
@@ -159,10 +162,13 @@ def test_a_mask_changes_what_tiles_cost():
 
 @given(problem=problems(), key_tiles=st.booleans())
 def test_masked_tiles_are_sorted_by_work(problem, key_tiles):
-    """Stably: segments, then blocks, then heads."""
+    """Stably: segments, then blocks, then heads. Short segments come last."""
     q_lengths, kv_lengths, sizes = problem
     schedule = zigzag_schedule(q_lengths, kv_lengths, **sizes, num_workers=3, mask=jm.AttentionMask(causal=True), key_tiles=key_tiles)
-    order = [(-work, segment, block, head) for work, (segment, head, block) in zip(schedule.work.tolist(), schedule.tiles.tolist())]
+    order = [
+        (max(q_lengths[segment], kv_lengths[segment]) <= SHORT, -work, segment, block, head)
+        for work, (segment, head, block) in zip(schedule.work.tolist(), schedule.tiles.tolist())
+    ]
     assert order == sorted(order)
     assert sorted(map(tuple, schedule.tiles.tolist())) == sorted(tile for tile, _ in expected_tiles(q_lengths, kv_lengths, **sizes))
 
@@ -173,8 +179,9 @@ def test_works_of_a_class_are_nearly_equal():
     assert torch.equal(classes[:EXACT_WORK], work[:EXACT_WORK])
     assert classes.dtype == torch.int32 and classes.unique().tolist() == list(range(WORK_CLASSES)), "none is left out"
     assert (classes.diff() >= 0).all(), "they ascend"
-    first = torch.searchsorted(classes, classes[: 2**16])
-    assert (work[: 2**16] < work[first] * (1 + 1 / 64)).logical_or(work[: 2**16] == work[first]).all()
+    below = 64_000  # the last class
+    first = torch.searchsorted(classes, classes[:below])
+    assert (work[:below] < work[first] * (1 + 1 / 64)).logical_or(work[:below] == work[first]).all()
 
 
 def test_masked_tiles_of_much_work_are_sorted_by_its_class():

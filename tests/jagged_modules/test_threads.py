@@ -58,7 +58,7 @@ def test_threads_that_prepare_one_jagged_more_often_than_it_keeps(offsets_of):
             for step in range(60):
                 queries = 1 + number * 60 + step
                 schedule = keys._schedule(queries, 1, None, 1, 16, torch.float32, None)
-                assert int(schedule.num_tiles) == 2 * (-(-queries // schedule.block_m))
+                assert int(schedule.num_tiles[0]) == 2 * (-(-queries // schedule.block_m))
 
         in_threads(prepare)
     finally:

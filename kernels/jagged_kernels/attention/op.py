@@ -6,9 +6,9 @@
     bias tables: dposition[j - i + N - 1] = Σ dS,  dtime[bucket(u_i - t_j)] = Σ dS      (bias.py)
 
 Every kernel is persistent over a zigzag schedule (schedule/); each output tile has one owner, so results are
-deterministic. In self-attention of many short segments, these have kernels of their own (triton_packed.py), launched first. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
+deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
 pointwise activations store nothing. Each kernel computes the scores again; on Hopper dq may read dS instead, which the dk, dv kernel
-has stored (hopper_ds.py).
+has stored (hopper_ds.py). In self-attention of many short segments, these have kernels of their own (triton_packed.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)

@@ -109,10 +109,7 @@ def select(problem: AttentionProblem) -> Selection:
     """
     p = problem
     selection = _of_long_segments(p)
-    if packed_tiles_are_faster(p):
-        dim = max(p.head_dim, p.v_dim)
-        return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim), packed_bwd=packed_config("bwd", dim))
-    return selection
+    return _with_packed_tiles(selection, max(p.head_dim, p.v_dim)) if packed_tiles_are_faster(p) else selection
 
 
 def _of_long_segments(p: AttentionProblem) -> Selection:
@@ -167,7 +164,7 @@ def packed_tiles_are_faster(p: AttentionProblem) -> bool:
     if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None:
         return False
     mean, rows_per_sm = p.q_rows / max(1, p.q_segments), p.q_rows * p.num_kv_heads / p.num_sms
-    return mean <= PACKED_MEAN and rows_per_sm >= PACKED_ROWS_PER_SM and p.q_rows < 2**31
+    return mean < PACKED_MEAN and rows_per_sm >= PACKED_ROWS_PER_SM and p.q_rows < 2**31
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
@@ -236,6 +233,11 @@ def _cached(function: Callable) -> Callable:
         return function(*args) if torch.compiler.is_compiling() else cached(*args)
 
     return call
+
+
+@_cached
+def _with_packed_tiles(selection: Selection, dim: int) -> Selection:
+    return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim), packed_bwd=packed_config("bwd", dim))
 
 
 @_cached

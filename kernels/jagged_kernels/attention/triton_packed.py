@@ -160,7 +160,7 @@ def packed_attention_fwd_kernel(
                 factor = act_factor * _output_factors(batch, tile, computed, output_scale)
             out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * factor
             _store(out_rows, tile, head, computed, out, V_DIM, BLOCK_DV)
-            segment = _next_segment(tile, segment, tl.sum(tl.sum(out, 1), 0))
+            segment = _next_segment(tile, segment, tl.sum(out))
 
 
 @safe_ptxas
@@ -194,14 +194,14 @@ def packed_attention_bwd_kernel(
             visible = _visible(tile, batch, computed, MASK)
             factor = _output_factors(batch, tile, computed, output_scale)
             dk, dv = tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS, BLOCK_DV], tl.float32)
-            checksum = tl.zeros([ROWS], tl.float32)
+            checksum = 0.0
             for group_head in range(0, GROUP):
                 head = key_head * GROUP + group_head
                 q = _load(q_rows, tile, head, computed, HEAD_DIM, BLOCK_D)
                 do = _load(do_rows, tile, head, computed, V_DIM, BLOCK_DV)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
-                checksum += tl.sum(scores, 1) + tl.sum(dp, 1)
+                checksum += tl.sum(scores + dp)
                 dp = tl.where(visible, dp, 0.0)
                 if ACTIVATION is None:
                     p, _, row_sum = _softmax(scores * score_scale, visible)
@@ -220,4 +220,4 @@ def packed_attention_bwd_kernel(
             if GROUP > 1:
                 _store(dv_rows, tile, key_head, computed, dv * (act_factor * factor), V_DIM, BLOCK_DV)
             _store(dk_rows, tile, key_head, computed, dk * (scale * dact_factor * factor), HEAD_DIM, BLOCK_D)
-            segment = _next_segment(tile, segment, tl.sum(checksum, 0))
+            segment = _next_segment(tile, segment, checksum)

@@ -1,5 +1,5 @@
-"""How many blocks attention tiles visit under a mask, in torch: the numbers of `mask.column_blocks` and `mask.row_blocks` in the kernels. And
-what a schedule sorts tiles by.
+"""What a schedule sorts tiles by, and how many blocks they visit under a mask, in torch: the numbers of `mask.column_blocks` and
+`mask.row_blocks` in the kernels.
 
 All tensors are int32, one element per tile. Positions are columns of the segment. docs/decisions/mask-rule.md: why this is
 written again.
@@ -16,7 +16,7 @@ from ..attention.params import MaskParams
 from ..common.device import cdiv
 
 SHORT = 64  # rows of a short segment at most; also those of a packed tile (packed.py)
-EXACT_WORK, WORK_CLASSES = 512, 1022
+EXACT_WORK, WORK_CLASSES = 512, 958
 TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
 EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 
@@ -24,17 +24,22 @@ EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 def work_class(work: Tensor) -> Tensor:
     """The class by which tiles are sorted under a mask: the work itself below EXACT_WORK, then 64 classes for each power of two.
 
-    Works of a class differ by less than 1/64, except in the last class: 126,976 blocks and more. The number of classes is bounded so that
-    the device can sort by counting. `_bucket` in device.py is the same function.
+    Works of a class differ by less than 1/64, except in the last class: 64,000 blocks and more. The number of classes is bounded so that
+    the device can sort by counting. `_work_class` in device.py is the same function.
     """
     top_bits = work.float().view(torch.int32) >> TOP_BITS
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
 def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:
-    """Whether a segment has at most SHORT queries and SHORT keys. The tiles of short segments come last in a schedule, whatever their work,
-    so that kernels can leave them to those of packed tiles."""
+    """Whether a segment has at most SHORT queries and SHORT keys."""
     return torch.maximum(q_len, kv_len) <= SHORT
+
+
+def sort_key(work: Tensor, short: Tensor) -> Tensor:
+    """What tiles are sorted by, largest first, given their work or its class. Tiles of short segments come last, so that kernels can leave
+    them to the kernels of packed tiles. A short segment has at most SHORT blocks."""
+    return torch.where(short, work, work + (SHORT + 1))
 
 
 def query_tile_work(

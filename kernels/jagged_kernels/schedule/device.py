@@ -22,11 +22,17 @@ from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
-EXACT = tl.constexpr(EXACT_WORK)
+EXACT, CLASSES = tl.constexpr(EXACT_WORK), tl.constexpr(WORK_CLASSES)
 SHIFT_TO_TOP_BITS = tl.constexpr(TOP_BITS)
 CLASS_OF_TOP_BITS = tl.constexpr(EXACT_WORK - EXACT_TOP_BITS)  # added to them, from EXACT on
-BUCKETS = tl.constexpr(WORK_CLASSES + 2)  # no tile, tile of a short segment, and one for each class of work; a power of 2
+BUCKETS = tl.constexpr(WORK_CLASSES + SHORT + 2)  # one for each sort key, after one for no tile; a power of 2
 SHORT_ROWS = tl.constexpr(SHORT)
+
+
+@triton.jit
+def _sort_key(work, rows, columns):
+    """`cost.sort_key`."""
+    return tl.where((rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), work, work + (SHORT_ROWS + 1))
 
 
 @triton.jit
@@ -34,7 +40,7 @@ def _segment_tiles(
     offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Blocks per head, tiles, and what to sort by: the work of each tile, -1 for a short segment. 0 past the last segment."""
+    """Blocks per head, tiles, and the sort key of each tile (cost.sort_key), for a vector of segments. No tiles past the last one."""
     real = segments < num_segments
     rows, others = segment_lengths(offsets_ptr, segments, real), segments
     if GROUPS > 1:
@@ -44,9 +50,10 @@ def _segment_tiles(
     tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
     for other_group in tl.static_range(1, OTHER_GROUPS):
         work += tl.cdiv(segment_lengths(other_offsets_ptr, others + other_group * num_segments, real).to(tl.int32), BLOCK_N)
-    if GROUPS == 1 and OTHER_GROUPS == 1:
-        work = tl.where(real & (rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), -1, work)
-    return blocks, tiles, work
+    if GROUPS > 1 or OTHER_GROUPS > 1:
+        return blocks, tiles, work + (SHORT_ROWS + 1)
+    else:
+        return blocks, tiles, _sort_key(work, rows, columns)
 
 
 @safe_ptxas
@@ -59,21 +66,21 @@ def _tile_list_kernel(
     """Each program writes the tiles of SEGMENTS segments. A segment's first position is the number of tiles of the segments that a stable
     sort by work, longest first, puts before it. Comparing with all segments is cheaper here than sorting."""
     segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
-    blocks, tiles, work = _segment_tiles(
+    blocks, tiles, key = _segment_tiles(
         offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
     )  # fmt: skip
     first = tl.zeros([SEGMENTS], tl.int32)
     total, num_long = 0, 0
     for start in range(0, num_segments, CHUNK):
         others = start + tl.arange(0, CHUNK)
-        _, other_tiles, other_work = _segment_tiles(
+        _, other_tiles, other_key = _segment_tiles(
             offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
         )  # fmt: skip
-        longer = other_work[None, :] > work[:, None]
-        earlier = (other_work[None, :] == work[:, None]) & (others[None, :] < segments[:, None])
+        longer = other_key[None, :] > key[:, None]
+        earlier = (other_key[None, :] == key[:, None]) & (others[None, :] < segments[:, None])
         first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
         total += tl.sum(other_tiles, 0)
-        num_long += tl.sum(tl.where(other_work >= 0, other_tiles, 0), 0)
+        num_long += tl.sum(tl.where(other_key > SHORT_ROWS, other_tiles, 0), 0)
     if tl.program_id(0) == 0:
         tl.store(num_tiles_ptr, total)
         tl.store(num_tiles_ptr + 1, num_long)
@@ -92,10 +99,10 @@ def _tile_list_kernel(
 
 
 @triton.jit
-def _bucket(work):
-    """2 + `cost.work_class`."""
+def _work_class(work):
+    """`cost.work_class`."""
     top_bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> SHIFT_TO_TOP_BITS
-    return tl.minimum(tl.where(work < EXACT, work, top_bits + CLASS_OF_TOP_BITS) + 2, BUCKETS - 1)
+    return tl.minimum(tl.where(work < EXACT, work, top_bits + CLASS_OF_TOP_BITS), CLASSES - 1)
 
 
 @safe_ptxas
@@ -123,9 +130,7 @@ def _tile_work_kernel(
             first_target = first_target_column(num_targets_ptr, segment, other_length, MASK)
             last_row, shift = tl.minimum(row + BLOCK_M, length) - 1, other_length - length
             blocks = column_blocks(row + shift, last_row + shift, other_length, first_target, MASK, BLOCK_N)
-        bucket = _bucket(num_masked_blocks(blocks) + blocks.full_count)
-        if (length <= SHORT_ROWS) & (other_length <= SHORT_ROWS):
-            bucket = 1
+        bucket = 1 + _sort_key(_work_class(num_masked_blocks(blocks) + blocks.full_count), length, other_length)
 
     chunk_ptr = chunks_ptr + tl.program_id(0) // CHUNK * (BUCKETS + 3 * CHUNK)
     tl.atomic_add(chunk_ptr + bucket, 1, sem="relaxed")
@@ -157,7 +162,7 @@ def _masked_list_kernel(
     first = tl.sum(total, 0) - tl.cumsum(total, 0) + before
     if chunk == 0:
         tl.store(num_tiles_ptr, tl.sum(tl.where(buckets > 0, total, 0), 0) * num_heads)
-        tl.store(num_tiles_ptr + 1, tl.sum(tl.where(buckets > 1, total, 0), 0) * num_heads)
+        tl.store(num_tiles_ptr + 1, tl.sum(tl.where(buckets > 1 + SHORT_ROWS, total, 0), 0) * num_heads)
 
     bucket_ptr = chunks_ptr + chunk * SIZE + BUCKETS
     tiles = tl.arange(0, CHUNK)
@@ -221,8 +226,8 @@ def tile_list(
         mask: `MaskParams`, with num_targets `[B]` if it has targets.
 
     Returns:
-        tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`, and num_tiles int32 `[2]`, as in `TileSchedule`; rows past the first
-        number are 0.
+        tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`; rows that do not count are 0. num_tiles int32 `[2]`, as in
+        `TileSchedule`.
     """
     tiles, num_tiles = _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n)
     num_segments = offsets.shape[0] - 1

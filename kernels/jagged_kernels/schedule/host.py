@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import is_short, key_tile_work, query_tile_work, work_class
+from .cost import is_short, key_tile_work, query_tile_work, sort_key, work_class
 
 
 class TileList(NamedTuple):
@@ -50,12 +50,12 @@ class Segments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Tiles of one attention call, longest first.
+    """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first.
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
         num_tiles: int32 `[2]`, how many rows of `tiles` count (a schedule built on the device has spare capacity), and how many of them
-            come before those of short segments (cost.is_short), which are last.
+            are tiles of long segments.
         block_m, block_n: rows and columns of a block.
         num_heads: heads that the tiles enumerate.
         num_workers: workers of `worker` and `loads()`. Kernels use the number of workers that the GPU has.
@@ -184,7 +184,7 @@ def _tiles(
     short = torch.zeros_like(q_lengths, dtype=torch.bool)
     if groups == other_groups == 1:
         short = is_short(q_lengths, kv_lengths)
-    order = torch.argsort(torch.where(short, -1, segment_work), descending=True, stable=True)
+    order = torch.argsort(sort_key(segment_work, short), descending=True, stable=True)
     segment_work = segment_work[order]
     blocks = cdiv(q_lengths, block_m)[order]
     tiles_per_segment = blocks * num_heads
@@ -218,8 +218,8 @@ def _masked_tiles(
     lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams, num_targets: Tensor | None,
     key_tiles: bool,
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The heads of a block, which cost the same, follow
-    one another.
+    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The heads of a block, which cost the same,
+    follow one another.
 
     lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
     """
@@ -232,7 +232,7 @@ def _masked_tiles(
     count_blocks = key_tile_work if key_tiles else query_tile_work
     work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
     short = is_short(*sides)
-    order = torch.argsort(torch.where(short, -1, work_class(work)), descending=True, stable=True)
+    order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
     tiles = torch.empty(len(order), num_heads, 3, dtype=torch.int32)
     tiles[:, :, 0] = segment[order, None]
     tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32)

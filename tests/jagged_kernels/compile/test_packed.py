@@ -1,0 +1,55 @@
+"""The kernels for short segments compile for the GPU generations that we support, and fit their shared memory."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jagged_kernels.attention.configs import packed_config  # noqa: E402
+from jagged_kernels.attention.triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel  # noqa: E402
+from jagged_kernels.common.activations import activation_function  # noqa: E402
+from jagged_kernels.common.configs import padded_dim  # noqa: E402
+from jagged_kernels.schedule.packed import _pack_kernel  # noqa: E402
+
+from .ahead_of_time import MASKS, compile_for  # noqa: E402
+
+KERNELS = {"fwd": packed_attention_fwd_kernel, "bwd": packed_attention_bwd_kernel}
+SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a thread block, by compute capability
+CASES = [  # capability, dtype, head dim, activation, mask, query heads per key head
+    (80, "fp16", 64, "softmax", "none", 1),
+    (86, "bf16", 128, "silu", "hstu", 2),
+    (90, "bf16", 128, "softmax", "none", 1),
+    (90, "fp16", 24, "gelu", "window", 4),
+    (100, "bf16", 128, "softmax", "semi-local", 1),
+]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("capability, dtype, dim, activation, mask, group", CASES, ids=str)
+def test_kernels_compile(name, capability, dtype, dim, activation, mask, group):
+    config, block = packed_config(name, dim), padded_dim(dim)
+    constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, BLOCK_D=block, BLOCK_DV=block, ALIGN=8, PRECISION="tf32")
+    constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=MASKS[mask])
+    constants |= dict(segment_scale_ptr=None) if activation == "softmax" else {}
+    constants |= dict(num_targets_ptr=None) if mask in ("none", "window") else {}
+
+    def type_of(arg):
+        if arg in ("offsets_ptr", "num_targets_ptr"):
+            return "*i64"
+        if arg in ("tiles_ptr", "num_tiles_ptr"):
+            return "*i32"
+        if arg in ("lse_ptr", "segment_scale_ptr"):
+            return "*fp32"
+        if arg.endswith("_ptr"):
+            return f"*{dtype}"
+        return "fp32" if arg.endswith(("scale", "factor")) else None
+
+    compiled = compile_for(capability, KERNELS[name], constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
+    assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+    if capability == 90:
+        assert "wgmma" in compiled.asm["ptx"]
+
+
+@pytest.mark.parametrize("capability, offsets", [(80, "*i64"), (90, "*i32"), (100, "*i64")])
+def test_pack_kernel_compiles(capability, offsets):
+    types = dict(offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32")
+    assert compile_for(capability, _pack_kernel, dict(CHUNK=64), types.get, aligned=(), num_warps=1).asm["cubin"]
