@@ -91,7 +91,7 @@ def test_the_same_as_without_packed_tiles(offsets, packed_launches, monkeypatch)
     of_segments = offsets(lengths.tolist(), "cuda")
     packed = F.jagged_attention(q, k, v, of_segments, of_segments)
     assert packed_launches["forward"] == 1
-    monkeypatch.setattr(select, "PACKED_MEAN", 0)
+    monkeypatch.setattr(select, "PACKED_MEAN", (0, 0))
     other = F.jagged_attention(q, k, v, of_segments, of_segments)
     assert packed_launches["forward"] == 1
     long = (lengths > 64).repeat_interleave(lengths).cuda()

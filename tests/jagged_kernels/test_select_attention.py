@@ -213,28 +213,30 @@ SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55,
 
 
 @pytest.mark.parametrize(
-    "change, packed",
+    "change, forward, backward",
     [
-        (dict(), True),
-        (dict(capability=A100), True),
-        (dict(implementation="triton"), True),
-        (dict(masked=True, activation="silu", head_dim=24), True),
-        (dict(q_rows=512 * 33), True),
-        (dict(q_rows=512 * 33 - 1), False),
-        (dict(q_rows=2048 * 128 - 1), True),
-        (dict(q_rows=2048 * 128), False),
-        (dict(self_attention=False), False),
-        (dict(implementation="hopper"), False),
-        (dict(batch_invariant=True), False),
-        (dict(biased=True), False),
-        (dict(dtype=torch.float32), False),
-        (dict(v_dim=136), False),
+        (dict(), True, True),
+        (dict(capability=A100), True, True),
+        (dict(implementation="triton"), True, True),
+        (dict(masked=True, activation="silu", head_dim=24), True, True),
+        (dict(q_rows=512 * 33), True, True),
+        (dict(q_rows=512 * 33 - 1), False, False),
+        (dict(q_rows=2048 * 64 - 1), True, True),
+        (dict(q_rows=2048 * 64), False, True),
+        (dict(q_rows=2048 * 128 - 1), False, True),
+        (dict(q_rows=2048 * 128), False, False),
+        (dict(self_attention=False), False, False),
+        (dict(implementation="hopper"), False, False),
+        (dict(batch_invariant=True), False, False),
+        (dict(biased=True), False, False),
+        (dict(dtype=torch.float32), False, False),
+        (dict(v_dim=136), False, False),
     ],
     ids=str,
 )
-def test_short_segments_are_packed_where_they_fill_the_gpu(change, packed):
+def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, backward):
     selection = select(problem(**SHORT_BATCH | change))
-    assert (selection.packed_fwd is not None) == (selection.packed_bwd is not None) == packed
+    assert (selection.packed_fwd is not None, selection.packed_bwd is not None) == (forward, backward)
     assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
         problem(**SHORT_BATCH | change | dict(self_attention=False))
     )

@@ -89,9 +89,10 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
 @functools.cache
 def packed_config(kernel: str, head_dim: int) -> LaunchConfig:
     """Configuration of the kernels for short segments, "fwd" or "bwd". head_dim: the larger of the query and the value head dim."""
+    registers = {2: None, 3: 168, 4: 128}
     wide = padded_dim(head_dim) == 128
-    ctas_per_sm = {"fwd": 4 if wide else 6, "bwd": 2 if wide else 4}[kernel]
-    return LaunchConfig(block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas_per_sm)
+    ctas = {"fwd": 3 if wide else 4, "bwd": 2 if wide else 3}[kernel]
+    return LaunchConfig(block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas, max_registers=registers[ctas])
 
 
 def biased_dq_config(config: LaunchConfig) -> LaunchConfig:

@@ -58,4 +58,5 @@ def _constants(config: LaunchConfig, operands: Operands, params: AttentionParams
         MASK=params.mask,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        maxnreg=config.max_registers,
     )

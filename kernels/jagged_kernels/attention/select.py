@@ -26,7 +26,8 @@ from .configs import (
 )
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
-PACKED_MEAN, PACKED_ROWS_PER_SM = 128, 512  # packed_tiles_are_faster
+PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward
+PACKED_ROWS_PER_SM = 512
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
 
 
@@ -109,7 +110,8 @@ def select(problem: AttentionProblem) -> Selection:
     """
     p = problem
     selection = _of_long_segments(p)
-    return _with_packed_tiles(selection, max(p.head_dim, p.v_dim)) if packed_tiles_are_faster(p) else selection
+    forward, backward = packed_tiles_are_faster(p)
+    return _with_packed_tiles(selection, max(p.head_dim, p.v_dim), forward) if backward else selection
 
 
 def _of_long_segments(p: AttentionProblem) -> Selection:
@@ -155,16 +157,15 @@ def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: 
     return long and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
 
 
-def packed_tiles_are_faster(p: AttentionProblem) -> bool:
-    """Whether short segments are packed (schedule/packed.py): in self-attention of short segments that fill the GPU.
-
-    It takes two launches more, forward and backward. docs/decisions/short-segments.md has figures.
+def packed_tiles_are_faster(p: AttentionProblem) -> tuple[bool, bool]:
+    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: in self-attention of short segments that
+    fill the GPU. It takes two launches more. docs/decisions/short-segments.md has figures.
     """
     supported = p.self_attention and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
     if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None:
-        return False
-    mean, rows_per_sm = p.q_rows / max(1, p.q_segments), p.q_rows * p.num_kv_heads / p.num_sms
-    return mean < PACKED_MEAN and rows_per_sm >= PACKED_ROWS_PER_SM and p.q_rows < 2**31
+        return False, False
+    mean, fills_gpu = p.q_rows / max(1, p.q_segments), p.q_rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
+    return tuple(fills_gpu and mean < longest and p.q_rows < 2**31 for longest in PACKED_MEAN)
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
@@ -236,8 +237,8 @@ def _cached(function: Callable) -> Callable:
 
 
 @_cached
-def _with_packed_tiles(selection: Selection, dim: int) -> Selection:
-    return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim), packed_bwd=packed_config("bwd", dim))
+def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selection:
+    return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim) if forward else None, packed_bwd=packed_config("bwd", dim))
 
 
 @_cached

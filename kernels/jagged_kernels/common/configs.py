@@ -9,13 +9,14 @@ from typing import Any
 @dataclasses.dataclass(frozen=True)
 class LaunchConfig:
     """Launch of a kernel. block: rows of the blocks that a tile loops over. ctas_per_sm: thread blocks per SM at a time. tile: rows of a
-    tile; None: those of the schedule."""
+    tile; None: those of the schedule. max_registers: of a thread, so that as many blocks fit; None: the compiler's choice."""
 
     block: int
     num_warps: int
     num_stages: int
     ctas_per_sm: int = 1
     tile: int | None = None
+    max_registers: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from ..common.ptxas import safe_ptxas
 from .cost import SHORT
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
-CHUNK = 64  # segments that one program packs
+CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
 
 
 class PackedTiles(NamedTuple):

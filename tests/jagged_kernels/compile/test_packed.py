@@ -8,7 +8,7 @@ from jagged_kernels.attention.configs import packed_config  # noqa: E402
 from jagged_kernels.attention.triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_kernel  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
-from jagged_kernels.schedule.packed import _pack_kernel  # noqa: E402
+from jagged_kernels.schedule.packed import CHUNK, _pack_kernel  # noqa: E402
 
 from .ahead_of_time import MASKS, compile_for  # noqa: E402
 
@@ -27,6 +27,7 @@ CASES = [  # capability, dtype, head dim, activation, mask, query heads per key 
 @pytest.mark.parametrize("capability, dtype, dim, activation, mask, group", CASES, ids=str)
 def test_kernels_compile(name, capability, dtype, dim, activation, mask, group):
     config, block = packed_config(name, dim), padded_dim(dim)
+    options = dict(num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, BLOCK_D=block, BLOCK_DV=block, ALIGN=8, PRECISION="tf32")
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=MASKS[mask])
     constants |= dict(segment_scale_ptr=None) if activation == "softmax" else {}
@@ -43,7 +44,7 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group):
             return f"*{dtype}"
         return "fp32" if arg.endswith(("scale", "factor")) else None
 
-    compiled = compile_for(capability, KERNELS[name], constants, type_of, num_warps=config.num_warps, num_stages=config.num_stages)
+    compiled = compile_for(capability, KERNELS[name], constants, type_of, **options)
     assert compiled.metadata.shared <= SHARED_MEMORY[capability]
     if capability == 90:
         assert "wgmma" in compiled.asm["ptx"]
@@ -52,4 +53,4 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group):
 @pytest.mark.parametrize("capability, offsets", [(80, "*i64"), (90, "*i32"), (100, "*i64")])
 def test_pack_kernel_compiles(capability, offsets):
     types = dict(offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32")
-    assert compile_for(capability, _pack_kernel, dict(CHUNK=64), types.get, aligned=(), num_warps=1).asm["cubin"]
+    assert compile_for(capability, _pack_kernel, dict(CHUNK=CHUNK), types.get, aligned=(), num_warps=1).asm["cubin"]
