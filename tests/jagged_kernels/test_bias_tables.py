@@ -11,7 +11,7 @@ import jagged_modules as jm
 pytest.importorskip("triton")
 
 from jagged_kernels.attention.bias import LEADING, LEADING_SHIFT, PAD  # noqa: E402
-from jagged_kernels.attention.bias_tables import TableGradients, _bucket_tables, empty_table_gradients, kernel_bias  # noqa: E402
+from jagged_kernels.attention.bias_tables import TableGradients, _bucket_tables, _entries, empty_table_gradients, kernel_bias  # noqa: E402
 from jagged_kernels.attention.params import AttentionParams  # noqa: E402
 
 LARGEST = 2**63 - 1
@@ -28,12 +28,26 @@ def found_buckets(distances, edges, leading_bits):
     return buckets
 
 
+def found_entries(distances, entries):
+    """The values and buckets that the kernels for Hopper find in the entries of one head."""
+    edge, below, above, buckets = entries[:-4].view(-1, 4)[distances.int().float().view(torch.int32) >> LEADING_SHIFT.value].unbind(1)
+    reached = distances >= edge
+    return torch.where(reached, above, below).view(torch.float32), torch.where(reached, buckets >> 16, buckets & 0xFFFF)
+
+
 def assert_right(boundaries, distances):
-    edges, leading_bits = _bucket_tables(boundaries)
+    edges, leading_bits, last = _bucket_tables(boundaries)
     assert edges.dtype == leading_bits.dtype == torch.int32
     assert edges.shape == (len(boundaries) + 1,) and leading_bits.shape == (LEADING.value + 1,)
     expected = torch.bucketize(distances, boundaries, right=True)
     assert torch.equal(found_buckets(distances, edges, leading_bits).long(), expected)
+    time = torch.randn(2, len(boundaries) + 1)
+    entries = _entries(time, edges, leading_bits[:-1], last)
+    assert entries.dtype == torch.int32 and entries.shape == (2, 4 * LEADING.value + 4)
+    if entries[0, -1]:
+        for head in range(2):
+            values, buckets = found_entries(distances, entries[head])
+            assert torch.equal(buckets.long(), expected) and torch.equal(values, time[head, expected])
 
 
 @given(st.lists(MAGNITUDES, max_size=300), st.lists(SMALL_MAGNITUDES, min_size=1, max_size=100))
@@ -64,8 +78,11 @@ def test_all_edges_of_the_leading_bits():
 def test_the_default_boundaries_need_few_comparisons():
     """At most as many as have the same three bits after the first."""
     for count in (1, 20, 128):
-        _, leading_bits = _bucket_tables(jm.RelativeBias.log_boundaries(count))
+        edges, leading_bits, last = _bucket_tables(jm.RelativeBias.log_boundaries(count))
         assert int(leading_bits[LEADING.value]) <= 2
+        assert _entries(torch.zeros(1, count + 1), edges, leading_bits[:-1], last)[0, -1], "no leading bits have two boundaries"
+    edges, leading_bits, last = _bucket_tables(torch.tensor([1000, 1010, 1020]))
+    assert not _entries(torch.zeros(1, 4), edges, leading_bits[:-1], last)[0, -1]
 
 
 def params(position=None, time=None, **fields):

@@ -17,6 +17,7 @@ import triton.language as tl
 PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores together
 LEADING_SHIFT = tl.constexpr(20)  # of a distance as fp32: its exponent and three bits of its mantissa are left
 LEADING = tl.constexpr((127 + 31) * 8 + 1)  # values of these bits for distances up to 2^31
+NEAR = tl.constexpr(2**31 - 1)  # distances below it are found by their leading bits
 
 
 class Bias(NamedTuple):
@@ -24,8 +25,10 @@ class Bias(NamedTuple):
 
     position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
     time_ptr, time_stride: likewise. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
-    first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. query_timestamps_ptr: None
-    for the default. inverse_scale: 1 / scale.
+    first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. entries_ptr, entries_stride:
+    for each head or all, and each value of these bits, four words: the first boundary that is not below all its distances, the table's
+    values below it and from it on, and the buckets, in halves of a word. Then a word that is 0 if any value has several boundaries.
+    query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
     """
 
     position_ptr: tl.tensor
@@ -37,6 +40,8 @@ class Bias(NamedTuple):
     num_boundaries: tl.tensor
     edges_ptr: tl.tensor
     leading_bits_ptr: tl.tensor
+    entries_ptr: tl.tensor
+    entries_stride: tl.tensor
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
     query_shift_ptr: tl.tensor
@@ -69,8 +74,9 @@ class Times(NamedTuple):
 class BiasOfTile(NamedTuple):
     """The bias of a segment and head.
 
-    position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr: the head's table. timestamps_ptr: at
-    the segment's first key. query_timestamps_ptr: at its first query. shift: position of query 0. 0 stands for what is not there.
+    position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr, entries_ptr: the head's.
+    timestamps_ptr: at the segment's first key. query_timestamps_ptr: at its first query. shift: position of query 0. 0 stands for what is
+    not there.
     """
 
     position_ptr: tl.tensor
@@ -80,6 +86,7 @@ class BiasOfTile(NamedTuple):
     num_boundaries: tl.tensor
     edges_ptr: tl.tensor
     leading_bits_ptr: tl.tensor
+    entries_ptr: tl.tensor
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
     shift: tl.tensor
@@ -102,7 +109,7 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     shift = kv_len - q_len
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
-    middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr = 0, 0, 0, 0, 0, 0, 0
+    middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr = 0, 0, 0, 0, 0, 0, 0, 0
     timestamps_ptr, query_ptr = 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
@@ -111,12 +118,13 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
         edges_ptr, leading_bits_ptr = bias.edges_ptr, bias.leading_bits_ptr
+        entries_ptr = bias.entries_ptr + head.to(tl.int64) * bias.entries_stride
         timestamps_ptr = bias.timestamps_ptr + kv_start
     if KIND.query_times:
         query_ptr = bias.query_timestamps_ptr + q_start
     return BiasOfTile(
-        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, timestamps_ptr, query_ptr, shift,
-        q_len, kv_len, bias.inverse_scale,
+        position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr, timestamps_ptr, query_ptr,
+        shift, q_len, kv_len, bias.inverse_scale,
     )  # fmt: skip
 
 
@@ -161,23 +169,46 @@ def first_entry(bias, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def bucket_block(rows, columns, bias, numbers):
     """Buckets of a block, int32 `[rows, columns]`, of two Times, one of queries and one of keys. numbers: 0, 1, 2, ..., at least as many as
-    there are boundaries.
+    there are boundaries."""
+    first, last, farthest = bucket_range(rows, columns, bias, numbers)
+    return find_buckets(rows, columns, bias, first, last, farthest)
 
-    Few buckets are found by comparing with each boundary between them. Many are found by a table of the distances' leading bits, and then
-    by comparing with the one or few boundaries that have these bits too.
-    """
+
+@triton.jit
+def bucket_range(rows, columns, bias, numbers):
+    """First and last bucket of the distances between two Times, and a bound of the distances."""
     nearest = tl.maximum(tl.maximum(rows.earliest - columns.latest, columns.earliest - rows.latest), 0)
     farthest = tl.maximum(rows.latest - columns.earliest, columns.latest - rows.earliest)
     boundaries = tl.load(bias.boundaries_ptr + numbers, mask=numbers < bias.num_boundaries, other=0x7FFFFFFFFFFFFFFF)
     # Both counts in one sum. A distance of 2^63 - 1 would count what is not there.
     both = tl.sum((boundaries <= nearest).to(tl.int32) + ((boundaries <= farthest).to(tl.int32) << 16), 0)
-    first, last = tl.minimum(both & 0xFFFF, bias.num_boundaries), tl.minimum(both >> 16, bias.num_boundaries)
+    return tl.minimum(both & 0xFFFF, bias.num_boundaries), tl.minimum(both >> 16, bias.num_boundaries), farthest
+
+
+@triton.jit
+def distances(rows, columns):
+    """Distances of two Times, int32, if they are NEAR."""
+    origin = columns.earliest
+    return tl.abs((rows.stamps - origin).to(tl.int32)[:, None] - (columns.stamps - origin).to(tl.int32)[None, :])
+
+
+@triton.jit
+def leading_bits(distance):
+    return distance.to(tl.float32).to(tl.int32, bitcast=True) >> LEADING_SHIFT
+
+
+@triton.jit
+def find_buckets(rows, columns, bias, first, last, farthest):
+    """Buckets of a block, given their bucket_range.
+
+    Few buckets are found by comparing with each boundary between them. Many are found by a table of the distances' leading bits, and then
+    by comparing with the one or few boundaries that have these bits too.
+    """
     u, t = rows.stamps[:, None], columns.stamps[None, :]
     block = tl.where(u >= t, first, first)
-    if (last - first > 3) & (farthest < 0x7FFFFFFF):
-        origin = columns.earliest
-        distance = tl.abs((rows.stamps - origin).to(tl.int32)[:, None] - (columns.stamps - origin).to(tl.int32)[None, :])
-        block = tl.load(bias.leading_bits_ptr + (distance.to(tl.float32).to(tl.int32, bitcast=True) >> LEADING_SHIFT))
+    if (last - first > 3) & (farthest < NEAR):
+        distance = distances(rows, columns)
+        block = tl.load(bias.leading_bits_ptr + leading_bits(distance))
         for _ in range(0, tl.load(bias.leading_bits_ptr + LEADING)):
             block += (tl.load(bias.edges_ptr + block) <= distance).to(tl.int32)
     else:

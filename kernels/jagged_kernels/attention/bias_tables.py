@@ -22,9 +22,10 @@ def kernel_bias(params: AttentionParams) -> Bias | None:
     if not params.has_bias:
         return None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
-    edges = leading_bits = None
+    edges = leading_bits = entries = None
     if boundaries is not None:
-        edges, leading_bits = _bucket_tables(boundaries)
+        edges, leading_bits, last = _bucket_tables(boundaries)
+        entries = _entries(time, edges, leading_bits[:-1], last)
     if position is not None:
         position = pad(position, (_PAD, _PAD), mode="replicate")
     return Bias(
@@ -37,6 +38,8 @@ def kernel_bias(params: AttentionParams) -> Bias | None:
         num_boundaries=None if boundaries is None else boundaries.shape[0],
         edges_ptr=edges,
         leading_bits_ptr=leading_bits,
+        entries_ptr=entries,
+        entries_stride=None if entries is None else _head_stride(entries),
         timestamps_ptr=params.timestamps,
         query_timestamps_ptr=params.query_timestamps,
         query_shift_ptr=params.query_shift,
@@ -44,22 +47,34 @@ def kernel_bias(params: AttentionParams) -> Bias | None:
     )
 
 
-def _bucket_tables(boundaries: Tensor) -> tuple[Tensor, Tensor]:
-    """edges and leading_bits of a `Bias`."""
+def _bucket_tables(boundaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """edges and leading_bits of a `Bias`, and the last bucket for each value of the leading bits."""
     edges = pad(boundaries.clamp(max=_LARGEST), (0, 1), value=_LARGEST).int()
     lowest, highest = _ranges(boundaries.device)
     buckets = torch.searchsorted(boundaries, lowest, right=True, out_int32=True)
-    most = (torch.searchsorted(boundaries, highest, right=True, out_int32=True) - buckets).amax(0, keepdim=True)
-    return edges, torch.cat([buckets, most])
+    last = torch.maximum(torch.searchsorted(boundaries, highest, right=True, out_int32=True), buckets)
+    return edges, torch.cat([buckets, (last - buckets).amax(0, keepdim=True)]), last
+
+
+def _entries(time: Tensor, edges: Tensor, first: Tensor, last: Tensor) -> Tensor:
+    """entries of a `Bias`, int32 `[H or 1, 4 · LEADING + 4]`, of a time table `[H or 1, buckets]`. first, last: buckets for each value of
+    the leading bits."""
+    edge = edges[first]
+    one_boundary = ((edge == edges[(last - 1).clamp(min=0)]) | (first == last)).all()
+    shared = torch.stack([edge, first | last << 16]).expand(time.shape[0], 2, -1)
+    values = torch.stack([time[:, first], time[:, last]], 1).view(torch.int32)
+    entries = torch.cat([shared[:, :1], values, shared[:, 1:]], 1).transpose(1, 2).flatten(1)
+    return torch.cat([entries, one_boundary.int().expand(time.shape[0], 4)], 1)
 
 
 @functools.cache
 def _ranges(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The least and the greatest distance, int64 `[LEADING]`, that may have given leading bits. Rounding to fp32 may move a distance by
-    2^-24 of itself to its neighbour's."""
+    """The least and the greatest distance, int64 `[LEADING]`, that may have given leading bits. Rounding to fp32 may move a distance up, by
+    2^-24 of itself, to the next bits; never down, as fp32 has every number at which bits begin. Bits of fractions have no distance: the
+    greatest is below the least."""
     bits = torch.arange(LEADING.value + 1, dtype=torch.int32) << LEADING_SHIFT.value
     values = bits.view(torch.float32).double()
-    lowest, highest = (values[:-1] * (1 - 2**-22)).ceil(), (values[1:] * (1 + 2**-22)).floor()
+    lowest, highest = (values[:-1] * (1 - 2**-22)).ceil(), values[1:].ceil() - 1
     return lowest.long().to(device), highest.long().to(device)
 
 

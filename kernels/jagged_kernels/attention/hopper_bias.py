@@ -19,7 +19,20 @@ from triton.experimental.gluon import language as gl
 
 from ..common.gluon_api import reinterpret, reinterprets_padding, thread_barrier
 from ..common.pipeline import WARPGROUP_ROWS, mma_layout
-from .bias import RowBias, Times, bias_of_tile, bucket_block, first_entry, key_times, query_times
+from .bias import (
+    LEADING,
+    NEAR,
+    RowBias,
+    Times,
+    bias_of_tile,
+    bucket_range,
+    distances,
+    find_buckets,
+    first_entry,
+    key_times,
+    leading_bits,
+    query_times,
+)
 
 THREADS = 128  # of a consumer
 SHARED_SCRATCH = gl.constexpr(reinterprets_padding)
@@ -96,6 +109,30 @@ def bias_of_keys(bias, tile, head, first, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _time_block(rows, columns, bias, KIND: gl.constexpr):
+    """The time biases of a block, and their buckets. Several buckets are found by one load per score, of an entry of 16 bytes, if no
+    leading bits have two boundaries. A load whose lanes have addresses of their own takes longer than all arithmetic of a score."""
+    first, last, farthest = bucket_range(rows, columns, bias, boundary_numbers(KIND))
+    has_entries = gl.load(bias.entries_ptr + 4 * LEADING) != 0
+    if (last > first) & (farthest < NEAR) & has_entries:
+        distance = distances(rows, columns)
+        entry = (bias.entries_ptr + 4 * leading_bits(distance)).to(gl.int64)
+        time, buckets = gl.inline_asm_elementwise(
+            """{ .reg .b32 edge, below, above, bucket, next; .reg .pred reached;
+            ld.global.nc.v4.b32 {edge, below, above, bucket}, [$3];
+            setp.ge.s32 reached, $2, edge;
+            selp.b32 $0, above, below, reached;
+            shr.u32 next, bucket, 16; and.b32 bucket, bucket, 0xffff;
+            selp.b32 $1, next, bucket, reached; }""",
+            "=f,=r,r,l", [distance, entry], dtype=(gl.float32, gl.int32), is_pure=True, pack=1,
+        )  # fmt: skip
+    else:
+        buckets = find_buckets(rows, columns, bias, first, last, farthest)
+        time = gl.load(bias.time_ptr + buckets)
+    return time, buckets
+
+
+@gluon.jit
 def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
     """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided by the scale, and the buckets of the time
     table. TRANSPOSED: the rows are the keys, and the columns query rows."""
@@ -114,10 +151,10 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         times = bias.times
         rows = Times(gl.convert_layout(times.stamps, gl.SliceLayout(1, L)), times.earliest, times.latest)
         if TRANSPOSED:
-            buckets = bucket_block(rows, query_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
+            time, buckets = _time_block(rows, query_times(of_tile, indices, KIND), of_tile, KIND)
         else:
-            buckets = bucket_block(rows, key_times(of_tile, indices, KIND), of_tile, boundary_numbers(KIND))
-        block += gl.load(of_tile.time_ptr + buckets)
+            time, buckets = _time_block(rows, key_times(of_tile, indices, KIND), of_tile, KIND)
+        block += time
     else:
         buckets = gl.full([WARPGROUP_ROWS, COLUMNS], 0, gl.int32, L)
     return block * of_tile.inverse_scale, buckets

@@ -80,7 +80,10 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool) -> tuple | None:
 
     position, time = kind.position, kind.boundaries > 0
     if arg == "bias":
-        tables = *given("*fp32", "i32", "i32", by=position), *given("*fp32", "i32", "*i64", "i32", "*i32", "*i32", "*i64", by=time)
+        tables = (
+            *given("*fp32", "i32", "i32", by=position),
+            *given("*fp32", "i32", "*i64", "i32", "*i32", "*i32", "*i32", "i32", "*i64", by=time),
+        )
         return Bias(*tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), "fp32")
     if arg == "sums":
         tables = *given("*fp32", "i32", by=position), *given("*fp32", "i32", "i32", by=time)
