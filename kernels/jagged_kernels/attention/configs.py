@@ -126,14 +126,15 @@ class HopperConfig:
 
 
 def hopper_attention_config(
-    kernel: str, head_dim: int, activation: str, masked: bool, biased: bool = False, long: bool = False
+    kernel: str, head_dim: int, activation: str, masked: bool, biased: bool = False, long: bool = False, timed: bool = False
 ) -> HopperConfig:  # fmt: skip
-    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule knows no more.
+    """Launch configuration of a warp-specialised attention kernel. Tiles depend on kernel and head_dim only, as a schedule made on the host
+    knows no more; but with a time table, whose arithmetic takes longer than another list of tiles.
 
     Args:
         kernel: "fwd", "dq", "dkdv", or "dq_from_ds", whose tiles are dq's.
         head_dim: of q and k, or of v: both are padded to the same size.
-        biased: whether there is a RelativeBias.
+        biased, timed: whether there is a RelativeBias, and a time table in it.
         long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
     """
     softmax = activation == "softmax"
@@ -145,6 +146,8 @@ def hopper_attention_config(
         # With a mask, a bias or an activation, blocks of 128 rows would need too many registers.
         return two(block=128, stages=2, row_stages=2) if softmax and not masked and not biased else two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
+    if timed and narrow and kernel in ("fwd", "dq"):  # buckets take more registers than three warpgroups have
+        return two(block=64, stages=4, row_stages=2 if kernel == "fwd" else 1)
     if kernel == "dq":
         row_stages = 1 if biased else 2  # dS of a block is turned in shared memory for the gradients of the bias tables
         return three(block=64, stages=3, row_stages=row_stages) if narrow else two(block=64, stages=2, row_stages=row_stages)

@@ -120,7 +120,7 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
     kv_seqlen = _mean_seqlen(p, p.kv_rows, p.kv_segments)
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed  # buckets take many registers
-        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long)
+        selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long, p.timed)
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
 
     tile = _triton_tile(p, q_seqlen)
@@ -242,9 +242,10 @@ def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selecti
 
 
 @_cached
-def _hopper_selection(dim: int, activation: str, masked: bool, biased: bool, long: bool) -> Selection:
+def _hopper_selection(dim: int, *options: str | bool) -> Selection:
+    """options: of hopper_attention_config, after the head dim."""
     kernels = "fwd", "dq", "dkdv", "dq_from_ds"
-    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, activation, masked, biased, long) for kernel in kernels})
+    return Selection("hopper", **{kernel: hopper_attention_config(kernel, dim, *options) for kernel in kernels})
 
 
 @_cached

@@ -46,7 +46,8 @@ def compile_hopper_attention(
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
         "dq_from_ds": attention_ds.attention_bwd_dq_from_ds_hopper_kernel,
     }[name]
-    config = hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long)
+    timed = bias is not None and bias.boundaries > 0
+    config = hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long, timed)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, QUERY_GROUPS=query_groups)
