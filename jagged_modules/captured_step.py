@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +18,7 @@ from .tracing import rehearsal
 WARM_UPS = 2  # the first run compiles kernels, the second launches them as later ones do
 
 
-class _Direct:
+class Direct:
     """Runs a step's calls anew each time: what a graph does, without one. Tests put it in RUNNERS for the CPU."""
 
     pool = None
@@ -33,6 +34,9 @@ class _Direct:
         assert self._backward is not None
         outputs, self._outputs = self._outputs, []
         return self._backward(outputs)
+
+
+_fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  # pyright: ignore - unannotated in torch
 
 
 @functools.cache
@@ -51,9 +55,11 @@ class _CudaGraphs:
             self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
             stream = _capture_stream(device)
             stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream), torch.random.fork_rng([device.index]):
+            with torch.cuda.stream(stream), _fork_rng([device.index]):
                 for _ in range(WARM_UPS):
                     outputs = forward()
+                    if not any(x.requires_grad for x in outputs):
+                        backward = None
                     if backward is not None:
                         backward(outputs)
                     del outputs
@@ -89,7 +95,7 @@ class Step:
         self._kinds = [leaf.kind for leaf in arguments.leaves]
         self._parameters = {name: x for name, x in module.named_parameters() if x.requires_grad} if trained else {}
         self._wanted = [trained and leaf.tensor.requires_grad for leaf in arguments.leaves]
-        self._autocast = dict(enabled=torch.is_autocast_enabled(device.type), dtype=torch.get_autocast_dtype(device.type))
+        self._autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
         self._results: list[Any] | None = None  # what each result is: a place among the arguments, a capacity, or a constant
         self.buffers: list[Tensor] = []
         for leaf in arguments.leaves:
@@ -105,8 +111,8 @@ class Step:
 
     def _forward(self) -> list[Tensor]:
         """Run the module on the buffers. Parameters are aliases, so that the graphs contain no hooks of theirs."""
-        device = self.buffers[0].device.type
-        with torch.set_grad_enabled(self._trained), torch.autocast(device, **self._autocast, cache_enabled=False), rehearsal():
+        device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
+        with torch.set_grad_enabled(self._trained), torch.autocast(device, dtype, enabled, cache_enabled=False), rehearsal():
             self._leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(self.buffers, self._wanted)]
             self._aliases = {name: x.detach().requires_grad_() for name, x in self._parameters.items()}
             args, kwargs = build(self._spec, self._leaves)
@@ -120,8 +126,10 @@ class Step:
 
     def _describe(self, x: Any) -> Any:
         """A constant; the index of the offsets that x is; or _Sliced."""
-        if not isinstance(x, Tensor):
+        if x is None or isinstance(x, (bool, str)):
             return _Constant(x)
+        if not isinstance(x, Tensor):  # a number may be a size, which is that of the padding
+            raise ValueError(f"module must return tensors, None, bools and strings, and containers of them, got {type(x).__name__}")
         for place, (buffer, kind) in enumerate(zip(self.buffers, self._kinds)):
             if kind == OFFSETS and (x.data_ptr(), x.shape, x.dtype) == (buffer.data_ptr(), buffer.shape, buffer.dtype):
                 return place
@@ -139,10 +147,12 @@ class Step:
         outputs = [x for x in outputs if x.requires_grad]
         if not outputs:
             return [None] * len(wanted)
-        gradients = torch.autograd.grad(outputs, wanted, [x for x in self.gradients if x is not None], allow_unused=True)
+        with torch.autocast(self.buffers[0].device.type, enabled=False):
+            found = torch.autograd.grad(outputs, wanted, [x for x in self.gradients if x is not None], allow_unused=True)
+        gradients: list[Tensor | None] = [*found]
         if any(x is not None and x.layout != torch.strided for x in gradients):
             raise ValueError("module must have dense gradients, got sparse ones: leave such embeddings outside")
-        return [*gradients]
+        return gradients
 
     def pad(self, arguments: Arguments, capacities: Mapping[int, int]) -> None:
         with torch.no_grad():
@@ -152,17 +162,15 @@ class Step:
     def results(self, arguments: Arguments, capacities: Mapping[int, int], call: Call | None) -> Any:
         """The module's result for arguments that `pad` has copied. call: gets the gradients, if given."""
         sizes = {capacity: size for size, capacity in capacities.items()}
+        leaves = [leaf.tensor for leaf in arguments.leaves]
         if call is None:
-            outputs = self.forward(sizes)
+            outputs = iter(self.forward(sizes))
         else:
-            leaves = [leaf.tensor for leaf, wanted in zip(arguments.leaves, self._wanted) if wanted]
-            outputs = _Replayed.apply(self, call, sizes, *leaves, *self._parameters.values())
-        assert self._results is not None
-        outputs = iter(outputs)
-        flat = [
-            next(outputs) if isinstance(x, _Sliced) else x.value if isinstance(x, _Constant) else arguments.leaves[x].tensor
-            for x in self._results
-        ]
+            wanted = [x for x, is_wanted in zip(leaves, self._wanted) if is_wanted]
+            outputs = iter(_replay(self, call, sizes, *wanted, *self._parameters.values()))
+        flat: list[Any] = []
+        for x in self._results or ():
+            flat.append(next(outputs) if isinstance(x, _Sliced) else x.value if isinstance(x, _Constant) else leaves[x])
         return tree_unflatten(flat, self._structure)
 
     def forward(self, sizes: Mapping[int, int]) -> list[Tensor]:
@@ -182,8 +190,11 @@ class Step:
         found, rows = self._runner.backward(), sum(self._wanted)
         of_leaves = [x if x is None else x[: sizes[x.shape[0]]].clone() if x.dim() else x.clone() for x in found[:rows]]
         used = [x for x in found[rows:] if x is not None]
-        copies = iter(torch._foreach_mul(used, 1) if used else ())  # one launch
+        copies = iter(_multiply(used, 1) if used else ())  # one launch
         return [*of_leaves, *(None if x is None else next(copies) for x in found[rows:])]
+
+
+_multiply: Callable[[list[Tensor], int], tuple[Tensor, ...]] = torch._foreach_mul  # pyright: ignore - documented under this name
 
 
 class _Sliced(NamedTuple):
@@ -215,8 +226,11 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride] - the decorator's type
         if ctx.call.differentiated:
             raise RuntimeError("a graphed module's backward runs once for each call: its intermediate results are overwritten")
         ctx.call.differentiated = True
         return None, None, None, *ctx.step.backward(ctx.sizes, gradients)
+
+
+_replay: Callable[..., tuple[Tensor, ...]] = _Replayed.apply  # pyright: ignore - unannotated in torch

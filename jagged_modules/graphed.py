@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all batch norms has no public name
 
 from .captured_step import RUNNERS, Call, Step
-from .padded_arguments import Arguments, Buckets, capacities_of, check_plain
+from .padded_arguments import Arguments, Buckets, capacities_of, check_values
 from .scalars import check_kind, check_size
 from .settings import backward_workspace, batch_invariant, debug_checks
 from .tracing import one_module
@@ -77,9 +77,9 @@ def graphed(
             attention(targets, history, candidates).square().mean().backward()
     """
     check_kind("module", module, nn.Module, "a torch.nn.Module")
-    for name, child in module.named_modules():
+    for child in module.modules():
         if isinstance(child, _BatchNorm):
-            raise ValueError(f"module must compute each row by itself, but {name or 'it'} is a {type(child).__name__}")
+            raise ValueError(f"module must compute each row by itself, but it has a {type(child).__name__}")
     check_size("steps_per_octave", steps_per_octave)
     check_size("max_graphs", max_graphs)
     if capacities is not None:
@@ -110,9 +110,12 @@ class _Graphed(nn.Module):
         self._forget()
 
     def _forget(self) -> None:
-        self._steps: OrderedDict[Any, Step] = OrderedDict()
-        self._last: Any = None  # a weak reference to the last call that has a backward
-        self._warned: set[str] = set()
+        vars(self).update(self._empty())
+
+    @staticmethod
+    def _empty() -> dict[str, Any]:
+        """The state that copies do not get. _last: a weak reference to the last call that has a backward."""
+        return dict(_steps=OrderedDict[Any, Step](), _last=None, _captures=0, _warned=set[str]())
 
     @one_module
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,12 +159,20 @@ class _Graphed(nn.Module):
             for x in (leaf.tensor,)
         )
         autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
-        settings = batch_invariant.current(), backward_workspace.current(), torch.get_float32_matmul_precision()
+        settings = (
+            batch_invariant.current(),
+            backward_workspace.current(),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
         return arguments.spec, leaves, device, trained, state, autocast, settings
 
     def _capture(self, arguments: Arguments, capacities: Mapping[int, int], device: torch.device, trained: bool) -> Step:
         for leaf in arguments.leaves:
-            check_plain(leaf, arguments.sizes)
+            check_values(leaf, arguments.sizes)
+        self._captures: int = self._captures + 1
+        if self._captures > 4 * self._max_graphs:
+            self._warn(f"most batches may need new graphs: {self._captures} captured, {self._max_graphs} kept")
         if len(self._steps) >= self._max_graphs:
             if device.type == "cuda":
                 torch.cuda.synchronize(device)  # the graphs to be dropped may still run
@@ -196,11 +207,11 @@ class _Graphed(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         return self._inner.state_dict(*args, **kwargs)
 
-    def _load_from_state_dict(self, *args: Any) -> None:
-        self._inner._load_from_state_dict(*args)
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._inner._load_from_state_dict(*args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | dict(_steps=OrderedDict(), _last=None, _warned=set())
+        return vars(self) | self._empty()
 
     def _get_name(self) -> str:
         return f"graphed({self._inner._get_name()})"
@@ -224,14 +235,15 @@ def _state(module: nn.Module) -> _State | None:
     while stack:
         module = stack.pop()
         state.append(module.training)
-        for x in module._parameters.values():
+        attributes = vars(module)
+        for x in attributes["_parameters"].values():
             if x is not None:
                 if type(x) is Tensor:
                     return None
                 state += id(x), x.data_ptr(), x.dtype, x.requires_grad
                 trained = trained or x.requires_grad
-        for x in module._buffers.values():
+        for x in attributes["_buffers"].values():
             if x is not None:
                 state += id(x), x.data_ptr(), x.dtype
-        stack.extend(x for x in module._modules.values() if x is not None)
+        stack.extend(x for x in attributes["_modules"].values() if x is not None)
     return _State(tuple(state), trained)

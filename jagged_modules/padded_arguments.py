@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
+from .scalars import to_ints
+from .settings import debug_checks
 from .validation import check_offsets
 
 UNIT = 8  # capacities are multiples of it, unless the caller lists them
@@ -131,32 +133,34 @@ class Arguments:
             if x.is_nested or x.layout != torch.strided:
                 raise TypeError(f"{name} must be a dense tensor, got {'a nested tensor: pass a Jagged' if x.is_nested else x.layout}")
             if rows is None:
-                return Tensor, self._add(name, ROWS if x.dim() else SCALAR, x)
+                return "tensor", self._add(name, ROWS if x.dim() else SCALAR, x)
             check_offsets(name, x, rows)
-            return Tensor, self._add(name, OFFSETS, x, rows)
+            return "tensor", self._add(name, OFFSETS, x, rows)
         if isinstance(x, Jagged):
-            return Jagged, self._add(name, ROWS, x.values), self._add(name, OFFSETS, x.offsets, x.values.shape[0]), x.max_seqlen
+            return "jagged", self._add(name, ROWS, x.values), self._add(name, OFFSETS, x.offsets, x.values.shape[0]), x.max_seqlen
         if isinstance(x, CandidateIndex):
             if x.order is None:
                 place = self._add(name, OFFSETS, x.offsets, -1 if rows is None else rows)
                 if rows is None:
                     self._unknown.append((place, x))
-                return CandidateIndex, place, None, None
+                return "index", place, None, None
             orders = [self._add(name, ORDER, order) for order in (x.order, x.inverse) if order is not None]
-            return CandidateIndex, self._add(name, OFFSETS, x.offsets, x.order.shape[0]), *orders
+            return "index", self._add(name, OFFSETS, x.offsets, x.order.shape[0]), *orders
         if type(x) in (tuple, list):
+            parts: tuple[Any, ...]
             if len(x) == 2 and all(isinstance(part, Tensor) for part in x) and x[1].dim() == 1 and not x[1].is_floating_point():
                 if not x[0].dim():
                     raise ValueError(f"{name}'s values must have shape [L, ...], got {list(x[0].shape)}")
                 check_offsets(f"{name}'s offsets", x[1], x[0].shape[0])
-                parts = (Tensor, self._add(name, ROWS, x[0])), (Tensor, self._add(name, OFFSETS, x[1], x[0].shape[0]))
+                parts = ("tensor", self._add(name, ROWS, x[0])), ("tensor", self._add(name, OFFSETS, x[1], x[0].shape[0]))
             else:
                 parts = tuple(self._flatten(f"{name}[{i}]", part) for i, part in enumerate(x))
-            return type(x), parts
+            return type(x).__name__, parts
         if type(x) is dict:
-            return dict, tuple((key, self._flatten(f"{name}[{key!r}]", part)) for key, part in x.items())
+            items: list[tuple[Any, Any]] = list(x.items())
+            return "dict", tuple((key, self._flatten(f"{name}[{key!r}]", part)) for key, part in items)
         if isinstance(x, CONSTANTS):
-            return type(x), x
+            return "constant", x, type(x)
         raise TypeError(
             f"{name} must be a tensor, Jagged, (values, offsets) pair or CandidateIndex, None, a number or a string, or a tuple, list or "
             f"dict of these, got {type(x).__name__}"
@@ -201,17 +205,18 @@ def build(spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor]) -> tuple
 
 def _build(spec: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
     kind, *parts = spec
-    if kind is Tensor:
+    if kind == "tensor":
         return tensors[parts[0]]
-    if kind is Jagged:
+    if kind == "jagged":
         return Jagged.unchecked(tensors[parts[0]], tensors[parts[1]], parts[2])
-    if kind is CandidateIndex:
+    if kind == "index":
         return CandidateIndex(*(None if place is None else tensors[place] for place in parts))
-    if kind is dict:
+    if kind == "dict":
         return {key: _build(part, tensors) for key, part in parts[0]}
-    if kind in (tuple, list):
-        return kind(_build(part, tensors) for part in parts[0])
-    return parts[0]
+    if kind == "constant":
+        return parts[0]
+    built = [_build(part, tensors) for part in parts[0]]
+    return built if kind == "list" else tuple(built)
 
 
 def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
@@ -232,11 +237,14 @@ def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
             buffer[size:].zero_()
 
 
-def check_plain(leaf: Leaf, sizes: set[int]) -> None:
-    """ValueError if a plain argument looks like offsets, whose padding would be wrong. Synchronises, before a capture only."""
+def check_values(leaf: Leaf, sizes: set[int]) -> None:
+    """ValueError for wrong offsets, and for a plain argument that looks like offsets. Synchronises: for the batch of a capture only."""
     x = leaf.tensor
+    if leaf.kind == OFFSETS:
+        with debug_checks(True):
+            check_offsets(f"{leaf.name}'s offsets", x, leaf.rows)
     if leaf.kind == ROWS and x.dim() == 1 and x.dtype in (torch.int32, torch.int64) and len(x) > 1:
-        values = x.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - torch: a list of anything
+        values = to_ints(x)
         if values[0] == 0 < values[-1] and values[-1] in sizes - {leaf.size} and values == sorted(values):
             raise ValueError(
                 f"{leaf.name} must be padded as offsets if it is what it looks like, got 0 to {values[-1]} in ascending order: pass a "

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -27,7 +27,7 @@ _rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
 
 
 @contextlib.contextmanager
-def rehearsal() -> Iterator[None]:
+def rehearsal() -> Generator[None, None, None]:
     """`is_recording` is True: the calls before a CUDA graph's capture take the path of the captured ones, and compile the same kernels."""
     token = _rehearsing.set(True)
     try:
