@@ -185,7 +185,7 @@ class _Graphed(nn.Module):
     def _warn(self, message: str) -> None:
         if message.partition(":")[0] not in self._warned:
             self._warned.add(message.partition(":")[0])
-            warnings.warn(f"graphed: {message}", stacklevel=4)
+            warnings.warn(f"graphed: {message}", stacklevel=7)  # the caller of the module
 
     # -- as the module ---------------------------------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Arguments:
         return next(iter(others or devices), None)
 
     def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
-        rows = self._offsets.get(name)
+        rows, whole = self._offsets.get(name), x
         if isinstance(x, Tensor):
             if x.is_nested or x.layout != torch.strided:
                 raise TypeError(f"{name} must be a dense tensor, got {'a nested tensor: pass a Jagged' if x.is_nested else x.layout}")
@@ -157,8 +157,7 @@ class Arguments:
                 parts = tuple(self._flatten(f"{name}[{i}]", part) for i, part in enumerate(x))
             return type(x).__name__, parts
         if type(x) is dict:
-            items: list[tuple[Any, Any]] = list(x.items())
-            return "dict", tuple((key, self._flatten(f"{name}[{key!r}]", part)) for key, part in items)
+            return "dict", tuple((key, self._flatten(f"{name}[{key!r}]", part)) for key, part in whole.items())
         if isinstance(x, CONSTANTS):
             return "constant", x, type(x)
         raise TypeError(
@@ -203,7 +202,7 @@ def build(spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor]) -> tuple
     return tuple(x for _, x in built[:count]), dict(built[count:])
 
 
-def _build(spec: tuple[Any, ...], tensors: Sequence[Tensor]) -> Any:
+def _build(spec: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
     kind, *parts = spec
     if kind == "tensor":
         return tensors[parts[0]]
