@@ -55,7 +55,7 @@ def graphed(
             first dimension of an argument's tensors changes with the batch, and the padding is zeros; other inputs must be parameters or
             buffers. So must the first dimension of a result's tensors be one of these sizes. A Jagged in the result is a Jagged, whatever
             it was wrapped from. Hooks run when graphs are captured, those on the result of this function always.
-        steps_per_octave: capacities between two powers of two. With 8, a batch is padded by at most 1/8 and on average 1/16.
+        steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most an eighth, or to the next multiple of 8.
         capacities: the capacities instead, in ascending order, for sizes of any kind.
         max_graphs: how many buckets are kept; the least recently used ones are dropped. All share one memory pool, as only one runs at a
             time. Each keeps the buffers of its arguments, results and gradients.
@@ -68,7 +68,7 @@ def graphed(
         an argument of another kind; a result of another size; a plain argument that looks like offsets.
         RuntimeError: a second backward of the same call.
 
-    Not re-entrant: call it from one thread at a time.
+    Not re-entrant: call it from one thread and one stream at a time.
 
     Example::
 

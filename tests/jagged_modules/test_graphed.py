@@ -360,6 +360,38 @@ def test_results_that_get_no_gradient(padded):
         torch.testing.assert_close(dweight, torch.zeros(8, 8) if expected[1] is None else expected[1])
 
 
+def test_the_first_call_in_inference_mode(padded, offsets_of):
+    module = jm.JaggedGDPA(WIDTH, HEADS)
+    graph, x = jm.graphed(module), (torch.randn(5, WIDTH), offsets_of([2, 3]))
+    with torch.inference_mode():
+        assert graph((torch.randn(5, WIDTH), offsets_of([1, 4])))[0].is_inference()
+    out = graph(x)[0]
+    torch.testing.assert_close(out, module(x)[0])
+    out.sum().backward()
+    assert len(graph._steps) == 2
+
+
+def test_nested_arguments_and_scalars(padded):
+    class Nested(nn.Module):
+        def forward(self, parts, *, scale, names=()):
+            (values, offsets), others = parts["x"], parts["others"]
+            return {"x": [jm.Jagged(values * scale, offsets), (others[0] + 1,)], "y": others[1], "names": names[0]}
+
+    module = Nested()
+    graph = jm.graphed(module)
+    for rows, scale in ((5, 2.0), (6, -1.0), (6, float("nan"))):
+        others = [torch.randn(3), torch.randn(rows, 2).to(torch.float64)]
+        values, factor = torch.randn(rows, 2, requires_grad=True), torch.tensor(scale, requires_grad=True)
+        parts = {"x": (values, torch.tensor([0, 2, rows])), "others": others}
+        found, expected = (called(parts, scale=factor, names=["a", 1, None]) for called in (graph, module))
+        assert isinstance(found["x"], list) and isinstance(found["x"][1], tuple) and found["names"] == "a"
+        for x, y in ((found["x"][0].values, expected["x"][0].values), (found["x"][1][0], others[0] + 1), (found["y"], others[1])):
+            torch.testing.assert_close(x, y, equal_nan=True)
+        gradients = [torch.autograd.grad(out["x"][0].values.square().sum(), [values, factor]) for out in (found, expected)]
+        torch.testing.assert_close(*gradients, equal_nan=True)
+    assert len(graph._steps) == 1
+
+
 # -- as a module --------------------------------------------------------------------------------------------------------------------
 
 
