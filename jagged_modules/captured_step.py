@@ -39,9 +39,18 @@ class Direct:
 _fork_rng: Callable[..., AbstractContextManager[None]] = torch.random.fork_rng  # pyright: ignore - unannotated in torch
 
 
+def _clear_workspaces() -> None:
+    """Drop the workspaces that cuBLAS keeps for each stream. Captured GEMMs then allocate theirs from the graphs' pool.
+
+    Otherwise they would share those of earlier captures on the stream, which torch frees with any of the graphs
+    (https://github.com/pytorch/pytorch/issues/193402). torch's own graph trees clear them too, before and after a capture.
+    """
+    torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore - torch has no public function for it
+
+
 @functools.cache
 def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # one for all captures: cuBLAS keeps a workspace for each stream
+    return torch.cuda.Stream(device)
 
 
 class _CudaGraphs:
@@ -64,6 +73,7 @@ class _CudaGraphs:
                         backward(outputs)
                     del outputs
             torch.cuda.current_stream().wait_stream(stream)
+            _clear_workspaces()
             # "thread_local": a data loader's thread may allocate page-locked memory meanwhile.
             capture = functools.partial(torch.cuda.graph, pool=self.pool, stream=stream, capture_error_mode="thread_local")
             with capture(self._graphs[0]):
@@ -71,6 +81,7 @@ class _CudaGraphs:
             if backward is not None:
                 with capture(self._graphs[1]):
                     self._gradients = backward(outputs)
+            _clear_workspaces()
             self._outputs = [x.detach() for x in outputs]
 
     def forward(self) -> list[Tensor]:
@@ -112,7 +123,9 @@ class Step:
     def _forward(self) -> list[Tensor]:
         """Run the module on the buffers. Parameters are aliases, so that the graphs contain no hooks of theirs."""
         device, (enabled, dtype) = self.buffers[0].device.type, self._autocast
-        with torch.set_grad_enabled(self._trained), torch.autocast(device, dtype, enabled, cache_enabled=False), rehearsal():
+        kept_as_they_are = torch.autograd.graph.saved_tensors_hooks(_same, _same)  # not by the caller's hooks, such as checkpoint's
+        autocast = torch.autocast(device, dtype, enabled, cache_enabled=False)
+        with torch.set_grad_enabled(self._trained), kept_as_they_are, autocast, rehearsal():
             self._leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(self.buffers, self._wanted)]
             self._aliases = {name: x.detach().requires_grad_() for name, x in self._parameters.items()}
             args, kwargs = build(self._spec, self._leaves)
@@ -195,6 +208,10 @@ class Step:
 
 
 _multiply: Callable[[list[Tensor], int], tuple[Tensor, ...]] = torch._foreach_mul  # pyright: ignore - documented under this name
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 class _Sliced(NamedTuple):

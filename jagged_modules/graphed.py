@@ -34,15 +34,15 @@ def graphed(
     max_graphs: int = 16,
     offsets: Mapping[str, str] | None = None,
 ) -> nn.Module:
-    """The module with its forward and backward replayed from CUDA graphs: the host issues two launches instead of dozens.
+    """The module with its forward and backward replayed from CUDA graphs: the host issues two graphs and a few copies, not all kernels.
 
     Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied into buffers of these sizes. The first
-    batch of a bucket captures the graphs; all later ones replay them, whatever their sizes and lengths. Nothing is read from the device.
+    batch of a bucket captures the graphs; all later ones replay them, whatever their sizes and lengths, and read nothing from the device.
     Results and gradients are new tensors of the real sizes, equal to the module's up to rounding; gradients accumulate as usual.
 
-    The result has the module's parameters, buffers, submodules, state_dict and attributes, which it shares. Parameters may change in place
-    (optimizers, load_state_dict) between calls. New parameters, dtypes, train() or eval(), requires_grad, autocast and this package's
-    settings are noticed and lead to other graphs. Copies and pickles have no graphs.
+    The result shares the module's parameters, buffers, submodules and state_dict, under the same names, and has its other attributes for
+    reading. Parameters may change in place (optimizers, load_state_dict) between calls. New parameters, dtypes, train() or eval(),
+    requires_grad, autocast and this package's settings are noticed and lead to other graphs. Copies and pickles have no graphs.
 
     The module must compute each row or segment by itself, as this package's layers do. A loss or a mean over the batch belongs outside.
 

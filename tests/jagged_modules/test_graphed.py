@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -342,6 +343,19 @@ def test_a_second_backward_is_an_error(padded):
     (gradient,) = torch.autograd.grad(graph(x := torch.randn(5, 8, requires_grad=True)).sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
         gradient.sum().backward()
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpointed(padded, use_reentrant):
+    module = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    graph = jm.graphed(module)
+    for rows in (5, 6):
+        x = torch.randn(rows, 8, requires_grad=True)
+        out = torch.utils.checkpoint.checkpoint(graph, x, use_reentrant=use_reentrant)
+        (expected,) = torch.autograd.grad(module(x).square().sum(), x)
+        out.square().sum().backward()
+        torch.testing.assert_close(x.grad, expected)
+    assert graph._steps
 
 
 def test_results_that_get_no_gradient(padded):
