@@ -6,6 +6,7 @@ from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedI
 from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
+from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
 from .layers.gdpa import GDPABlock, GDPAConfig, JaggedGDPA
 from .layers.hstu import HSTUCache, HSTUConfig, HSTULayer, HSTUStack
@@ -37,5 +38,6 @@ __all__ = [
     "backward_workspace",
     "batch_invariant",
     "debug_checks",
+    "graphed",
     "zigzag_schedule",
 ]

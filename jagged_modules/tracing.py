@@ -6,10 +6,12 @@ pipelines trace the model with torch.fx to find the inputs of its sharded module
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
@@ -21,6 +23,18 @@ R = TypeVar("R")
 C = TypeVar("C", bound=type[Any])
 M = TypeVar("M", bound=nn.Module)
 
+_rehearsing: ContextVar[bool] = ContextVar("rehearsing", default=False)
+
+
+@contextlib.contextmanager
+def rehearsal() -> Generator[None, None, None]:
+    """`is_recording` is True: the calls before a CUDA graph's capture take the path of the captured ones, and compile the same kernels."""
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)
+
 
 def is_recording(x: Tensor) -> bool:
     """Whether torch.compile or a CUDA graph records the calls on x's device.
@@ -28,7 +42,7 @@ def is_recording(x: Tensor) -> bool:
     What was computed from tensors before is not up to date when the record is repeated, and what is computed now has no values yet. So
     caches must neither be read nor written.
     """
-    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return torch.compiler.is_compiling() or _rehearsing.get() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 def recorded_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -33,6 +33,7 @@ PADDED = "SDPA, padded"
 PADDED_HSTU = "bmm + silu + bmm, padded"
 HOST, DEVICE = f"{OURS}, lengths on the host", f"{OURS}, lengths on the device"
 LAYER, PADDED_LAYER = "JaggedTargetAttention", "nn.MultiheadAttention, padded"
+GRAPHED = f"{LAYER}, graphed"
 UNSORTED, ROUND_ROBIN = f"{OURS}, unsorted", f"{OURS}, sorted, round-robin"
 CALLER = "autograd in the caller's thread"
 
@@ -112,7 +113,8 @@ def orders(problem: Callable[[], Problem]) -> Setup:
 
 
 def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup:
-    """The layer step, with the gradients of all parameters, and new offsets in each call. nn.MultiheadAttention has the same parameters."""
+    """The layer step, with the gradients of all parameters, and new offsets in each call, also from CUDA graphs. nn.MultiheadAttention has
+    the same parameters."""
     counts, histories = attention.lengths
     width = attention.num_heads * attention.head_dim
     torch.manual_seed(0)
@@ -122,12 +124,15 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
     targets, history, grad = random_tensors(device, dtype, shape, (int(histories.sum()), width), shape)
     inputs = leaves(targets=targets[:, None], history=history) | dict(layer.named_parameters())
 
-    def ours() -> Implementation:
+    def ours(module: nn.Module = layer) -> Implementation:
         def forward():
             candidates = jm.CandidateIndex.from_offsets(candidate_offsets.detach())
-            return layer(inputs["targets"], (inputs["history"], history_offsets.detach()), candidates)
+            return module(inputs["targets"], (inputs["history"], history_offsets.detach()), candidates)
 
         return Implementation(forward, inputs, lambda name, x: {"all": x[:, 0] if name in ("out", "dtargets") else x}, grad[:, None])
+
+    def graphed() -> Implementation:
+        return ours(jm.graphed(layer))
 
     def padded() -> Implementation:
         peer = nn.MultiheadAttention(width, attention.num_heads, batch_first=True).to(device, dtype)
@@ -158,7 +163,7 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
         joined = {f"in_proj_{kind}": torch.cat([d[f"q_proj.{kind}"], d[f"kv_proj.{kind}"]]) for kind in ("weight", "bias")}
         return {"out/all": out.detach()} | {f"d{name}/all": y for name, y in (d | joined | {"targets": d["targets"][:, 0]}).items()}
 
-    return Setup({LAYER: ours, PADDED_LAYER: padded}, reference, dtype, baseline=PADDED_LAYER)
+    return Setup({LAYER: ours, GRAPHED: graphed, PADDED_LAYER: padded}, reference, dtype, baseline=PADDED_LAYER)
 
 
 def in_both_threads(setup: Callable[[], Setup]) -> Setup:

@@ -47,7 +47,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
         bench.ORDER: [[bench.UNSORTED, bench.ROUND_ROBIN, bench.OURS]] * 2,
         bench.WALL: [
             [name for x in implementations for name in (x, f"{x}, {bench.CALLER}")]
-            for implementations in (softmax, given, [bench.LAYER, bench.PADDED_LAYER])
+            for implementations in (softmax, given, [bench.LAYER, bench.GRAPHED, bench.PADDED_LAYER])
         ],
     }
     assert {table: [x for (other, _), x in names.items() if other == table] for table, _ in names} == expected

@@ -61,6 +61,7 @@ FEATURES = {  # by the file of their tests
         Feature("AOTInductor", "The exported program, compiled and loaded as a package, gives the same results for all sizes."),
         Feature("torch.fx", f"`symbolic_trace` records the layer as one call. {SAME}"),
         Feature("CUDA graphs", "A captured training step is replayed with other values and lengths of the same total.", gpu=True),
+        Feature("jm.graphed", f"Batches of changing sizes and lengths, of which some share graphs. {SAME}", gpu=True),
     ),
     "test_training.py": (
         Feature("activation checkpointing", f"`torch.utils.checkpoint`, reentrant or not, with dropout. {SAME}"),

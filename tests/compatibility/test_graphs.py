@@ -7,8 +7,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from .cases import SIZES, make, training_step
+import jagged_modules as jm
+
+from .cases import SIZES, Compressed, make, training_step
 from .table import feature
+
+OFFSETS_OF = {"offsets": "values"}  # of the models' arguments
 
 
 def compiled(model, **options):
@@ -94,3 +98,13 @@ def test_cuda_graphs(case):
         x.copy_(y)
     graph.replay()
     torch.testing.assert_close(results, training_step(model, other))
+
+
+@pytest.mark.gpu
+@feature("jm.graphed")
+def test_graphed(case):
+    model = make(case).cuda()
+    graph = jm.graphed(model, offsets=None if case.model is Compressed else OFFSETS_OF)
+    for users, rows, candidates in (*SIZES, (5, 44, 12), *SIZES):
+        inputs = [x.cuda() for x in case.model.inputs(users, rows, candidates)]
+        torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5)

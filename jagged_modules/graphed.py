@@ -1,0 +1,249 @@
+"""graphed: a module's forward and backward as CUDA graphs, one pair for each bucket of batch sizes.
+
+A graph has fixed sizes, so a batch is copied into buffers of the bucket's capacities, and the rest of the buffers is a valid batch too:
+rows of zeros, in segments behind the real ones. Layers then write every row. Gradients of the padded results are zero, and so is all that
+the padding adds to the gradients of weights. docs/decisions/graphed.md has the reasons.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage] - the base of all batch norms has no public name
+
+from .captured_step import RUNNERS, Call, Step
+from .padded_arguments import Arguments, Buckets, capacities_of, check_values
+from .scalars import check_kind, check_size
+from .settings import backward_workspace, batch_invariant, debug_checks
+from .tracing import one_module
+from .validation import transforms_are_active
+
+
+def graphed(
+    module: nn.Module,
+    *,
+    steps_per_octave: int = 8,
+    capacities: Sequence[int] | None = None,
+    max_graphs: int = 16,
+    offsets: Mapping[str, str] | None = None,
+) -> nn.Module:
+    """The module with its forward and backward replayed from CUDA graphs: the host issues two graphs and a few copies, not all kernels.
+
+    Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied into buffers of these sizes. The first
+    batch of a bucket captures the graphs; all later ones replay them, whatever their sizes and lengths, and read nothing from the device.
+    Results and gradients are new tensors of the real sizes, equal to the module's up to rounding; gradients accumulate as usual.
+
+    The result shares the module's parameters, buffers, submodules and state_dict, under the same names, and has its other attributes for
+    reading. Parameters may change in place (optimizers, load_state_dict) between calls. New parameters, dtypes, train() or eval(),
+    requires_grad, autocast and this package's settings are noticed and lead to other graphs. Copies and pickles have no graphs.
+
+    The module must compute each row or segment by itself, as this package's layers do. A loss or a mean over the batch belongs outside.
+
+    Runs the module without a graph: on other devices than CUDA, under torch.compile, torch.fx, torch.func and `debug_checks`, inside
+    another capture, for sizes above `capacities`, and in a call between a forward and its backward, whose results the graphs still hold.
+
+    Args:
+        module: arguments and results may be tensors, `Jagged`s, (values, offsets) pairs, `CandidateIndex`es and lists, tuples and dicts of
+            them; arguments also None, numbers and strings, each value of which takes graphs of its own, as each `max_seqlen` does. The
+            first dimension of an argument's tensors changes with the batch, and the padding is zeros; other inputs must be parameters or
+            buffers. So must the first dimension of a result's tensors be one of these sizes. A Jagged in the result is a Jagged, whatever
+            it was wrapped from. Hooks run when graphs are captured, those on the result of this function always.
+        steps_per_octave: capacities between two powers of two. With 8, rows are padded by at most an eighth, or to the next multiple of 8.
+        capacities: the capacities instead, in ascending order, for sizes of any kind.
+        max_graphs: how many buckets are kept; the least recently used ones are dropped. All share one memory pool, as only one runs at a
+            time. Each keeps the buffers of its arguments, results and gradients.
+        offsets: names of arguments of the module's forward that are offsets, each with the name of the argument whose rows they count, for
+            example {"offsets": "values"}. Not needed for Jagged and pairs. For a sorted CandidateIndex whose lengths the host does not
+            know, the name of the candidates' argument; not needed if that is the only plain floating-point argument besides the users'.
+
+    Raises:
+        TypeError, ValueError: an argument has another type or is out of range; the module has a batch norm, which mixes rows. In a call:
+        an argument of another kind; a result of another size; a plain argument that looks like offsets.
+        RuntimeError: a second backward of the same call.
+
+    Not re-entrant: call it from one thread and one stream at a time.
+
+    Example::
+
+        attention = jm.graphed(jm.JaggedTargetAttention(64, num_heads=4, device="cuda"))
+        for targets, history, candidates in batches:
+            attention(targets, history, candidates).square().mean().backward()
+    """
+    check_kind("module", module, nn.Module, "a torch.nn.Module")
+    for child in module.modules():
+        if isinstance(child, _BatchNorm):
+            raise ValueError(f"module must compute each row by itself, but it has a {type(child).__name__}")
+    check_size("steps_per_octave", steps_per_octave)
+    check_size("max_graphs", max_graphs)
+    if capacities is not None:
+        check_kind("capacities", capacities, (list, tuple), "a sequence of ints")
+        for i, size in enumerate(capacities):
+            check_size(f"capacities[{i}]", size)
+        if not capacities or any(x >= y for x, y in zip(capacities, capacities[1:])):
+            raise ValueError(f"capacities must be one or more sizes in ascending order, got {list(capacities)}")
+    check_kind("offsets", offsets, (Mapping, type(None)), "a mapping of names to names, or None")
+    names = [*inspect.signature(module.forward).parameters]
+    for name in (*(offsets or {}), *(offsets or {}).values()):
+        if name not in names:
+            raise ValueError(f"offsets must name arguments of the module's forward, {names}, got {name!r}")
+    buckets = Buckets(steps_per_octave, None if capacities is None else tuple(capacities))
+    return _Graphed(module, buckets, max_graphs, names, dict(offsets or {}))
+
+
+class _Graphed(nn.Module):
+    """The result of `graphed`. It shares the module's parameters, buffers and submodules, so names and state_dict are the module's."""
+
+    def __init__(self, module: nn.Module, buckets: Buckets, max_graphs: int, names: list[str], offsets: dict[str, str]) -> None:
+        super().__init__()
+        vars(self)["_inner"] = module  # not a submodule, which would add its name to all others
+        for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
+            vars(self)[shared] = getattr(module, shared)
+        self.training = module.training
+        self._buckets, self._max_graphs, self._names, self._offsets = buckets, max_graphs, names, offsets
+        self._forget()
+
+    def _forget(self) -> None:
+        vars(self).update(self._empty())
+
+    @staticmethod
+    def _empty() -> dict[str, Any]:
+        """The state that copies do not get. _last: a weak reference to the last call that has a backward."""
+        return dict(_steps=OrderedDict[Any, Step](), _last=None, _captures=0, _warned=set[str]())
+
+    @one_module
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's forward. Arguments, results and errors: see `graphed`."""
+        inner = self._inner
+        if torch.compiler.is_compiling() or transforms_are_active() or debug_checks.current():
+            return inner(*args, **kwargs)
+        arguments = Arguments(args, kwargs, self._names, self._offsets)
+        device = arguments.device
+        if device is None or device.type not in RUNNERS or device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return inner(*args, **kwargs)
+        state = _state(inner)
+        if state is None:  # torch.func.functional_call replaces the parameters
+            return inner(*args, **kwargs)
+        last = None if self._last is None else self._last()
+        if last is not None and not last.differentiated:
+            self._warn("a call before the backward of the last one runs without a graph, as does every call while those results are kept")
+            return inner(*args, **kwargs)
+        capacities = capacities_of(arguments.leaves, self._buckets)
+        if capacities is None:
+            sizes = sorted(x for x in arguments.sizes if x >= 0)
+            self._warn(f"sizes above capacities run without a graph: {sizes} for {list(self._buckets.capacities or ())}")
+            return inner(*args, **kwargs)
+
+        trained = torch.is_grad_enabled() and (state.trained or any(leaf.tensor.requires_grad for leaf in arguments.leaves))
+        key = self._key(arguments, capacities, device, trained, state.parts)
+        step = self._steps.get(key)
+        if step is None:
+            step = self._steps[key] = self._capture(arguments, capacities, device, trained)
+        else:
+            self._steps.move_to_end(key)
+            step.pad(arguments, capacities)
+        call = Call() if trained else None
+        self._last = None if call is None else weakref.ref(call)
+        return step.results(arguments, capacities, call)
+
+    def _key(self, arguments: Arguments, capacities: Mapping[int, int], device: torch.device, trained: bool, state: Any) -> Any:
+        leaves = tuple(
+            (leaf.kind, x.dtype, x.shape[1:], trained and x.requires_grad, capacities.get(leaf.size), capacities.get(leaf.rows))
+            for leaf in arguments.leaves
+            for x in (leaf.tensor,)
+        )
+        autocast = torch.is_autocast_enabled(device.type) and torch.get_autocast_dtype(device.type)
+        settings = (
+            batch_invariant.current(),
+            backward_workspace.current(),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        return arguments.spec, leaves, device, trained, state, autocast, settings
+
+    def _capture(self, arguments: Arguments, capacities: Mapping[int, int], device: torch.device, trained: bool) -> Step:
+        for leaf in arguments.leaves:
+            check_values(leaf, arguments.sizes)
+        self._captures: int = self._captures + 1
+        if self._captures > 4 * self._max_graphs:
+            self._warn(f"most batches may need new graphs: {self._captures} captured, {self._max_graphs} kept")
+        if len(self._steps) >= self._max_graphs:
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)  # the graphs to be dropped may still run
+            while len(self._steps) >= self._max_graphs:
+                self._steps.popitem(last=False)
+        pool = next(iter(self._steps.values())).pool if self._steps else None  # one that no graph uses any more cannot be used again
+        with torch.inference_mode(False):
+            return Step(self._inner, arguments, capacities, device, trained, pool)
+
+    def _warn(self, message: str) -> None:
+        if message.partition(":")[0] not in self._warned:
+            self._warned.add(message.partition(":")[0])
+            warnings.warn(f"graphed: {message}", stacklevel=7)  # the caller of the module
+
+    # -- as the module ---------------------------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_inner" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+    def train(self, mode: bool = True) -> nn.Module:
+        self._inner.train(mode)
+        self.training = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        self._inner._apply(fn, recurse)
+        self._forget()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self._inner.state_dict(*args, **kwargs)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self._inner._load_from_state_dict(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | self._empty()
+
+    def _get_name(self) -> str:
+        return f"graphed({self._inner._get_name()})"
+
+    def extra_repr(self) -> str:
+        return self._inner.extra_repr()
+
+
+class _State(NamedTuple):
+    """What the graphs of a module depend on. parts: its modes, and where its parameters and buffers are. trained: some parameter is."""
+
+    parts: tuple[Any, ...]
+    trained: bool
+
+
+def _state(module: nn.Module) -> _State | None:
+    """The state of the module. None if its parameters are not its own. Runs in each call: torch's iterators take ten times as long."""
+    state: list[Any] = []
+    stack: list[Any] = [module]
+    trained = False
+    while stack:
+        module = stack.pop()
+        state.append(module.training)
+        attributes = vars(module)
+        for x in attributes["_parameters"].values():
+            if x is not None:
+                if type(x) is Tensor:
+                    return None
+                state += id(x), x.data_ptr(), x.dtype, x.requires_grad
+                trained = trained or x.requires_grad
+        for x in attributes["_buffers"].values():
+            if x is not None:
+                state += id(x), x.data_ptr(), x.dtype
+        stack.extend(x for x in attributes["_modules"].values() if x is not None)
+    return _State(tuple(state), trained)

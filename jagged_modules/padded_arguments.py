@@ -1,0 +1,251 @@
+"""The arguments of a call, copied into buffers of larger sizes: for graphed.py.
+
+Sizes are rounded up to capacities. What is left of the buffers is a valid batch too: rows of zeros in segments behind the real ones.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .containers.candidates import CandidateIndex
+from .containers.jagged import Jagged
+from .scalars import to_ints
+from .settings import debug_checks
+from .validation import check_offsets
+
+UNIT = 8  # capacities are multiples of it, unless the caller lists them
+ROWS, OFFSETS, ORDER, SCALAR = "rows", "offsets", "order", "scalar"
+CONSTANTS = (type(None), bool, int, float, str, torch.dtype)
+
+
+class Buckets(NamedTuple):
+    """The capacities: multiples of UNIT, of which an octave has `steps`; or those of the list."""
+
+    steps: int
+    capacities: tuple[int, ...] | None = None
+
+    def of(self, size: int) -> tuple[int, int] | None:
+        """The smallest size of this size's bucket, and its capacity. None above all capacities."""
+        if self.capacities is None:
+            unit = max(UNIT, (1 << max(0, (size - 1).bit_length() - 1)) // self.steps)
+            capacity = max(1, -(-size // unit)) * unit
+            return (0 if capacity == unit else capacity - unit + 1), capacity
+        place = bisect.bisect_left(self.capacities, size)
+        if place == len(self.capacities):
+            return None
+        return (self.capacities[place - 1] + 1 if place else 0), self.capacities[place]
+
+
+class Leaf(NamedTuple):
+    """A tensor among the arguments. size: of its first dimension; of offsets, the number of segments. rows: that offsets count."""
+
+    name: str
+    kind: str
+    tensor: Tensor
+    size: int = -1
+    rows: int = -1
+
+
+def capacities_of(leaves: Sequence[Leaf], buckets: Buckets) -> dict[int, int] | None:
+    """The capacity of each size. None: there is none.
+
+    Different sizes have different capacities, so that the first dimension of a result tells which size it has.
+
+    The padding gets so many segments that none is longer than the mean of the real ones (rounded up, at least 1). So its rows cost what
+    real rows cost, and meet every limit on the length of a segment that the batch meets. The number of segments is enough for the fewest
+    rows of the bucket: it does not change with each batch.
+    """
+    segments: dict[int, list[int]] = {}
+    for leaf in leaves:
+        if leaf.kind == OFFSETS:
+            segments.setdefault(leaf.size, []).append(leaf.rows)
+    found: dict[int, int] = {}
+    fewest: dict[int, int] = {}
+
+    def add(size: int, spare: int = 0) -> bool:
+        bucket = buckets.of(size + spare)
+        if bucket is None:
+            return False
+        capacity = bucket[1]
+        while capacity in found.values():
+            capacity += UNIT
+        found[size], fewest[size] = capacity, max(bucket[0], min(size, capacity // 2))
+        return True
+
+    for leaf in leaves:
+        if leaf.kind != SCALAR:
+            for size in (leaf.rows, leaf.size) if leaf.kind == OFFSETS else (leaf.size,):
+                if size not in found and size not in segments and not add(size):
+                    return None
+    for size in sorted(segments, reverse=True):
+        needs = [_cdiv(found[rows] - fewest[rows], _cdiv(fewest[rows], size)) for rows in segments[size] if rows in found]
+        if not add(size, max(1, *needs) if needs else 1):
+            return None
+    for size, all_rows in segments.items():  # rows whose number is that of other segments were not counted above
+        if any(_padding_step(rows, size, found) > _cdiv(rows, size) for rows in all_rows):
+            return None
+    return found
+
+
+def _padding_step(rows: int, size: int, capacities: Mapping[int, int]) -> int:
+    """Rows of a padding segment."""
+    return _cdiv(capacities[rows] - rows, capacities[size] - size)
+
+
+def _cdiv(x: int, y: int) -> int:
+    """x / y rounded up, at least 1 where y counts segments that may be none or empty."""
+    return max(1, -(-x // max(1, y)))
+
+
+# -- arguments ----------------------------------------------------------------------------------------------------------------------
+
+
+class Arguments:
+    """The tensors of a call's arguments, and a hashable description of everything else, `spec`, from which `build` makes arguments."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any], names: Sequence[str], offsets: Mapping[str, str]) -> None:
+        named = {names[i] if i < len(names) else f"argument {i}": x for i, x in enumerate(args)} | kwargs
+        self.leaves: list[Leaf] = []
+        self._places: dict[tuple[int, str], int] = {}  # one buffer for a tensor that is given twice: layers compare offsets by identity
+        self._offsets = {name: _rows_of(name, owner, named) for name, owner in offsets.items() if named.get(name) is not None}
+        self._unknown: list[tuple[int, CandidateIndex]] = []
+        self.spec = len(args), tuple((name, self._flatten(name, x)) for name, x in named.items())
+        for place, index in self._unknown:
+            self.leaves[place] = self.leaves[place]._replace(rows=self._candidates(self.leaves[place].name, index))
+        self.sizes = {x for leaf in self.leaves for x in (leaf.size, leaf.rows)}
+
+    @property
+    def device(self) -> torch.device | None:
+        devices = {leaf.tensor.device for leaf in self.leaves}
+        others = [device for device in devices if device.type != "cpu"]
+        if len(others) > 1:
+            raise ValueError(f"arguments must be on one device, got {sorted(map(str, others))}")
+        return next(iter(others or devices), None)
+
+    def _flatten(self, name: str, x: Any) -> tuple[Any, ...]:
+        rows, whole = self._offsets.get(name), x
+        if isinstance(x, Tensor):
+            if x.is_nested or x.layout != torch.strided:
+                raise TypeError(f"{name} must be a dense tensor, got {'a nested tensor: pass a Jagged' if x.is_nested else x.layout}")
+            if rows is None:
+                return "tensor", self._add(name, ROWS if x.dim() else SCALAR, x)
+            check_offsets(name, x, rows)
+            return "tensor", self._add(name, OFFSETS, x, rows)
+        if isinstance(x, Jagged):
+            return "jagged", self._add(name, ROWS, x.values), self._add(name, OFFSETS, x.offsets, x.values.shape[0]), x.max_seqlen
+        if isinstance(x, CandidateIndex):
+            if x.order is None:
+                place = self._add(name, OFFSETS, x.offsets, -1 if rows is None else rows)
+                if rows is None:
+                    self._unknown.append((place, x))
+                return "index", place, None, None
+            orders = [self._add(name, ORDER, order) for order in (x.order, x.inverse) if order is not None]
+            return "index", self._add(name, OFFSETS, x.offsets, x.order.shape[0]), *orders
+        if type(x) in (tuple, list):
+            parts: tuple[Any, ...]
+            if len(x) == 2 and all(isinstance(part, Tensor) for part in x) and x[1].dim() == 1 and not x[1].is_floating_point():
+                if not x[0].dim():
+                    raise ValueError(f"{name}'s values must have shape [L, ...], got {list(x[0].shape)}")
+                check_offsets(f"{name}'s offsets", x[1], x[0].shape[0])
+                parts = ("tensor", self._add(name, ROWS, x[0])), ("tensor", self._add(name, OFFSETS, x[1], x[0].shape[0]))
+            else:
+                parts = tuple(self._flatten(f"{name}[{i}]", part) for i, part in enumerate(x))
+            return type(x).__name__, parts
+        if type(x) is dict:
+            return "dict", tuple((key, self._flatten(f"{name}[{key!r}]", part)) for key, part in whole.items())
+        if isinstance(x, CONSTANTS):
+            return "constant", x, type(x)
+        raise TypeError(
+            f"{name} must be a tensor, Jagged, (values, offsets) pair or CandidateIndex, None, a number or a string, or a tuple, list or "
+            f"dict of these, got {type(x).__name__}"
+        )
+
+    def _add(self, name: str, kind: str, x: Tensor, rows: int = -1) -> int:
+        place = self._places.setdefault((id(x), kind), len(self.leaves))
+        if place == len(self.leaves):
+            size = x.shape[0] - (kind == OFFSETS) if x.dim() else -1
+            self.leaves.append(Leaf(name, kind, x, size, rows))
+        return place
+
+    def _candidates(self, name: str, index: CandidateIndex) -> int:
+        """The number of candidates of a sorted index."""
+        if index.host_counts is not None:
+            return int(index.host_counts.sum())
+        plain = {leaf.size for leaf in self.leaves if leaf.kind == ROWS and leaf.tensor.is_floating_point()}
+        other = {leaf.rows for leaf in self.leaves if leaf.kind == OFFSETS} | {index.num_users}
+        found = plain - other or plain
+        if len(found) != 1:
+            raise ValueError(
+                f"{name} must be a CandidateIndex of known length beside several plain arguments, got one whose counts are on a device: "
+                f"name the candidates' argument, graphed(..., offsets={{{name!r}: ...}})"
+            )
+        return found.pop()
+
+
+def _rows_of(name: str, owner: str, arguments: Mapping[str, Any]) -> int:
+    x = arguments.get(owner)
+    x = x.values if isinstance(x, Jagged) else x
+    if not isinstance(x, Tensor) or not x.dim():
+        raise TypeError(f"{owner} must be a tensor with rows, which {name} count, got {type(x).__name__}")
+    return x.shape[0]
+
+
+def build(spec: tuple[int, tuple[Any, ...]], tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments by position and by name, from an `Arguments.spec` and tensors in place of its leaves."""
+    count, parts = spec
+    built = [(name, _build(part, tensors)) for name, part in parts]
+    return tuple(x for _, x in built[:count]), dict(built[count:])
+
+
+def _build(spec: tuple[Any, ...], tensors: Sequence[Any]) -> Any:
+    kind, *parts = spec
+    if kind == "tensor":
+        return tensors[parts[0]]
+    if kind == "jagged":
+        return Jagged.unchecked(tensors[parts[0]], tensors[parts[1]], parts[2])
+    if kind == "index":
+        return CandidateIndex(*(None if place is None else tensors[place] for place in parts))
+    if kind == "dict":
+        return {key: _build(part, tensors) for key, part in parts[0]}
+    if kind == "constant":
+        return parts[0]
+    built = [_build(part, tensors) for part in parts[0]]
+    return built if kind == "list" else tuple(built)
+
+
+def pad(buffer: Tensor, leaf: Leaf, capacities: Mapping[int, int]) -> None:
+    """Copy the leaf's tensor into the buffer, and write the rest of the buffer."""
+    x, size = leaf.tensor, leaf.size
+    if leaf.kind == SCALAR:
+        buffer.copy_(x, non_blocking=True)
+    elif leaf.kind == OFFSETS:
+        buffer[: size + 1].copy_(x, non_blocking=True)
+        tail, end, step = buffer[size + 1 :], capacities[leaf.rows], _padding_step(leaf.rows, size, capacities)
+        torch.arange(leaf.rows + step, leaf.rows + step * len(tail) + 1, step, out=tail)
+        tail.clamp_(max=end)
+    else:
+        buffer[:size].copy_(x, non_blocking=True)
+        if leaf.kind == ORDER:
+            torch.arange(size, len(buffer), out=buffer[size:])
+        elif size < len(buffer):
+            buffer[size:].zero_()
+
+
+def check_values(leaf: Leaf, sizes: set[int]) -> None:
+    """ValueError for wrong offsets, and for a plain argument that looks like offsets. Synchronises: for the batch of a capture only."""
+    x = leaf.tensor
+    if leaf.kind == OFFSETS:
+        with debug_checks(True):
+            check_offsets(f"{leaf.name}'s offsets", x, leaf.rows)
+    if leaf.kind == ROWS and x.dim() == 1 and x.dtype in (torch.int32, torch.int64) and len(x) > 1:
+        values = to_ints(x)
+        if values[0] == 0 < values[-1] and values[-1] in sizes - {leaf.size} and values == sorted(values):
+            raise ValueError(
+                f"{leaf.name} must be padded as offsets if it is what it looks like, got 0 to {values[-1]} in ascending order: pass a "
+                f"Jagged or a (values, offsets) pair, or name it, graphed(..., offsets={{{leaf.name!r}: ...}})"
+            )
