@@ -329,6 +329,40 @@ def test_twenty_runs_with_a_bias_agree_bit_for_bit(offsets, kernels, dim, activa
         assert all(torch.equal(a, b) for a, b in zip(runs[0], run))
 
 
+BOUNDARIES = {  # entries of Hopper's kernels serve the first and the second, its other paths the others
+    "log": jm.RelativeBias.log_boundaries(71),
+    "duplicates": torch.tensor([3, 3, 3, 100, 100, 5000, 2**20, 2**20]),
+    "dense": 1000 + 36 * torch.arange(128),
+    "far": torch.tensor([1, 2**30, 2**31 - 2, 2**31 - 1, 2**31, 2**33, 2**45]),
+}
+
+
+@pytest.mark.parametrize("order", ["sorted", "mixed"])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
+@pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
+def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order):
+    """Each key's result is the bias alone, and the table's gradient the number of scores in each bucket: integers that bf16 and fp32 hold."""
+    distances = torch.cat([boundaries - 1, boundaries, boundaries + 1, torch.tensor([0, 1, 7])]).repeat(3)
+    distances = torch.cat([distances, -distances])
+    distances = distances.sort().values if order == "sorted" else distances[torch.randperm(len(distances))]
+    buckets = (boundaries[:, None] <= distances.abs()).sum(0)
+    origin = torch.tensor([-(2**40), 10**9, 77])  # three keys, and a query row sees one of them: that of its segment
+    table = torch.arange(len(boundaries) + 1.0, device="cuda", requires_grad=True)
+    bias = jm.RelativeBias(
+        time=table, timestamps=origin.cuda(), query_timestamps=(origin[:, None] + distances).flatten().cuda(), boundaries=boundaries.cuda()
+    )  # fmt: skip
+    q, k, v = (torch.zeros(n, 1, dim, device="cuda", dtype=torch.bfloat16) for n in (3 * len(distances), 3, 3))
+    v[..., 0] = 1
+    segments = offsets([len(distances)] * 3, "cuda"), offsets([1, 1, 1], "cuda")
+    out = F.jagged_attention(
+        q, k.requires_grad_(), v, *segments, activation="identity", scale=1.0, bias=bias, implementation=kernels
+    )  # fmt: skip
+    assert torch.equal(out[:, 0, 0].cpu().long(), buckets.repeat(3))
+    counts, _ = torch.autograd.grad(out[..., 0].sum(), (table, k))
+    assert torch.equal(counts.cpu().long(), 3 * buckets.bincount(minlength=len(table)))
+
+
 def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
     q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
