@@ -342,7 +342,7 @@ BOUNDARIES = {  # entries of Hopper's kernels serve the first and the second, it
 @pytest.mark.parametrize("boundaries", BOUNDARIES.values(), ids=BOUNDARIES)
 @pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
 def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, order):
-    """Each key's result is the bias alone, and the table's gradient the number of scores in each bucket: integers that bf16 and fp32 hold."""
+    """Each result is the bias alone, and the table's gradient the number of scores in each bucket: integers that bf16 and fp32 hold."""
     distances = torch.cat([boundaries - 1, boundaries, boundaries + 1, torch.tensor([0, 1, 7])]).repeat(3)
     distances = torch.cat([distances, -distances])
     distances = distances.sort().values if order == "sorted" else distances[torch.randperm(len(distances))]
