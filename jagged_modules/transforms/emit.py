@@ -11,10 +11,11 @@ import torch
 from torch import fx
 
 from .analysis import Analysis
+from .attention import TargetAttention
 from .calls import Call, flat, is_tensor, unbind
 from .lineage import Lineage, Map, Size, is_known, shape_of
 from .report import Decisions
-from .runtime import checked_map
+from .runtime import attend_in_place, checked_map, group_candidates
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
@@ -46,11 +47,21 @@ class Emitter:
         graph: the captured graph.
         analysis: of this graph.
         moved: operators and sources to compute on the smaller side.
+        attentions: attentions to read keys and values of in place, by their result.
         batch: inputs that the caller replicates.
     """
 
-    def __init__(self, graph: fx.Graph, analysis: Analysis, moved: set[fx.Node], batch: Batch | None) -> None:
+    def __init__(
+        self,
+        graph: fx.Graph,
+        analysis: Analysis,
+        moved: set[fx.Node],
+        attentions: dict[fx.Node, TargetAttention],
+        batch: Batch | None,
+    ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
+        given = {*moved, *(batch.users if batch else ())}
+        self.attentions = {node: match for node, match in attentions.items() if given.issuperset(match.operands)}
         self.graph = fx.Graph()
         self.graph._codegen = graph._codegen
         self._plain: dict[fx.Node, Any] = {}
@@ -58,6 +69,7 @@ class Emitter:
         self._indices: dict[Any, fx.Node] = {}
         self._advanced: dict[tuple[fx.Node, int], fx.Node] = {}
         self._narrowed: dict[tuple[fx.Node, int, Size], fx.Node] = {}
+        self._groups: dict[tuple[Map, ...], fx.Node] = {}
         self._symbols: dict[Size, tuple[fx.Node, int]] = {}
         self._sizes: dict[Size, fx.Node] = {}
 
@@ -80,6 +92,8 @@ class Emitter:
             self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
             self._plain[node] = self._size(*node.args)  # pyright: ignore[reportArgumentType]
+        elif node in self.attentions:
+            self._plain[node] = self._attention(self.attentions[node])
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
 
@@ -103,7 +117,8 @@ class Emitter:
         new = {**self._plain, **{x: self._bases[x] for x in self.moved if x in self._bases}}
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
-        return Decisions(self.moved, {}, dead, gathered)
+        fused = {x: "target_attention" for match in self.attentions.values() for x in (match.node, *(reader for _, reader in match.reads))}
+        return Decisions(self.moved, fused, dead, gathered)
 
     # -- values in full ----------------------------------------------------------------------------------------------------------------
 
@@ -132,11 +147,15 @@ class Emitter:
             sizes[dim] = self._expression(maps[0].rows_out)
             x = self.call(aten.expand.default, x, sizes)
         else:
-            index, *outer = (self.index(map_, node) for map_ in reversed(maps))
-            for other in outer:
-                index = self.call(aten.index.Tensor, other, [index])
-            x = self.select(x, dim, index, wraps=len(maps) > 1 or self._may_wrap(maps[0]))
+            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(maps[0]))
         return self.call(aten.flatten.using_ints, x, dim - 1, dim + 1) if lineage.is_folded else x
+
+    def _composed(self, maps: tuple[Map, ...], like: fx.Node) -> fx.Node:
+        """maps[0][maps[1]]..., one map from the value to the base."""
+        index, *outer = (self.index(map_, like) for map_ in reversed(maps))
+        for other in outer:
+            index = self.call(aten.index.Tensor, other, [index])
+        return index
 
     def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
         """x[index] along a dimension. wraps: whether negative indices count from the end, as they do for index.Tensor."""
@@ -162,6 +181,27 @@ class Emitter:
                 aten.repeat_interleave.Tensor, self.value(map_.node), output_size=self._expression(map_.rows_out) if known else None
             )
         return self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
+
+    def _attention(self, match: TargetAttention) -> fx.Node:
+        """The attention on the bases of its keys, values and mask."""
+        assert match.lineage is not None
+        key, value, *hidden = (self.operand(x, match.lineage) for x in match.operands)
+        query, own = self.value(match.query), self.analysis.lineages[match.key]
+        if match.transposed:
+            key = self.call(aten.transpose.int, key, -2, -1)
+        if match.hidden is not None and match.hidden_is_visible:
+            hidden = [self.call(aten.bitwise_not.default, hidden[0])]
+        candidates = self._candidates(match.lineage.maps, match.node, value, own)
+        heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
+        return self.call(attend_in_place, query, key, value, candidates, hidden[0] if hidden else None, heads, match.scale, match.empty)
+
+    def _candidates(self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage) -> fx.Node:
+        """The index of the candidates by user, one for all attentions with these maps."""
+        if maps not in self._groups:
+            index = self._composed(maps, node)
+            users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
+            self._groups[maps] = self.call(group_candidates, index, users)
+        return self._groups[maps]
 
     # -- bases -------------------------------------------------------------------------------------------------------------------------
 
@@ -202,7 +242,7 @@ class Emitter:
         if own.maps[levels].rows_in != lineage.base_rows:
             key = x, levels, lineage.base_rows
             if key not in self._narrowed:
-                self._narrowed[key] = self.call(aten.slice.Tensor, base, own.dim, 0, self._expression(lineage.base_rows))
+                self._narrowed[key] = self.call(aten.slice.Tensor, base, own.dim, 0, self._expression(lineage.base_rows * own.post))
             return self._narrowed[key]
         return base
 

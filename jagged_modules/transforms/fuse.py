@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
+from .attention import TargetAttention, find_attentions
 from .capture import MAP_NAME, Captured, capture, evaluate
 from .certificate import certify
 from .emit import Batch, Emitter
@@ -87,6 +88,7 @@ class Plan:
         batch: which inputs the caller replicated.
         analysis: the lineages of its values.
         costs: estimates for the sizes of the example or of max_batch.
+        attentions: attentions that can read keys and values in place.
         moved: the operators and sources to compute on the smaller side.
     """
 
@@ -94,11 +96,12 @@ class Plan:
     batch: Batch | None
     analysis: Analysis
     costs: Costs
+    attentions: dict[fx.Node, TargetAttention]
     moved: set[fx.Node]
 
     def apply(self) -> tuple[fx.GraphModule, Decisions]:
         """The fused model, and what was done. The captured graph is kept for the report."""
-        emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.batch)
+        emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.attentions, self.batch)
         self.captured.module.graph = emitter.emit()
         return self.captured.module, emitter.decisions()
 
@@ -110,7 +113,7 @@ def make_plan(
     captured: Captured,
     batch: Batch | None,
     hints: Mapping[Size, int],
-    place: Callable[[Analysis, Costs], set[fx.Node]] = by_cost,
+    place: Callable[..., set[fx.Node]] = by_cost,
 ) -> Plan:
     """Decides what moves, with costs for the sizes `hints`."""
 
@@ -120,7 +123,9 @@ def make_plan(
     inputs = {} if batch is None else batch.lineages(USERS)
     analysis = analyse(captured.graph, inputs, estimate, {*captured.hints, USERS})
     costs = Costs(analysis, estimate)
-    return Plan(captured, batch, analysis, costs, place(analysis, costs))
+    attentions = find_attentions(captured.graph, analysis, estimate)
+    read_in_place = {read for match in attentions.values() for read in match.reads}
+    return Plan(captured, batch, analysis, costs, attentions, place(analysis, costs, read_in_place))
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------------------------

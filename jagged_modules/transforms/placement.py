@@ -8,7 +8,7 @@ with costs, which a minimum cut solves exactly.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,25 +100,28 @@ class Costs:
         return elements
 
 
-def everything(analysis: Analysis, costs: Costs) -> set[fx.Node]:
+def everything(analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()) -> set[fx.Node]:
     """Moves all operators that can be moved. For tests of the rules."""
     return set(analysis.moves) | set(analysis.sources)
 
 
-def by_cost(analysis: Analysis, costs: Costs) -> set[fx.Node]:
-    """The nodes to compute on the smaller side, sources included, at the least estimated cost."""
+def by_cost(analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()) -> set[fx.Node]:
+    """The nodes to compute on the smaller side, sources included, at the least estimated cost.
+
+    read_in_place: pairs of a value and an operator that reads its base if there is one, instead of the gathered value.
+    """
     import networkx
 
     graph, inside = networkx.DiGraph(), analysis.lineages
     for node in inside:
-        _add_choice(graph, node, analysis, costs)
+        _add_choice(graph, node, analysis, costs, read_in_place)
     if not graph.has_node("base") or not graph.has_node("full"):
         return set()
     _, (_, full) = networkx.minimum_cut(graph, "base", "full")
     return {node for node in (*analysis.moves, *analysis.sources) if node not in full}
 
 
-def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs) -> None:
+def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]]) -> None:
     """Edges of a node, which is on the side "base" or "full" of the cut. An edge is paid if it goes from base to full."""
 
     def add(start: Any, end: Any, cost: float) -> None:
@@ -141,7 +144,8 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs) -> 
     add(node, gather, math.inf if several else costs.gather(node).total)
     for user in node.users:
         moves = user in analysis.sources or user in analysis.moves and node not in analysis.moves[user].in_full
-        add(gather, user if moves else "full", math.inf)
+        if (node, user) not in read_in_place:
+            add(gather, user if moves else "full", math.inf)
 
 
 def _moved_operands(node: fx.Node, analysis: Analysis) -> list[fx.Node]:

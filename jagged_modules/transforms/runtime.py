@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..containers.candidates import CandidateIndex
+from ..functional import target_attention
 from ..validation import check_integers, values_are_checkable
 
 
@@ -32,3 +34,47 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
         if low < 0 or high >= num_users:
             raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
     return candidate_to_user
+
+
+def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
+    """The candidates by user, for all attentions of a graph. `users` has one row per user."""
+    return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0])
+
+
+def attend_in_place(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    candidates: CandidateIndex,
+    hidden: Tensor | None,
+    num_heads: int | None,
+    scale: float,
+    empty: float,
+) -> Tensor:
+    """Attention of each candidate to its user's keys, of which there is one copy per user.
+
+    Args:
+        query: `[C, H, Lq, D]`, or `[C · H, Lq, D]` with num_heads = H.
+        key, value: `[U, H, T, D]` or `[U · H, T, D]`.
+        hidden: bool `[U, T]`, keys that no query sees: they are left out before the attention, so a mask need not be a prefix. None: all
+            are visible.
+        empty: the result of the candidates of a user without visible keys.
+
+    Returns:
+        In the shape of query.
+    """
+    query, key, value = (x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value))
+    num_users, num_keys = key.shape[0], key.shape[2]
+    key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+    if hidden is None:
+        offsets = torch.arange(num_users + 1, device=key.device) * num_keys
+    else:
+        visible = ~hidden
+        rows = visible.flatten().nonzero()[:, 0]
+        key, value = key[rows], value[rows]
+        offsets = torch.nn.functional.pad(visible.sum(1).cumsum(0), (1, 0))
+    out = target_attention(query.transpose(1, 2), key, value, candidates, offsets, scale=scale).transpose(1, 2)
+    if empty != 0:  # target_attention gives 0
+        lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
+        out = out.masked_fill(lost[:, None, None, None], empty)
+    return out.flatten(0, 1) if num_heads else out

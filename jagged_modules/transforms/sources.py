@@ -116,7 +116,7 @@ def find_uniform(call: Call) -> Moved | None:
     if name == "aten::expand":
         own = call.shape(call["self"])
         shift = len(shape) - len(own)
-        dims = [d for d, size in enumerate(shape) if size != 1 and (d < shift or own[d] == 1)]
+        dims = [d for d, size in enumerate(shape) if size != 1 and (d < shift or own[d - shift] == 1)]
     elif name in CREATORS and call.only():
         dims = [d for d, size in enumerate(shape) if not size.is_Integer]
     else:
