@@ -21,7 +21,14 @@ from .lineage import Lineage, Size, common, shape_of, size_of
 
 aten = torch.ops.aten
 KEEPS_VALUES = (aten.clone.default, aten.alias.default, aten.detach.default)
-VIEWS_OF_MASKS = (*KEEPS_VALUES, aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.unsqueeze.default, aten.slice.Tensor)
+VIEWS_OF_MASKS = (
+    *KEEPS_VALUES,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten.expand.default,
+    aten.unsqueeze.default,
+    aten.slice.Tensor,
+)
 ZEROS = (aten.zeros_like.default, aten.zeros.default, aten.new_zeros.default)
 
 
@@ -50,6 +57,7 @@ class TargetAttention:
     hidden_is_visible: bool = False
     reads: set[tuple[fx.Node, fx.Node]] = field(default_factory=set)
     lineage: Lineage | None = None
+    name = "target_attention"
 
     @property
     def operands(self) -> list[fx.Node]:
@@ -163,6 +171,8 @@ def _add_mask(match: TargetAttention, mask: fx.Node, reader: fx.Node, estimate: 
         if call is None or call["value"] != -math.inf or call["self"].target not in ZEROS or call.shape(call["mask"]) != call.shape():
             return False
         source = _skip_views(call["mask"], chain)
+    elif reader.target not in (aten.scaled_dot_product_attention.default, aten.masked_fill.Scalar):
+        return False
     while source.target in (aten.bitwise_not.default, aten.logical_not.default):
         source, visible = _skip_views(source.args[0], chain), not visible
     if source.meta["val"].dim() != 2 or source.meta["val"].dtype != torch.bool or not _hides_keys(match, source, chain, estimate):

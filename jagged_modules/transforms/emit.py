@@ -13,9 +13,10 @@ from torch import fx
 from .analysis import Analysis
 from .attention import TargetAttention
 from .calls import Call, flat, is_tensor, unbind
+from .compress import Compression
 from .lineage import Lineage, Map, Size, is_known, shape_of
 from .report import Decisions
-from .runtime import attend_in_place, checked_map, group_candidates
+from .runtime import attend_in_place, checked_map, compress, group_candidates
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
@@ -47,7 +48,7 @@ class Emitter:
         graph: the captured graph.
         analysis: of this graph.
         moved: operators and sources to compute on the smaller side.
-        attentions: attentions to read keys and values of in place, by their result.
+        fusions: attentions and compressions to compute from bases, by their result, if these bases are computed.
         batch: inputs that the caller replicates.
     """
 
@@ -56,12 +57,12 @@ class Emitter:
         graph: fx.Graph,
         analysis: Analysis,
         moved: set[fx.Node],
-        attentions: dict[fx.Node, TargetAttention],
+        fusions: dict[fx.Node, TargetAttention | Compression],
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
         given = {*moved, *(batch.users if batch else ())}
-        self.attentions = {node: match for node, match in attentions.items() if given.issuperset(match.operands)}
+        self.fusions = {node: match for node, match in fusions.items() if given.issuperset(match.operands)}
         self.graph = fx.Graph()
         self.graph._codegen = graph._codegen
         self._plain: dict[fx.Node, Any] = {}
@@ -92,8 +93,9 @@ class Emitter:
             self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
             self._plain[node] = self._size(*node.args)  # pyright: ignore[reportArgumentType]
-        elif node in self.attentions:
-            self._plain[node] = self._attention(self.attentions[node])
+        elif node in self.fusions:
+            match = self.fusions[node]
+            self._plain[node] = self._attention(match) if isinstance(match, TargetAttention) else self._compression(match)
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
 
@@ -117,7 +119,7 @@ class Emitter:
         new = {**self._plain, **{x: self._bases[x] for x in self.moved if x in self._bases}}
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
-        fused = {x: "target_attention" for match in self.attentions.values() for x in (match.node, *(reader for _, reader in match.reads))}
+        fused = {x: match.name for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
         return Decisions(self.moved, fused, dead, gathered)
 
     # -- values in full ----------------------------------------------------------------------------------------------------------------
@@ -195,6 +197,10 @@ class Emitter:
         heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
         return self.call(attend_in_place, query, key, value, candidates, hidden[0] if hidden else None, heads, match.scale, match.empty)
 
+    def _compression(self, match: Compression) -> fx.Node:
+        users, index = self.operand(match.user_embeddings, match.lineage), self._composed(match.lineage.maps, match.user_embeddings)
+        return self.call(compress, self.value(match.user_weight), users, self.value(match.weight), self.value(match.embeddings), index)
+
     def _candidates(self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage) -> fx.Node:
         """The index of the candidates by user, one for all attentions with these maps."""
         if maps not in self._groups:
@@ -222,7 +228,7 @@ class Emitter:
         in_full = moved.in_full
         arguments = fx.node.map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
         if moved.target is not None:
-            arguments = {x.name: arguments.get(x.name, arguments.get("size")) for x in target._schema.arguments}
+            arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
         args, kwargs = unbind(target, arguments)
         return self.call(target, *args, **kwargs)
 

@@ -17,9 +17,11 @@ from .analysis import Analysis, analyse
 from .attention import TargetAttention, find_attentions
 from .capture import MAP_NAME, Captured, capture, evaluate
 from .certificate import certify
+from .compress import Compression, find_compressions
+from .distribute import Distributor
 from .emit import Batch, Emitter
 from .lineage import Size, shape_of
-from .placement import Costs, by_cost
+from .placement import Cost, Costs, by_cost
 from .report import Decisions, Report, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
@@ -88,7 +90,8 @@ class Plan:
         batch: which inputs the caller replicated.
         analysis: the lineages of its values.
         costs: estimates for the sizes of the example or of max_batch.
-        attentions: attentions that can read keys and values in place.
+        fusions: attentions and compressions that can be computed from bases.
+        before: the cost of the model as it is.
         moved: the operators and sources to compute on the smaller side.
     """
 
@@ -96,17 +99,18 @@ class Plan:
     batch: Batch | None
     analysis: Analysis
     costs: Costs
-    attentions: dict[fx.Node, TargetAttention]
+    fusions: dict[fx.Node, TargetAttention | Compression]
+    before: Cost
     moved: set[fx.Node]
 
     def apply(self) -> tuple[fx.GraphModule, Decisions]:
         """The fused model, and what was done. The captured graph is kept for the report."""
-        emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.attentions, self.batch)
+        emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.fusions, self.batch)
         self.captured.module.graph = emitter.emit()
         return self.captured.module, emitter.decisions()
 
     def report(self, decisions: Decisions, sizes: str, certificate: str) -> Report:
-        return make_report(self.captured.graph, self.analysis, self.costs, decisions, sizes, certificate)
+        return make_report(self.captured.graph, self.analysis, self.costs, decisions, self.before, sizes, certificate)
 
 
 def make_plan(
@@ -120,12 +124,16 @@ def make_plan(
     def estimate(size: Size) -> int:
         return evaluate(size, hints, UNKNOWN_SIZE)
 
-    inputs = {} if batch is None else batch.lineages(USERS)
-    analysis = analyse(captured.graph, inputs, estimate, {*captured.hints, USERS})
+    inputs, known = {} if batch is None else batch.lineages(USERS), {*captured.hints, USERS}
+    analysis = analyse(captured.graph, inputs, estimate, known)
     costs = Costs(analysis, estimate)
-    attentions = find_attentions(captured.graph, analysis, estimate)
-    read_in_place = {read for match in attentions.values() for read in match.reads}
-    return Plan(captured, batch, analysis, costs, attentions, place(analysis, costs, read_in_place))
+    before = costs.whole(captured.graph)
+    if Distributor(captured.graph, analysis, costs).run():
+        analysis = analyse(captured.graph, inputs, estimate, known)
+        costs = Costs(analysis, estimate)
+    fusions = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    read_in_place = {read for match in fusions.values() for read in match.reads}
+    return Plan(captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place))
 
 
 # -- arguments -----------------------------------------------------------------------------------------------------------------------------

@@ -82,6 +82,10 @@ class Costs:
         lineage = self.analysis.lineages[node]
         return Cost() if lineage.is_uniform and not lineage.is_folded else Cost(0, 2 * self.bytes(node))
 
+    def whole(self, graph: fx.Graph) -> Cost:
+        """Of the captured model as it is."""
+        return sum((self.gather(x) if x in self.analysis.sources else self.full(x) for x in graph.nodes), Cost())
+
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
         if not is_operator(node) or node.target in VIEWS or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
             return Cost()

@@ -84,18 +84,14 @@ class Decisions:
     gathered: set[fx.Node]
 
 
-def make_report(graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions, sizes: str, certificate: str) -> Report:
-    """The report on a captured graph."""
+def make_report(
+    graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions, before: Cost, sizes: str, certificate: str
+) -> Report:
+    """The report on a captured graph. `before` is the cost of the model as it was."""
     sites = [site for node in graph.nodes if (site := _site(node, analysis, costs, decisions))]
-    before, after = Cost(), Cost()
-    for node in graph.nodes:
-        if node in analysis.sources:
-            before += costs.gather(node)
-        else:
-            before, after = before + costs.full(node), after + _after(node, costs, decisions)
-    for node in decisions.gathered:
-        after += costs.gather(node)
-    return Report(tuple(sites), before, after, sizes, certificate)
+    computed = (_after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources)
+    gathered = (costs.gather(node) for node in decisions.gathered)
+    return Report(tuple(sites), before, sum((*computed, *gathered), Cost()), sizes, certificate)
 
 
 def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:

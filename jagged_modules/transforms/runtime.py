@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
-from ..functional import target_attention
+from ..functional import linear_compress, target_attention
 from ..validation import check_integers, values_are_checkable
 
 
@@ -34,6 +34,11 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
         if low < 0 or high >= num_users:
             raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
     return candidate_to_user
+
+
+def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Tensor, candidate_to_user: Tensor) -> Tensor:
+    """user_weight @ users[candidate_to_user] + weight @ candidates."""
+    return linear_compress((user_weight, weight), (users, candidates), (candidate_to_user,))
 
 
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:

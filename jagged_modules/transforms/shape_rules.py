@@ -17,15 +17,15 @@ from .lineage import Lineage, common, refold
 WHOLE = 2**62  # an end of a slice that no dimension reaches
 
 
-@rule("view.default", "_unsafe_view.default")
+@rule("view.default", "_unsafe_view.default", "reshape.default")
 def view(call: Call) -> Moved | None:
     """Keeps the order of elements: the rows stay one factor of one dimension, or there is no rule."""
     lineage = call.lineage(call["self"])
     after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
     if after is None:
         return None
-    sizes = _sizes(call, call["size"], after.dim)
-    return sizes and Moved(after, dict(size=sizes), target=torch.ops.aten.reshape.default)
+    sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
+    return sizes and Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
 
 
 def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:
