@@ -23,6 +23,7 @@ class Captured:
     Attributes:
         module: has the model's parameters and buffers under their names.
         graph: of the module. It stays when the module gets another one.
+        example: positional and keyword inputs of the capture.
         inputs: the placeholders of each input of forward, by its name.
         hints: sizes of the example, by symbol.
         labels: where each symbol is a size, for instance "history[0]".
@@ -30,6 +31,7 @@ class Captured:
 
     module: fx.GraphModule
     graph: fx.Graph
+    example: tuple[tuple[Any, ...], dict[str, Any]]
     inputs: dict[str, list[fx.Node]]
     hints: dict[Size, int]
     labels: dict[Size, str]
@@ -41,8 +43,8 @@ class Captured:
             node = graph.placeholder(MAP_NAME)
         node.meta["val"] = value.new_empty((value.shape[0],), dtype=dtype)
         info = graph._codegen.pytree_info  # pyright: ignore[reportAttributeAccessIssue]
-        args, kwargs = (pytree.tree_unflatten(range(x.num_leaves), x) for x in info.in_spec.children())
-        _, spec = pytree.tree_flatten((args, {**kwargs, MAP_NAME: 0}))
+        args, kwargs = self.example
+        spec = pytree.tree_structure((args, {**kwargs, MAP_NAME: None}))
         graph._codegen.pytree_info = info._replace(orig_args=[*info.orig_args, MAP_NAME], in_spec=spec)  # pyright: ignore[reportAttributeAccessIssue]
         self.module._in_spec = spec  # pyright: ignore[reportAttributeAccessIssue]
         return node
@@ -82,7 +84,7 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     inputs: dict[str, list[fx.Node]] = {name: [] for name in names}
     for name, node in zip(names, placeholders):
         inputs[name].append(node)
-    return Captured(module, module.graph, inputs, hints, labels)
+    return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
 
 
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -97,10 +99,20 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """dynamic_shapes in which the first dimension of each tensor is dynamic."""
-    dynamic = torch.export.Dim.AUTO
-    shapes = pytree.tree_map(lambda x: {0: dynamic} if isinstance(x, torch.Tensor) and x.dim() else None, (tuple(args), dict(kwargs)))
-    positional = inspect.signature(model.forward).bind_partial(*shapes[0]).arguments
-    return {**positional, **shapes[1]}
+    positional = inspect.signature(model.forward).bind_partial(*map(_dims, args)).arguments
+    return {**positional, **{name: _dims(x) for name, x in kwargs.items()}}
+
+
+def _dims(x: Any) -> Any:
+    """dynamic_shapes of an input. Containers other than Python's are given as lists of their entries."""
+    if isinstance(x, torch.Tensor):
+        return {0: torch.export.Dim.AUTO} if x.dim() else None
+    if isinstance(x, Mapping):
+        return {key: _dims(entry) for key, entry in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(*map(_dims, x)) if hasattr(x, "_fields") else type(x)(map(_dims, x))
+    container = pytree.SUPPORTED_NODES.get(type(x))
+    return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
 
 
 def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:

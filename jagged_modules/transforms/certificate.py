@@ -16,7 +16,7 @@ def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwar
     """Compare both on the example inputs. A sentence for the report.
 
     With request_only (`names`), the example's first rows become users, of which each has several candidates or none. Then the rows of one
-    user change: only the results of that user's candidates may.
+    user are replaced, which should change the results of this user's candidates and of no other.
 
     Raises:
         ValueError: results differ by more than rounding.
@@ -35,16 +35,23 @@ def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwar
         shared = _map_named(given, names, lambda x: x[:num_users])
         expected, found = _both(model, fused, shared, names, users)
         error = _compare(expected, found, operators)
-        changed = _map_named(shared, names, lambda x: _with_other_first_row(x))
+        changed = _map_named(shared, names, _with_other_first_row)
         expected_after, found_after = _both(model, fused, changed, names, users)
         error = max(error, _compare(expected_after, found_after, operators))
-        for before, after in zip(pytree.tree_leaves(found), pytree.tree_leaves(found_after)):
-            if before.shape[:1] == (rows,):
-                _compare(before[users != 0], after[users != 0], operators)
+    own, others = _changed_rows(found, found_after, users == 0)
     return (
-        f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; "
-        "another user's rows change no result of a candidate"
+        f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; other rows of one user change "
+        f"{own} of its {int((users == 0).sum())} candidates and {others} of {int((users != 0).sum())} others"
     )
+
+
+def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
+    """The numbers of candidates whose results differ, of those of one user and of others."""
+    changed = torch.zeros_like(own)
+    for x, y in zip(pytree.tree_leaves(before), pytree.tree_leaves(after)):
+        if x.shape[:1] == own.shape:
+            changed |= (x != y).flatten(1).any(1).cpu() if x.dim() > 1 else (x != y).cpu()
+    return int((changed & own).sum()), int((changed & ~own).sum())
 
 
 def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:

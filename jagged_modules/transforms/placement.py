@@ -27,6 +27,7 @@ VIEWS = {
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.alias.default, aten.detach.default),
     *(aten.flatten.using_ints, aten.unflatten.int, aten.lift_fresh_copy.default, aten.diagonal.default),
 }
+LOOKUPS = {aten.index_select.default, aten.index.Tensor, aten.embedding.default, aten.embedding_bag.padding_idx, aten.gather.default}
 PRODUCTS = {aten.linear.default: "input", aten.matmul.default: "self", aten.mm.default: "self", aten.bmm.default: "self"}
 PRODUCTS |= {aten.addmm.default: "mat1", aten.baddbmm.default: "batch1"}
 
@@ -90,6 +91,8 @@ class Costs:
         if not is_operator(node) or node.target in VIEWS or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
             return Cost()
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
+        if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
+            return Cost(0, 2 * self.bytes(node) * share(node))
         moved = sum(self.bytes(x) * share(x) for x in operands) + self.bytes(node) * share(node)
         return Cost(self._flops(node) * share(node), moved)
 

@@ -120,6 +120,8 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     decision = "kept"
     if node in decisions.fused:
         decision, reason = "fused", decisions.fused[node]
+    elif source and node in decisions.gathered:
+        reason = "an operator reads it per candidate"
     elif node in decisions.moved:
         decision, reason = "moved", ""
     name = "gather" if source else str(node.target).removeprefix("aten.").removesuffix(".default")
