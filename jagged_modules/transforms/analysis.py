@@ -1,0 +1,97 @@
+"""The lineage of each value of a captured graph, if every operator that has a rule moved to the smaller side."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Set
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
+from . import shape_rules as _shape_rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
+from .calls import RULES, Call, Moved, Rule, first_of, is_operator
+from .lineage import Lineage, Size, is_known
+from .sources import Source, find_source, find_uniform
+
+FIRST_RESULT_ONLY = (torch.ops.aten._native_batch_norm_legit_no_training.default,)
+
+
+@dataclass
+class Analysis:
+    """What is known about the values of a graph.
+
+    Attributes:
+        lineages: of all values that have one.
+        moves: for results of operators: how they are computed from bases.
+        sources: where rows are repeated. Inputs of the caller's are in `lineages` only.
+        refused: why an operator whose operands have lineages cannot be moved.
+    """
+
+    lineages: dict[fx.Node, Lineage] = field(default_factory=dict)
+    moves: dict[fx.Node, Moved] = field(default_factory=dict)
+    sources: dict[fx.Node, Source] = field(default_factory=dict)
+    refused: dict[fx.Node, str] = field(default_factory=dict)
+
+    def operands(self, node: fx.Node) -> list[fx.Node]:
+        """The operands of a node that have a lineage, without those that it uses in full where it moves."""
+        in_full = self.moves[node].in_full if node in self.moves else ()
+        return [x for x in node.all_input_nodes if x in self.lineages and x not in in_full]
+
+
+def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[[Size], int], known: Set[Size]) -> Analysis:
+    """The lineages of all values, from those of the inputs and from operators that repeat rows.
+
+    known: the symbols that are a size of an input. A lineage that needs another size for its gather is none.
+    """
+    result = Analysis(lineages=dict(inputs))
+    for node in graph.nodes:
+        if node.op != "call_function" or node in result.lineages:
+            continue
+        if node.target is operator.getitem:
+            _item(node, result)
+        elif is_operator(node) and isinstance(first_of(node.meta.get("val")), torch.Tensor):
+            _operator(node, result, estimate, known)
+    return result
+
+
+def _item(node: fx.Node, result: Analysis) -> None:
+    parent = node.args[0]
+    if parent in result.lineages:
+        result.lineages[node] = result.lineages[parent]
+        result.moves[node] = Moved(result.lineages[parent])
+
+
+def _operator(node: fx.Node, result: Analysis, estimate: Callable[[Size], int], known: Set[Size]) -> None:
+    call, rule = Call(node, result.lineages), RULES.get(node.target)
+    source = find_source(call, estimate)
+    if source is not None:
+        result.sources[node], result.lineages[node] = source, source.lineage
+        return
+    operands = result.operands(node)
+    moved = _apply(rule, node, result) if rule is not None and operands else None
+    if moved is not None and node.target in FIRST_RESULT_ONLY and any(user.args[1] != 0 for user in node.users):
+        moved = None
+    if moved is None and not operands:
+        moved = find_uniform(call)
+    if moved is not None and all(is_known(size, known) for size in _needed(moved.lineage)):
+        result.moves[node], result.lineages[node] = moved, moved.lineage
+    elif operands:
+        result.refused[node] = "no rule for this operator" if rule is None else "it mixes rows, or its operands do not share one map"
+
+
+def _apply(rule: Rule, node: fx.Node, result: Analysis) -> Moved | None:
+    """The rule's answer. A repeated constant along another dimension than the rows' must not prevent a move, so it may be used in full."""
+    moved = rule(Call(node, result.lineages))
+    uniform = frozenset(x for x in result.operands(node) if result.lineages[x].is_uniform)
+    if moved is not None or not uniform:
+        return moved
+    moved = rule(Call(node, {x: lineage for x, lineage in result.lineages.items() if x not in uniform}))
+    return moved and replace(moved, in_full=uniform)
+
+
+def _needed(lineage: Lineage) -> list[Size]:
+    """The sizes that a gather from a base, or a smaller base, needs besides the map."""
+    symbols = [lineage.rows] if lineage.is_uniform else [lineage.base_rows] if not lineage.base_rows.is_Symbol else []
+    return [lineage.pre, lineage.post, *symbols]

@@ -1,0 +1,134 @@
+"""One call of an operator in a captured graph, as the rules see it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from .lineage import Lineage, Size, common, shape_of
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How a call computes its result from the bases of its operands.
+
+    Attributes:
+        lineage: of the result.
+        edits: arguments, by name, that differ in the call on the bases: sizes, where -1 stands for the rows of the base.
+        target: another operator for the call on the bases, with the same arguments.
+        broadcasts: an operand of one row (a uniform one) need not be expanded to the rows of the others.
+        in_full: operands that are used in full although they have a lineage.
+    """
+
+    lineage: Lineage
+    edits: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    broadcasts: bool = False
+    in_full: frozenset[fx.Node] = frozenset()
+
+
+class Call:
+    """A call_function node, with its arguments by the names of the operator's schema."""
+
+    def __init__(self, node: fx.Node, lineages: dict[fx.Node, Lineage]) -> None:
+        self.node, self.target, self._lineages = node, node.target, lineages
+        self.arguments = bind(node)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def lineage(self, x: Any) -> Lineage | None:
+        return self._lineages.get(x) if isinstance(x, fx.Node) else None
+
+    def shape(self, x: Any = None) -> tuple[Size, ...]:
+        """The shape of a tensor argument, or of the result, or of a multiple result's first tensor."""
+        return shape_of(first_of((self.node if x is None else x).meta["val"]))
+
+    def dim(self, name: str, ndim: int) -> int:
+        """An argument that is a dimension, counted from the front."""
+        return self[name] % max(ndim, 1)
+
+    def only(self, *names: str) -> bool:
+        """Whether no other argument has a lineage."""
+        return not any(self.lineage(x) for name, x in self.arguments.items() if name not in names for x in flat(x))
+
+    def broadcast(self, operands: Sequence[Any], skip: int = 0) -> Lineage | None:
+        """The lineage of a result to which the operands broadcast. Their last `skip` dimensions do not take part.
+
+        f(x[m], y[m], c) = f(x, y, c)[m] if f computes each row of the dimension from the same row of its operands, and c has one row.
+        """
+        ndim = len(self.shape())
+        tensors = [x for x in operands if is_tensor(x)]
+        moved = [(x, self.lineage(x)) for x in tensors if self.lineage(x)]
+        if not moved or any(lineage.dim >= len(self.shape(x)) - skip for x, lineage in moved):
+            return None
+        result = common([lineage.at(lineage.dim + ndim - len(self.shape(x))) for x, lineage in moved])
+        if result is None:
+            return None
+        for x in tensors:
+            own = result.dim - ndim + len(self.shape(x))
+            if self.lineage(x) is None and own >= 0 and self.shape(x)[own] != 1:
+                return None
+        return result
+
+
+def bind(node: fx.Node) -> dict[str, Any]:
+    """The arguments of a call of an operator by name, with the defaults of its schema."""
+    schema = node.target._schema  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    values = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
+    values |= dict(zip((x.name for x in schema.arguments), node.args))
+    return values | dict(node.kwargs)
+
+
+def unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a call. Keyword arguments that equal their default are left out."""
+    args, kwargs = [], {}
+    for argument in target._schema.arguments:
+        if argument.name not in arguments:
+            continue
+        value = arguments[argument.name]
+        if not argument.kwarg_only:
+            args.append(value)
+        elif not argument.has_default_value() or isinstance(value, fx.Node) or value is not argument.default_value:
+            kwargs[argument.name] = value
+    return tuple(args), kwargs
+
+
+def flat(x: Any) -> list[Any]:
+    """The entries of an argument that is a list, or the argument."""
+    return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+def first_of(value: Any) -> Any:
+    """The first of several results, or the result."""
+    return value[0] if isinstance(value, (tuple, list)) and value else value
+
+
+def is_tensor(x: Any) -> bool:
+    return isinstance(x, fx.Node) and isinstance(x.meta.get("val"), torch.Tensor)
+
+
+def is_operator(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload)
+
+
+Rule = Callable[[Call], "Moved | None"]
+RULES: dict[Any, Rule] = {}
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for aten operators `name.overload`. Operators that this version of torch lacks are skipped."""
+
+    def register(function: Rule) -> Rule:
+        for name in names:
+            packet, overload = name.split(".")
+            target = getattr(getattr(torch.ops.aten, packet, None), overload, None)
+            if target is not None:
+                RULES[target] = function
+        return function
+
+    return register

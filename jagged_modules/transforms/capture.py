@@ -1,0 +1,120 @@
+"""Capture of a model as one functional graph of aten operators, with symbolic sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from .lineage import Size, size_of
+
+MAP_NAME = "candidate_to_user"
+
+
+@dataclass
+class Captured:
+    """A captured model.
+
+    Attributes:
+        module: has the model's parameters and buffers under their names.
+        graph: of the module. It stays when the module gets another one.
+        example: positional and keyword inputs of the capture.
+        inputs: the placeholders of each input of forward, by its name.
+        hints: sizes of the example, by symbol.
+        labels: where each symbol is a size, for instance "history[0]".
+    """
+
+    module: fx.GraphModule
+    graph: fx.Graph
+    example: tuple[tuple[Any, ...], dict[str, Any]]
+    inputs: dict[str, list[fx.Node]]
+    hints: dict[Size, int]
+    labels: dict[Size, str]
+
+    def add_map(self, dtype: torch.dtype, like: fx.Node) -> fx.Node:
+        """An input candidate_to_user of forward, with one entry for each row of `like`."""
+        graph, value = self.graph, like.meta["val"]
+        with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
+            node = graph.placeholder(MAP_NAME)
+        node.meta["val"] = value.new_empty((value.shape[0],), dtype=dtype)
+        info = graph._codegen.pytree_info  # pyright: ignore[reportAttributeAccessIssue]
+        args, kwargs = self.example
+        spec = pytree.tree_structure((args, {**kwargs, MAP_NAME: None}))
+        graph._codegen.pytree_info = info._replace(orig_args=[*info.orig_args, MAP_NAME], in_spec=spec)  # pyright: ignore[reportAttributeAccessIssue]
+        self.module._in_spec = spec  # pyright: ignore[reportAttributeAccessIssue]
+        return node
+
+
+def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> Captured:
+    """Export the model, without its in-place writes. Attention stays one operator where the model calls it as one.
+
+    The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format, says otherwise. The fused operators that
+    nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules.
+    """
+    if dynamic_shapes is None:
+        dynamic_shapes = _first_dims(model, args, kwargs)
+    fastpath = torch.backends.mha.get_fastpath_enabled()
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fastpath)
+    signature = exported.graph_signature
+    written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
+    if written:
+        raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
+    module = exported.module(check_guards=False)
+    assert isinstance(module, fx.GraphModule)
+    module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
+    module._forward_hooks.clear()
+    hints, labels = {}, {}
+    placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
+    for node in placeholders:
+        if isinstance(node.meta.get("val"), torch.Tensor):
+            for dim, size in enumerate(node.meta["val"].shape):
+                if isinstance(size, torch.SymInt) and size_of(size).is_Symbol:
+                    hints[size_of(size)] = size.node.hint
+                    labels.setdefault(size_of(size), f"{node.name}[{dim}]")
+    names = _input_names(model, args, kwargs)
+    inputs: dict[str, list[fx.Node]] = {name: [] for name in names}
+    for name, node in zip(names, placeholders):
+        inputs[name].append(node)
+    return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
+
+
+def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
+    """The name of forward's input for each leaf of the inputs."""
+    positional = list(inspect.signature(model.forward).bind_partial(*args).arguments.items())
+    names = []
+    for name, value in positional:
+        several = inspect.signature(model.forward).parameters[name].kind is inspect.Parameter.VAR_POSITIONAL
+        names += [name] * len(pytree.tree_leaves(list(value) if several else value))
+    return names + [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
+
+
+def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """dynamic_shapes in which the first dimension of each tensor is dynamic."""
+    positional = inspect.signature(model.forward).bind_partial(*map(_dims, args)).arguments
+    return {**positional, **{name: _dims(x) for name, x in kwargs.items()}}
+
+
+def _dims(x: Any) -> Any:
+    """dynamic_shapes of an input. Containers other than Python's are given as lists of their entries."""
+    if isinstance(x, torch.Tensor):
+        return {0: torch.export.Dim.AUTO} if x.dim() else None
+    if isinstance(x, Mapping):
+        return {key: _dims(entry) for key, entry in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(*map(_dims, x)) if hasattr(x, "_fields") else type(x)(map(_dims, x))
+    container = pytree.SUPPORTED_NODES.get(type(x))
+    return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
+
+
+def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
+    """The value of a size, with `unknown` for symbols without a hint."""
+    return int(size.subs({symbol: hints.get(symbol, unknown) for symbol in size.free_symbols}))

@@ -1,0 +1,99 @@
+"""Checks of a fused model against its original on example inputs."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+ROUNDINGS = 8  # allowed per operator, in units of eps of the largest element: the model and its fused form round differently
+
+
+def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwargs: dict[str, Any], names: tuple[str, ...]) -> str:
+    """Compare both on the example inputs. A sentence for the report.
+
+    With request_only (`names`), the example's first rows become users, of which each has several candidates or none. Then the rows of one
+    user are replaced, which should change the results of this user's candidates and of no other.
+
+    Raises:
+        ValueError: results differ by more than rounding.
+    """
+    operators = sum(node.op == "call_function" for node in fused.graph.nodes)
+    with torch.no_grad():
+        if not names:
+            error = _compare(model(*args, **kwargs), fused(*args, **kwargs), operators)
+            return f"results equal on the example inputs, largest relative difference {error:.1e}"
+        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        rows = next(x.shape[0] for x in pytree.tree_leaves(given[names[0]]) if isinstance(x, Tensor))
+        num_users = max(rows // 2, 1)
+        users = (
+            torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
+        )  # with more than two, the last one has no candidate
+        shared = _map_named(given, names, lambda x: x[:num_users])
+        expected, found = _both(model, fused, shared, names, users)
+        error = _compare(expected, found, operators)
+        changed = _map_named(shared, names, _with_other_first_row)
+        expected_after, found_after = _both(model, fused, changed, names, users)
+        error = max(error, _compare(expected_after, found_after, operators))
+    own, others = _changed_rows(found, found_after, users == 0)
+    return (
+        f"results equal for {rows} candidates of {num_users} users, largest relative difference {error:.1e}; other rows of one user change "
+        f"{own} of its {int((users == 0).sum())} candidates and {others} of {int((users != 0).sum())} others"
+    )
+
+
+def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
+    """The numbers of candidates whose results differ, of those of one user and of others."""
+    changed = torch.zeros_like(own)
+    for x, y in zip(pytree.tree_leaves(before), pytree.tree_leaves(after)):
+        if x.shape[:1] == own.shape:
+            changed |= (x != y).flatten(1).any(1).cpu() if x.dim() > 1 else (x != y).cpu()
+    return int((changed & own).sum()), int((changed & ~own).sum())
+
+
+def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:
+    """The results of the model with replicated rows, and of the fused model."""
+    replicated = _map_named(shared, names, lambda x: x[users.to(x.device)])
+    device = next(x.device for x in pytree.tree_leaves(shared) if isinstance(x, Tensor))
+    return _call(model, replicated), _call(fused, shared, candidate_to_user=users.to(device))
+
+
+def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
+    parameters = inspect.signature(module.forward).parameters
+    positional = [name for name in inputs if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
+    return module(*(inputs[name] for name in positional), **{name: x for name, x in inputs.items() if name not in positional}, **more)
+
+
+def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) -> dict[str, Any]:
+    return {name: pytree.tree_map_only(Tensor, function, x) if name in names else x for name, x in inputs.items()}
+
+
+def _with_other_first_row(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x
+    return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])
+
+
+def _compare(expected: Any, found: Any, operators: int) -> float:
+    """The largest difference, relative to the largest element of its tensor. ValueError if it is more than rounding."""
+    largest = 0.0
+    for position, (x, y) in enumerate(zip(pytree.tree_leaves(expected), pytree.tree_leaves(found))):
+        if x.shape != y.shape or x.dtype != y.dtype:
+            raise ValueError(f"output {position} must be {list(x.shape)} {x.dtype}, got {list(y.shape)} {y.dtype} from the fused model")
+        finite = torch.isfinite(x) if x.is_floating_point() else torch.ones_like(x, dtype=torch.bool)
+        same = torch.equal(x[~finite].nan_to_num(), y[~finite].nan_to_num())
+        if not x.is_floating_point():
+            same, error, allowed = torch.equal(x, y), 0.0, 0.0
+        else:
+            scale = float(x[finite].abs().max()) if finite.any() else 0.0
+            error = float((x - y)[finite].abs().max()) / max(scale, 1e-30) if finite.any() else 0.0
+            allowed = ROUNDINGS * torch.finfo(x.dtype).eps * operators
+        if not same or not error <= allowed:
+            raise ValueError(
+                f"output {position} of the fused model must equal the model's within {allowed:.1e}, got a difference of {error:.1e}"
+            )
+        largest = max(largest, error)
+    return largest

@@ -1,0 +1,66 @@
+"""Sums W_user @ A[map] + W_cand @ B, found in a captured graph: `linear_compress` computes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .analysis import Analysis
+from .calls import is_tensor
+from .lineage import Lineage
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Compression:
+    """A sum of the products of two weights with the embeddings of users and of candidates.
+
+    Attributes:
+        user_weight, user_embeddings: `[M, K_user]` and A[map] `[C, K_user, N]`.
+        weight, embeddings: `[M, K]` and `[C, K, N]`.
+        lineage: of A[map].
+    """
+
+    user_weight: fx.Node
+    user_embeddings: fx.Node
+    weight: fx.Node
+    embeddings: fx.Node
+    lineage: Lineage
+    name = "linear_compress"
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The operands whose bases are read."""
+        return [self.user_embeddings]
+
+    @property
+    def reads(self) -> set[tuple[fx.Node, fx.Node]]:
+        """As of `TargetAttention`: none, because the product with the users' embeddings has a lineage itself."""
+        return set()
+
+
+def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Compression]:
+    """All such sums, by their node."""
+    found = {}
+    for node in graph.nodes:
+        if node.target is not aten.add.Tensor or node.kwargs or node in analysis.lineages:
+            continue
+        for own, shared in (node.args[:2], node.args[1::-1]):
+            lineage = analysis.lineages.get(shared)
+            if _is_product(own) and _is_product(shared) and own not in analysis.lineages and lineage is not None:
+                embeddings = analysis.lineages.get(shared.args[1])
+                if embeddings is not None and embeddings.dim == 0 and not embeddings.is_folded and not embeddings.is_uniform:
+                    found[node] = Compression(*shared.args[:2], *own.args[:2], embeddings)
+                    break
+    return found
+
+
+def _is_product(x: Any) -> bool:
+    """Whether x is weight @ embeddings, and not used otherwise."""
+    if not isinstance(x, fx.Node) or x.target is not aten.matmul.default or len(x.users) != 1:
+        return False
+    return [is_tensor(operand) and operand.meta["val"].dim() for operand in x.args] == [2, 3]

@@ -1,0 +1,290 @@
+"""Writes the fused graph: moved operators on the bases of their operands, gathers where a value is needed in full."""
+
+from __future__ import annotations
+
+import functools
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from .analysis import Analysis
+from .attention import TargetAttention
+from .calls import Call, flat, is_tensor, unbind
+from .compress import Compression
+from .lineage import Lineage, Map, Size, is_known, shape_of
+from .report import Decisions
+from .runtime import attend_in_place, checked_map, compress, group_candidates
+
+aten = torch.ops.aten
+ASSERTIONS = (aten._assert_tensor_metadata.default,)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Inputs that the caller of the captured model replicates.
+
+    Attributes:
+        map: the input candidate_to_user.
+        users: inputs of which the new graph takes one row per user, with their names.
+        candidates: other inputs with one row per candidate, with their names.
+    """
+
+    map: fx.Node
+    users: dict[fx.Node, str]
+    candidates: dict[fx.Node, str]
+
+    def lineages(self, num_users: Size) -> dict[fx.Node, Lineage]:
+        """Each of the users' inputs, as the captured graph sees it."""
+        return {x: Lineage((Map("index", self.map, 0, num_users, shape_of(x.meta["val"])[0]),), 0) for x in self.users}
+
+
+class Emitter:
+    """Copies a captured graph into a new one.
+
+    Args:
+        graph: the captured graph.
+        analysis: of this graph.
+        moved: operators and sources to compute on the smaller side.
+        fusions: attentions and compressions to compute from bases, by their result, if these bases are computed.
+        batch: inputs that the caller replicates.
+    """
+
+    def __init__(
+        self,
+        graph: fx.Graph,
+        analysis: Analysis,
+        moved: set[fx.Node],
+        fusions: dict[fx.Node, TargetAttention | Compression],
+        batch: Batch | None,
+    ) -> None:
+        self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
+        given = {*moved, *(batch.users if batch else ())}
+        self.fusions = {node: match for node, match in fusions.items() if given.issuperset(match.operands)}
+        self.graph = fx.Graph()
+        self.graph._codegen = graph._codegen
+        self._plain: dict[fx.Node, Any] = {}
+        self._bases: dict[fx.Node, fx.Node] = {}
+        self._indices: dict[Any, fx.Node] = {}
+        self._advanced: dict[tuple[fx.Node, int], fx.Node] = {}
+        self._narrowed: dict[tuple[fx.Node, int, Size], fx.Node] = {}
+        self._groups: dict[tuple[Map, ...], fx.Node] = {}
+        self._symbols: dict[Size, tuple[fx.Node, int]] = {}
+        self._sizes: dict[Size, fx.Node] = {}
+
+    def emit(self) -> fx.Graph:
+        """The new graph, without dead code."""
+        for node in self.source.nodes:
+            before = len(self.graph.nodes)
+            self._node(node)
+            for new in list(self.graph.nodes)[before:]:
+                new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is checked_map)
+        self.graph.lint()
+        return self.graph
+
+    def _node(self, node: fx.Node) -> None:
+        lineages = self.analysis.lineages
+        if node.op == "placeholder":
+            self._placeholder(node)
+        elif node in self.moved:
+            self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
+        elif node.target is aten.sym_size.int and node.args[0] in lineages:
+            self._plain[node] = self._size(*node.args)  # pyright: ignore[reportArgumentType]
+        elif node in self.fusions:
+            match = self.fusions[node]
+            self._plain[node] = self._attention(match) if isinstance(match, TargetAttention) else self._compression(match)
+        elif node.target not in ASSERTIONS:
+            self._plain[node] = self.graph.node_copy(node, self.value)
+
+    def _placeholder(self, node: fx.Node) -> None:
+        new = self.graph.node_copy(node)
+        lineage = self.analysis.lineages.get(node)
+        (self._plain if lineage is None else self._bases)[node] = new
+        if self.batch is not None and node is self.batch.map:
+            users = {name: self._bases[x] for x, name in self.batch.users.items()}
+            candidates = {name: self._plain[x] for x, name in self.batch.candidates.items()}
+            self._plain[node] = self.call(checked_map, new, users, candidates)
+        if is_tensor(node):
+            for dim, size in enumerate(shape_of(node.meta["val"])):
+                own = size if lineage is None or dim != lineage.dim else lineage.base_rows
+                if own.is_Symbol:
+                    self._symbols.setdefault(own, (new, dim))
+
+    def decisions(self) -> Decisions:
+        """What `emit` did."""
+        alive = set(self.graph.nodes)
+        new = {**self._plain, **{x: self._bases[x] for x in self.moved if x in self._bases}}
+        dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
+        gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
+        fused = {x: match.name for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
+        return Decisions(self.moved, fused, dead, gathered)
+
+    # -- values in full ----------------------------------------------------------------------------------------------------------------
+
+    def value(self, node: fx.Node) -> Any:
+        """The value of a node of the captured graph, gathered from its base at the first use."""
+        if node not in self._plain:
+            self._plain[node] = self.gathered(node, len(self.analysis.lineages[node].maps))
+        return self._plain[node]
+
+    def gathered(self, node: fx.Node, levels: int) -> fx.Node:
+        """The base of a node, gathered by the first `levels` of its maps."""
+        key = node, levels
+        if key not in self._advanced:
+            lineage, x = self.analysis.lineages[node], self._bases[node]
+            self._advanced[key] = self._gather(x, lineage, lineage.maps[:levels], node) if levels else x
+        return self._advanced[key]
+
+    def _gather(self, x: fx.Node, lineage: Lineage, maps: tuple[Map, ...], node: fx.Node) -> fx.Node:
+        dim = lineage.dim
+        if lineage.is_folded:
+            x = self.call(aten.unflatten.int, x, dim, [self._expression(lineage.pre), -1, self._expression(lineage.post)])
+            dim += 1
+        if maps[0].kind == "one":
+            ndim = len(shape_of(flat(node.meta["val"])[0])) + 2 * lineage.is_folded
+            sizes: list[Any] = [-1] * ndim
+            sizes[dim] = self._expression(maps[0].rows_out)
+            x = self.call(aten.expand.default, x, sizes)
+        else:
+            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(maps[0]))
+        return self.call(aten.flatten.using_ints, x, dim - 1, dim + 1) if lineage.is_folded else x
+
+    def _composed(self, maps: tuple[Map, ...], like: fx.Node) -> fx.Node:
+        """maps[0][maps[1]]..., one map from the value to the base."""
+        index, *outer = (self.index(map_, like) for map_ in reversed(maps))
+        for other in outer:
+            index = self.call(aten.index.Tensor, other, [index])
+        return index
+
+    def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
+        """x[index] along a dimension. wraps: whether negative indices count from the end, as they do for index.Tensor."""
+        return self.call(aten.index.Tensor, x, [None] * dim + [index]) if wraps else self.call(aten.index_select.default, x, dim, index)
+
+    def _may_wrap(self, map_: Map) -> bool:
+        return map_.kind == "base" or map_.node is not None and any(user.target is aten.index.Tensor for user in map_.node.users)
+
+    def index(self, map_: Map, like: fx.Node) -> fx.Node:
+        """The rows of G for each row of the value."""
+        if map_ not in self._indices:
+            self._indices[map_] = self._index(map_, flat(like.meta["val"])[0].device)
+        return self._indices[map_]
+
+    def _index(self, map_: Map, device: torch.device) -> fx.Node:
+        if map_.kind == "repeat":
+            rows = self.call(aten.arange.default, self._expression(map_.rows_out), device=device)
+            return self.call(aten.floor_divide.default, rows, map_.times)
+        assert map_.node is not None
+        if map_.kind == "counts":
+            known = is_known(map_.rows_out, self._symbols.keys())
+            return self.call(
+                aten.repeat_interleave.Tensor, self.value(map_.node), output_size=self._expression(map_.rows_out) if known else None
+            )
+        return self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
+
+    def _attention(self, match: TargetAttention) -> fx.Node:
+        """The attention on the bases of its keys, values and mask."""
+        assert match.lineage is not None
+        key, value, *hidden = (self.operand(x, match.lineage) for x in match.operands)
+        query, own = self.value(match.query), self.analysis.lineages[match.key]
+        if match.transposed:
+            key = self.call(aten.transpose.int, key, -2, -1)
+        if match.hidden is not None and match.hidden_is_visible:
+            hidden = [self.call(aten.bitwise_not.default, hidden[0])]
+        candidates = self._candidates(match.lineage.maps, match.node, value, own)
+        heads = None if len(shape_of(match.query.meta["val"])) == 4 else int(own.post)
+        return self.call(attend_in_place, query, key, value, candidates, hidden[0] if hidden else None, heads, match.scale, match.empty)
+
+    def _compression(self, match: Compression) -> fx.Node:
+        users, index = self.operand(match.user_embeddings, match.lineage), self._composed(match.lineage.maps, match.user_embeddings)
+        return self.call(compress, self.value(match.user_weight), users, self.value(match.weight), self.value(match.embeddings), index)
+
+    def _candidates(self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage) -> fx.Node:
+        """The index of the candidates by user, one for all attentions with these maps."""
+        if maps not in self._groups:
+            index = self._composed(maps, node)
+            users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
+            self._groups[maps] = self.call(group_candidates, index, users)
+        return self._groups[maps]
+
+    # -- bases -------------------------------------------------------------------------------------------------------------------------
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        source = self.analysis.sources[node]
+        own = self.analysis.lineages.get(source.operand)
+        extends = own is not None and source.lineage.maps[: len(own.maps)] == own.maps and len(source.lineage.maps) > len(own.maps)
+        return self._bases[source.operand] if extends else self.value(source.operand)
+
+    def _base(self, node: fx.Node) -> Any:
+        """The base of an operator's result: the operator on the bases of its operands."""
+        moved = self.analysis.moves[node]
+        if node.target is operator.getitem:
+            return self.call(operator.getitem, self._bases[node.args[0]], node.args[1])  # pyright: ignore[reportArgumentType]
+        arguments = Call(node, {}).arguments | moved.edits
+        rows = self._rows_node(node, moved.lineage) if not moved.broadcasts else None
+        target = moved.target or node.target
+        in_full = moved.in_full
+        arguments = fx.node.map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
+        if moved.target is not None:
+            arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
+        args, kwargs = unbind(target, arguments)
+        return self.call(target, *args, **kwargs)
+
+    def operand(self, x: fx.Node, lineage: Lineage, rows: Any = None) -> Any:
+        """The base of an operand at the level and with the rows of the result's lineage. Operands without a lineage are as they are."""
+        own = self.analysis.lineages.get(x)
+        if own is None or not is_tensor(x):
+            return self.value(x) if own is None else self._bases[x]
+        if own.is_uniform and not lineage.is_uniform:
+            if rows is None:
+                return self._bases[x]
+            sizes: list[Any] = [-1] * len(shape_of(x.meta["val"]))
+            sizes[own.dim] = rows
+            return self.call(aten.expand.default, self._bases[x], sizes)
+        levels = len(own.maps) - len(lineage.maps)
+        base = self.gathered(x, levels)
+        if own.maps[levels].rows_in != lineage.base_rows:
+            key = x, levels, lineage.base_rows
+            if key not in self._narrowed:
+                self._narrowed[key] = self.call(aten.slice.Tensor, base, own.dim, 0, self._expression(lineage.base_rows * own.post))
+            return self._narrowed[key]
+        return base
+
+    def _rows_node(self, node: fx.Node, lineage: Lineage) -> Any:
+        """The number of rows of the result's base, if an operand must be expanded to it."""
+        operands = self.analysis.operands(node)
+        if lineage.is_uniform or not any(self.analysis.lineages[x].is_uniform for x in operands):
+            return None
+        real = next(x for x in operands if not self.analysis.lineages[x].is_uniform)
+        return self.call(aten.sym_size.int, self.operand(real, lineage), self.analysis.lineages[real].dim)
+
+    # -- sizes -------------------------------------------------------------------------------------------------------------------------
+
+    def _size(self, x: fx.Node, dim: int) -> Any:
+        """A size of a value: along other dimensions, its base's."""
+        lineage, ndim = self.analysis.lineages[x], len(shape_of(x.meta["val"]))
+        if x in self._plain:
+            return self.call(aten.sym_size.int, self._plain[x], dim)
+        if dim % ndim != lineage.dim and x in self._bases:
+            return self.call(aten.sym_size.int, self._bases[x], dim)
+        size = shape_of(x.meta["val"])[dim]
+        return self._expression(size) if is_known(size, self._symbols.keys()) else self.call(aten.sym_size.int, self.value(x), dim)
+
+    def _expression(self, size: Size) -> Any:
+        """A size as an int or a node."""
+        if size.is_Integer:
+            return int(size)
+        if size not in self._sizes:
+            self._sizes[size] = self._new_size(size)
+        return self._sizes[size]
+
+    def _new_size(self, size: Size) -> fx.Node:
+        if size.is_Symbol:
+            return self.call(aten.sym_size.int, *self._symbols[size])
+        function = {"Mul": operator.mul, "Add": operator.add, "Min": torch.sym_min}[size.func.__name__]
+        return functools.reduce(lambda x, y: self.call(function, x, y), map(self._expression, size.args))
+
+    def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)

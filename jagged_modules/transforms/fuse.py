@@ -1,0 +1,225 @@
+"""fuse_broadcasts: the public function, and the order of its steps."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch import fx, nn
+from torch.utils import _pytree as pytree
+
+from ..scalars import check_kind, check_size
+from .analysis import Analysis, analyse
+from .attention import TargetAttention, find_attentions
+from .capture import MAP_NAME, Captured, capture, evaluate
+from .certificate import certify
+from .compress import Compression, find_compressions
+from .distribute import Distributor
+from .emit import Batch, Emitter
+from .lineage import Size, shape_of
+from .placement import Cost, Costs, by_cost
+from .report import Decisions, Report, make_report
+
+CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
+UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
+USERS = sympy.Symbol("users", integer=True, positive=True)
+
+
+def fuse_broadcasts(
+    model: nn.Module,
+    example_inputs: Any = None,
+    *,
+    request_only: Sequence[str] | None = None,
+    max_batch: int | tuple[int, int] | None = None,
+    dynamic_shapes: Any = None,
+) -> fx.GraphModule:
+    """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
+
+    An operator moves to the users' rows if a rule proves that its result is the same there, and if the estimated bytes and FLOPs say that it
+    is cheaper. All others stay as they are. The model itself is not changed.
+
+    Args:
+        model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
+            `x[map]`, `embedding`, `repeat_interleave`, `expand` and `reshape`, or `gather`; or its caller does, see request_only.
+        example_inputs: the inputs of forward: a tuple of positional ones, or a dict of keyword ones. At least two rows in each dimension
+            that may vary, except with request_only.
+        request_only: names of forward's inputs whose rows the caller replicates, one per candidate. The result takes them with one row
+            per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of all these inputs is
+            the batch. For any numbers U >= 1 and C >= 1 afterwards.
+        max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
+            and U = C / 16. Without request_only, sizes are the example's.
+        dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic.
+
+    Returns:
+        A GraphModule with the parameters and buffers of the model under the same names. They are shared with the model. `.report` is a
+        printable `Report`.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that writes to its buffers or inputs, or
+            that returns something other than tensors; the result differs from the model on the example inputs.
+    """
+    args, kwargs = _checked_inputs(model, example_inputs)
+    names = _checked_names(model, args, kwargs, request_only)
+    if names:
+        args, kwargs = _several_rows(args, kwargs)
+    captured = capture(model, args, kwargs, dynamic_shapes)
+    _check_outputs(captured)
+    hints, batch = dict(captured.hints), None
+    if names:
+        batch = _batch(captured, names)
+        hints |= _batch_hints(captured, batch, max_batch)
+    plan = make_plan(captured, batch, hints)
+    module, decisions = plan.apply()
+    certificate = certify(model, module, args, kwargs, names)
+    sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
+    module.report = plan.report(decisions, sizes, certificate)  # pyright: ignore[reportArgumentType]
+    return module
+
+
+@dataclass
+class Plan:
+    """What will be done to a captured model.
+
+    Attributes:
+        captured: the model.
+        batch: which inputs the caller replicated.
+        analysis: the lineages of its values.
+        costs: estimates for the sizes of the example or of max_batch.
+        fusions: attentions and compressions that can be computed from bases.
+        before: the cost of the model as it is.
+        moved: the operators and sources to compute on the smaller side.
+    """
+
+    captured: Captured
+    batch: Batch | None
+    analysis: Analysis
+    costs: Costs
+    fusions: dict[fx.Node, TargetAttention | Compression]
+    before: Cost
+    moved: set[fx.Node]
+
+    def apply(self) -> tuple[fx.GraphModule, Decisions]:
+        """The fused model, and what was done. The captured graph is kept for the report."""
+        emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.fusions, self.batch)
+        self.captured.module.graph = emitter.emit()
+        return self.captured.module, emitter.decisions()
+
+    def report(self, decisions: Decisions, sizes: str, certificate: str) -> Report:
+        return make_report(self.captured.graph, self.analysis, self.costs, decisions, self.before, sizes, certificate)
+
+
+def make_plan(
+    captured: Captured,
+    batch: Batch | None,
+    hints: Mapping[Size, int],
+    place: Callable[..., set[fx.Node]] = by_cost,
+) -> Plan:
+    """Decides what moves, with costs for the sizes `hints`."""
+
+    def estimate(size: Size) -> int:
+        return evaluate(size, hints, UNKNOWN_SIZE)
+
+    inputs, known = {} if batch is None else batch.lineages(USERS), {*captured.hints, USERS}
+    analysis = analyse(captured.graph, inputs, estimate, known)
+    costs = Costs(analysis, estimate)
+    before = costs.whole(captured.graph)
+    if Distributor(captured.graph, analysis, costs).run():
+        analysis = analyse(captured.graph, inputs, estimate, known)
+        costs = Costs(analysis, estimate)
+    fusions = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    read_in_place = {read for match in fusions.values() for read in match.reads}
+    return Plan(captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place))
+
+
+# -- arguments -----------------------------------------------------------------------------------------------------------------------------
+
+
+def _checked_inputs(model: nn.Module, example_inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword inputs."""
+    check_kind("model", model, nn.Module, "an nn.Module")
+    training = [name or "the model" for name, module in model.named_modules() if module.training]
+    if training:
+        raise ValueError(f"model must be in eval mode, got {training[0]} in training mode")
+    if example_inputs is None:
+        raise ValueError("example_inputs must be the inputs of forward, which the capture of the model needs, got None")
+    if isinstance(example_inputs, Mapping):
+        return (), dict(example_inputs)
+    if isinstance(example_inputs, torch.Tensor) or not isinstance(example_inputs, (tuple, list)):
+        raise TypeError(f"example_inputs must be a tuple of inputs or a dict of them by name, got {type(example_inputs).__name__}")
+    return tuple(example_inputs), {}
+
+
+def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], request_only: Sequence[str] | None) -> tuple[str, ...]:
+    if request_only is None:
+        return ()
+    if isinstance(request_only, str) or not all(isinstance(name, str) for name in request_only):
+        raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
+    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    for name in request_only:
+        if name not in given:
+            raise ValueError(f"request_only must have names of forward's inputs, {list(given)}, got {name!r}")
+        tensors = [x for x in pytree.tree_leaves(given[name]) if isinstance(x, torch.Tensor)]
+        if not tensors or any(not x.dim() for x in tensors):
+            raise ValueError(f"request_only must name inputs that are tensors with rows, got {name!r} without")
+    rows = {name: x.shape[0] for name in request_only for x in pytree.tree_leaves(given[name]) if isinstance(x, torch.Tensor)}
+    if len(set(rows.values())) > 1:
+        raise ValueError(f"request_only inputs must have one row per candidate in example_inputs, as the model takes them, got rows {rows}")
+    if MAP_NAME in given:
+        raise ValueError(f"request_only adds an input {MAP_NAME!r}, which forward has already")
+    return tuple(request_only)
+
+
+def _several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
+    return pytree.tree_map_only(torch.Tensor, lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x, (args, kwargs))
+
+
+def _check_outputs(captured: Captured) -> None:
+    (output,) = captured.graph.find_nodes(op="output")
+    for position, x in enumerate(output.args[0]):
+        if not isinstance(x, fx.Node) or not isinstance(x.meta.get("val"), torch.Tensor):
+            raise ValueError(f"model must return tensors, got {type(x).__name__} {x} as output {position}")
+
+
+# -- replication by the caller -------------------------------------------------------------------------------------------------------------
+
+
+def _batch(captured: Captured, names: tuple[str, ...]) -> Batch:
+    """The inputs by the rows that the result takes of them, with a new input for the map."""
+    shared = {x: name for name in names for x in captured.inputs[name]}
+    first = next(iter(shared))
+    for x, name in shared.items():
+        if not shape_of(x.meta["val"])[0].is_Symbol:
+            raise ValueError(
+                f"request_only input {name!r} must have a batch of any size, but the model takes {x.meta['val'].shape[0]} only"
+            )
+    map_node, rows = captured.add_map(torch.int64, first), shape_of(first.meta["val"])[0]
+    others = {
+        x: name
+        for name, nodes in captured.inputs.items()
+        for x in nodes
+        if x not in shared and isinstance(x.meta.get("val"), torch.Tensor) and shape_of(x.meta["val"])[:1] == (rows,)
+    }
+    return Batch(map_node, shared, others)
+
+
+def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:
+    """The numbers of users and candidates to estimate costs for."""
+    rows = {shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates)}
+    if isinstance(max_batch, tuple):
+        if len(max_batch) != 2:
+            raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
+        users, candidates = max_batch
+        check_size("max_batch[0]", users)
+        check_size("max_batch[1]", candidates)
+    else:
+        if max_batch is not None:
+            check_size("max_batch", max_batch)
+        candidates = max_batch or max(captured.hints[size] for size in rows)
+        users = -(-candidates // CANDIDATES_PER_USER)
+    return dict.fromkeys(rows, candidates) | {USERS: users}

@@ -1,0 +1,159 @@
+"""What fuse_broadcasts did, and what it is estimated to save."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from .analysis import Analysis
+from .calls import first_of, is_operator
+from .placement import VIEWS, Cost, Costs
+
+HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB")
+
+
+@dataclass(frozen=True)
+class Site:
+    """An operator that reads replicated rows.
+
+    Attributes:
+        node: its name in the captured graph.
+        operator: "gather" for the operators that replicate rows.
+        line: of the model, "file:line in function".
+        decision: "moved", "fused" or "kept".
+        reason: why it was kept, or what it was fused with.
+        rows_before, rows_after: rows that it computes.
+        before, after: estimated costs, without gathers.
+    """
+
+    node: str
+    operator: str
+    line: str
+    decision: str
+    reason: str
+    rows_before: int
+    rows_after: int
+    before: Cost
+    after: Cost
+
+
+@dataclass(frozen=True)
+class Report:
+    """Printable. The sites in the order of the graph, the whole model's estimated costs, and the certificate.
+
+    Attributes:
+        sites: operators that read replicated rows, views left out.
+        before, after: estimated costs of the whole model, gathers included.
+        sizes: the sizes that the estimates are for.
+        certificate: what was checked on the example inputs.
+    """
+
+    sites: tuple[Site, ...]
+    before: Cost
+    after: Cost
+    sizes: str
+    certificate: str
+
+    def __str__(self) -> str:
+        rows = [HEADER, *(_cells(site) for site in self.sites)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines.append(
+            f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP, "
+            f"{_change(self.before.bytes, self.after.bytes)} MB read and written (estimates)"
+        )
+        return "\n".join([*lines, f"certificate: {self.certificate}"])
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What was done.
+
+    Attributes:
+        moved: operators and sources on the smaller side.
+        fused: operators that another one replaces, and its name.
+        dead: operators without a use in the new graph.
+        gathered: values that are gathered from their bases.
+    """
+
+    moved: set[fx.Node]
+    fused: dict[fx.Node, str]
+    dead: set[fx.Node]
+    gathered: set[fx.Node]
+
+
+def make_report(
+    graph: fx.Graph, analysis: Analysis, costs: Costs, decisions: Decisions, before: Cost, sizes: str, certificate: str
+) -> Report:
+    """The report on a captured graph. `before` is the cost of the model as it was."""
+    sites = [site for node in graph.nodes if (site := _site(node, analysis, costs, decisions))]
+    computed = (_after(node, costs, decisions) for node in graph.nodes if node not in analysis.sources)
+    gathered = (costs.gather(node) for node in decisions.gathered)
+    return Report(tuple(sites), before, sum((*computed, *gathered), Cost()), sizes, certificate)
+
+
+def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
+    if node in decisions.dead:
+        return Cost()
+    return costs.base(node) if node in decisions.moved else costs.full(node)
+
+
+def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions) -> Site | None:
+    if (
+        not is_operator(node)
+        or not isinstance(first_of(node.meta.get("val")), torch.Tensor)
+        or node in decisions.dead
+        and node not in decisions.fused
+    ):
+        return None
+    lineage = analysis.lineages.get(node)
+    if lineage is not None and lineage.is_uniform:
+        return None
+    source = node in analysis.sources
+    if not source and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
+        return None
+    lineage = lineage or next(analysis.lineages[x] for x in analysis.operands(node) if not analysis.lineages[x].is_uniform)
+    full, base = costs.estimate(lineage.rows), costs.estimate(lineage.base_rows)
+    reason = analysis.refused.get(node, "its result costs more to gather than to compute")
+    decision = "kept"
+    if node in decisions.fused:
+        decision, reason = "fused", decisions.fused[node]
+    elif source and node in decisions.gathered:
+        reason = "an operator reads it per candidate"
+    elif node in decisions.moved:
+        decision, reason = "moved", ""
+    name = "gather" if source else str(node.target).removeprefix("aten.").removesuffix(".default")
+    before = costs.gather(node) if source else costs.full(node)
+    after = costs.gather(node) if source and node in decisions.gathered else Cost() if source else _after(node, costs, decisions)
+    return Site(node.name, name, _line(node), decision, reason, full, base if decision == "moved" else full, before, after)
+
+
+def _line(node: fx.Node) -> str:
+    """The innermost line outside of torch that called the operator, else the innermost one."""
+    frames = [line.strip() for line in (node.stack_trace or "").splitlines() if line.strip().startswith("File ")]
+    own = [frame for frame in frames if "/torch/" not in frame] or frames
+    if not own:
+        return "-"
+    path, line, function = own[-1].removeprefix("File ").split(", ", 2)
+    file = path.strip('"').rsplit("/")[-1]
+    return f"{file}:{line.removeprefix('line ')} {function}"
+
+
+def _cells(site: Site) -> tuple[str, ...]:
+    decision = f"{site.decision}: {site.reason}" if site.reason else site.decision
+    rows = f"{site.rows_before} → {site.rows_after}" if site.rows_after != site.rows_before else str(site.rows_before)
+    return (
+        site.operator,
+        site.line,
+        decision,
+        rows,
+        _change(site.before.flops, site.after.flops),
+        _change(site.before.bytes, site.after.bytes),
+    )
+
+
+def _change(before: float, after: float) -> str:
+    before, after = (f"{x / 1e6:.3g}" for x in (before, after))
+    return before if before == after else f"{before} → {after}"

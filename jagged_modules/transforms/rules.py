@@ -1,0 +1,216 @@
+"""The table of rules for arithmetic: how the rows' dimension moves through an operator, and why f(x[m]) = f(x)[m].
+
+An operator without a rule, or whose rule returns None, gets gathered operands. So a missing rule costs time and is never wrong. There is
+none for random operators, batch norm in training, in-place operators (capture removes them), and operators with data-dependent shapes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .calls import Call, Moved, flat, is_tensor, rule
+from .lineage import Lineage, common
+
+UNARY = """abs acos acosh alias asin asinh atan atanh bitwise_not ceil celu clamp clone cos cosh deg2rad detach elu erf erfc erfinv exp exp2
+expm1 floor frac gelu hardsigmoid hardswish hardtanh isfinite isinf isnan leaky_relu lgamma log log10 log1p log2
+log_sigmoid logical_not logit mish nan_to_num neg rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin
+sinc sinh softplus sqrt square tan tanh trunc _to_copy""".split()
+LIKE = "zeros_like ones_like full_like".split()
+SCALAR = """add sub mul div rsub remainder fmod eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor""".split()
+BINARY = """add sub mul div remainder fmod eq ne lt le gt ge bitwise_and bitwise_or bitwise_xor""".split()
+OTHERS = """maximum.default minimum.default fmax.default fmin.default atan2.default hypot.default logaddexp.default logical_and.default
+logical_or.default logical_xor.default where.self where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar masked_fill.Tensor
+clamp.Tensor clamp_min.default clamp_min.Tensor clamp_max.default clamp_max.Tensor lerp.Tensor lerp.Scalar addcmul.default addcdiv.default
+threshold.default pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar div.Tensor_mode div.Scalar_mode type_as.default
+copysign.Tensor xlogy.Tensor heaviside.default floor_divide.default""".split()
+
+
+@rule(
+    *(f"{name}.default" for name in UNARY + LIKE),
+    *(f"{name}.Scalar" for name in SCALAR),
+    *(f"{name}.Tensor" for name in BINARY),
+    *OTHERS,
+)
+def pointwise(call: Call) -> Moved | None:
+    """Each element of the result depends on the elements at the same place of the broadcast operands."""
+    lineage = call.broadcast([x for argument in call.arguments.values() for x in flat(argument)])
+    return lineage and Moved(lineage, broadcasts=True)
+
+
+@rule(
+    *(f"{name}.default" for name in "softmax log_softmax cumsum cumprod flip glu sort argsort".split()),
+    *(f"{name}.int" for name in "softmax log_softmax".split()),
+    *(f"{name}.default" for name in "_softmax _log_softmax logcumsumexp topk cummax cummin roll".split()),
+)
+def along_dim(call: Call) -> Moved | None:
+    """Works along one other dimension, for each row by itself: softmax, cumsum, sort, topk, flip, glu. The dimensions stay in place."""
+    x = call["input"] if "input" in call.arguments else call["self"]
+    lineage, ndim = call.lineage(x), len(call.shape(x))
+    names = [name for name in ("dim", "dims") if name in call.arguments]
+    dims = [d % max(ndim, 1) for name in names for d in flat(call[name])]
+    if lineage is None or not dims or lineage.dim in dims:
+        return None
+    return Moved(lineage)
+
+
+@rule(
+    *(f"{name}.dim" for name in "mean var std max min all any median".split()),
+    *(f"{name}.dims" for name in ("all", "any")),
+    *(f"{name}.correction" for name in ("var", "std", "var_mean", "std_mean")),
+    *(f"{name}.default" for name in "amax amin logsumexp argmax argmin linalg_vector_norm mode nansum".split()),
+    *("sum.dim_IntList", "prod.dim_int", "norm.ScalarOpt_dim"),
+)
+def reduction(call: Call) -> Moved | None:
+    """Reduces other dimensions, for each row by itself. Without keepdim, the dimensions behind the reduced ones move forward."""
+    x = call["self"]
+    lineage, ndim = call.lineage(x), len(call.shape(x))
+    dims = call.arguments.get("dim")
+    if lineage is None or dims is None or dims == []:
+        return None
+    dims = {d % ndim for d in flat(dims)}
+    if lineage.dim in dims:
+        return None
+    removed = 0 if call.arguments.get("keepdim") else sum(d < lineage.dim for d in dims)
+    return Moved(lineage.at(lineage.dim - removed))
+
+
+@rule("layer_norm.default", "rms_norm.default")
+def norm_of_last_dims(call: Call) -> Moved | None:
+    """Normalises the last dimensions of each row by itself."""
+    lineage = call.lineage(call["input"])
+    if lineage is None or not call.only("input") or lineage.dim >= len(call.shape(call["input"])) - len(call["normalized_shape"]):
+        return None
+    return Moved(lineage)
+
+
+@rule("group_norm.default")
+def group_norm(call: Call) -> Moved | None:
+    """Normalises groups of channels of each sample by itself."""
+    lineage = call.lineage(call["input"])
+    return Moved(lineage) if lineage and call.only("input") and lineage.dim == 0 else None
+
+
+@rule("_native_batch_norm_legit_no_training.default")
+def batch_norm_in_eval(call: Call) -> Moved | None:
+    """With running statistics, an affine function of each element that depends on its channel only."""
+    lineage = call.lineage(call["input"])
+    return Moved(lineage) if lineage and call.only("input") and lineage.dim != 1 else None
+
+
+@rule("linear.default")
+def linear(call: Call) -> Moved | None:
+    """Each row of the result depends on the same row of the input. The last dimension is the one that is contracted."""
+    lineage = call.lineage(call["input"])
+    if lineage is None or not call.only("input") or lineage.dim == len(call.shape(call["input"])) - 1:
+        return None
+    return Moved(lineage)
+
+
+@rule("matmul.default", "bmm.default", "mm.default", "baddbmm.default", "addmm.default")
+def matmul(call: Call) -> Moved | None:
+    """Rows of the left operand, columns of the right one, or matrices of a batch are computed by themselves."""
+    left, right = (
+        (call["mat1"], call["mat2"]) if "mat1" in call.arguments else (call["self"], call["mat2"] if "mat2" in call.arguments else None)
+    )
+    if right is None:
+        left, right = (call["batch1"], call["batch2"]) if "batch1" in call.arguments else (call["self"], call["other"])
+    bias = call["self"] if left is not call["self"] else None
+    ndim, left_dims, right_dims = len(call.shape()), len(call.shape(left)), len(call.shape(right))
+    if left_dims < 2 or right_dims < 2:
+        return _matrix_vector(call, left, right)
+    own = [x and x.at(x.dim + ndim - dims) for x, dims in ((call.lineage(left), left_dims), (call.lineage(right), right_dims))]
+    row, column = ndim - 2, ndim - 1
+    if own[0] and own[0].dim == column or own[1] and own[1].dim == row:  # the contracted dimension
+        return None
+    if own[0] and own[0].dim == row or own[1] and own[1].dim == column:
+        if own[0] and own[1]:
+            return None
+        lineages = [x for x in own if x]
+    else:
+        lineages = _batches(call, [left, right], own, ndim)
+    return _with_bias(call, bias, lineages, ndim)
+
+
+def _matrix_vector(call: Call, left: Any, right: Any) -> Moved | None:
+    lineage = call.lineage(left)
+    if lineage is None or call.lineage(right) or lineage.dim == len(call.shape(left)) - 1 or len(call.shape(right)) != 1:
+        return None
+    return Moved(lineage)
+
+
+def _batches(call: Call, operands: Sequence[Any], own: Sequence[Lineage | None], ndim: int) -> list[Lineage]:
+    """The lineages of operands along a batch dimension, where those without one must have size 1."""
+    lineages = [x for x in own if x]
+    for x, lineage in zip(operands, own):
+        dim = lineages[0].dim - ndim + len(call.shape(x)) if lineages else -1
+        if lineage is None and dim >= 0 and call.shape(x)[dim] != 1:
+            return []
+    return lineages
+
+
+def _with_bias(call: Call, bias: Any, lineages: list[Lineage], ndim: int) -> Moved | None:
+    """The result of a product whose operands have these lineages, and to which a bias is added."""
+    if not lineages:
+        return None
+    if bias is not None:
+        moved, dim = call.lineage(bias), lineages[0].dim - ndim + len(call.shape(bias))
+        if moved is not None:
+            lineages = [*lineages, moved.at(moved.dim + ndim - len(call.shape(bias)))]
+        elif dim >= 0 and call.shape(bias)[dim] != 1:
+            return None
+    lineage = common(lineages)
+    return lineage and Moved(lineage)
+
+
+@rule("einsum.default")
+def einsum(call: Call) -> Moved | None:
+    """A letter of the result that labels the rows of all operands that have it is a batch, row or column index of a sum of products."""
+    if "..." in call["equation"] or "->" not in call["equation"]:
+        return None
+    inputs, output = call["equation"].replace(" ", "").split("->")
+    terms, operands = inputs.split(","), call["tensors"]
+    moved = [(term, call.lineage(x)) for term, x in zip(terms, operands) if call.lineage(x)]
+    letters = {term[lineage.dim] for term, lineage in moved if lineage}
+    if len(letters) != 1 or output.count(letter := letters.pop()) != 1 or any(term.count(letter) > 1 for term in terms):
+        return None
+    if any(letter in term and call.lineage(x) is None for term, x in zip(terms, operands)):
+        return None
+    lineage = common([lineage.at(output.index(letter)) for _, lineage in moved if lineage])
+    return lineage and Moved(lineage)
+
+
+@rule("scaled_dot_product_attention.default")
+def attention(call: Call) -> Moved | None:
+    """Query rows and batches are computed by themselves. Active dropout has no rule."""
+    if call["dropout_p"] != 0 or call.shape(call["query"])[:-2] != call.shape(call["key"])[:-2] and not call["enable_gqa"]:
+        return None
+    operands = [call["query"], call["key"], call["value"], *([call["attn_mask"]] if is_tensor(call["attn_mask"]) else [])]
+    if call.lineage(call["query"]) is None or call.lineage(call["key"]) is None or call.lineage(call["value"]) is None:
+        return None
+    if any(x.dim >= len(call.shape(operand)) - (3 if call["enable_gqa"] else 2) for operand in operands if (x := call.lineage(operand))):
+        return None
+    lineage = call.broadcast(operands, skip=2)
+    return lineage and Moved(lineage)
+
+
+@rule("cosine_similarity.default", "pairwise_distance.default")
+def similarity(call: Call) -> Moved | None:
+    """Reduces one other dimension of two broadcast operands of the same number of dimensions."""
+    operands = [call.arguments.get(name) for name in ("x1", "x2")]
+    lineages = [call.lineage(x) for x in operands]
+    ndim = len(call.shape(operands[0]))
+    dim = call.arguments.get("dim", -1) % ndim
+    if not all(lineages) or ndim != len(call.shape(operands[1])):
+        return None
+    lineage = common([x for x in lineages if x])
+    if lineage is None or lineage.dim == dim:
+        return None
+    return Moved(lineage.at(lineage.dim - (lineage.dim > dim and not call.arguments.get("keepdim"))))
+
+
+@rule("prelu.default")
+def prelu(call: Call) -> Moved | None:
+    """Pointwise, with one weight for each index of dimension 1."""
+    lineage = call.lineage(call["self"])
+    return Moved(lineage) if lineage and call.only("self") and lineage.dim != 1 else None

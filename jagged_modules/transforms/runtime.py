@@ -1,0 +1,85 @@
+"""Functions that fused graphs call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..containers.candidates import CandidateIndex
+from ..functional import linear_compress, target_attention
+from ..validation import check_integers, values_are_checkable
+
+
+def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidates: Mapping[str, Tensor]) -> Tensor:
+    """candidate_to_user itself, if it and the inputs' numbers of rows match. torch.compile and torch.export do not trace the checks.
+
+    Raises:
+        TypeError: candidate_to_user is no integer tensor.
+        ValueError: it has not one entry per candidate; `users` or `candidates` differ in their rows; a host map is out of range.
+    """
+    if torch.compiler.is_compiling():
+        return candidate_to_user
+    check_integers("candidate_to_user", candidate_to_user)
+    owner, num_users = next((name, x.shape[0]) for name, x in users.items())
+    for name, x in users.items():
+        if x.shape[0] != num_users:
+            raise ValueError(f"{name} must have one row per user, {num_users} as {owner}, got {x.shape[0]}")
+    for name, x in candidates.items():
+        if x.shape[0] != candidate_to_user.shape[0]:
+            raise ValueError(f"{name} must have one row per candidate, {candidate_to_user.shape[0]} as candidate_to_user, got {x.shape[0]}")
+    if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
+        low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
+        if low < 0 or high >= num_users:
+            raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
+    return candidate_to_user
+
+
+def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Tensor, candidate_to_user: Tensor) -> Tensor:
+    """user_weight @ users[candidate_to_user] + weight @ candidates."""
+    return linear_compress((user_weight, weight), (users, candidates), (candidate_to_user,))
+
+
+def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
+    """The candidates by user, for all attentions of a graph. `users` has one row per user."""
+    return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0])
+
+
+def attend_in_place(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    candidates: CandidateIndex,
+    hidden: Tensor | None,
+    num_heads: int | None,
+    scale: float,
+    empty: float,
+) -> Tensor:
+    """Attention of each candidate to its user's keys, of which there is one copy per user.
+
+    Args:
+        query: `[C, H, Lq, D]`, or `[C · H, Lq, D]` with num_heads = H.
+        key, value: `[U, H, T, D]` or `[U · H, T, D]`.
+        hidden: bool `[U, T]`, keys that no query sees: they are left out before the attention, so a mask need not be a prefix. None: all
+            are visible.
+        empty: the result of the candidates of a user without visible keys.
+
+    Returns:
+        In the shape of query.
+    """
+    query, key, value = (x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value))
+    num_users, num_keys = key.shape[0], key.shape[2]
+    key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
+    if hidden is None:
+        offsets = torch.arange(num_users + 1, device=key.device) * num_keys
+    else:
+        visible = ~hidden
+        rows = visible.flatten().nonzero()[:, 0]
+        key, value = key[rows], value[rows]
+        offsets = torch.nn.functional.pad(visible.sum(1).cumsum(0), (1, 0))
+    out = target_attention(query.transpose(1, 2), key, value, candidates, offsets, scale=scale).transpose(1, 2)
+    if empty != 0:  # target_attention gives 0
+        lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
+        out = out.masked_fill(lost[:, None, None, None], empty)
+    return out.flatten(0, 1) if num_heads else out

@@ -1,0 +1,236 @@
+"""The table of rules for views, selections, concatenations and look-ups. See rules.py.
+
+Sizes in the arguments of a view may have been computed from another tensor, so they are never used: the size of the rows' dimension becomes
+-1, which the operator infers from its own operand.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .calls import Call, Moved, flat, is_tensor, rule
+from .lineage import Lineage, common, refold
+
+WHOLE = 2**62  # an end of a slice that no dimension reaches
+
+
+@rule("view.default", "_unsafe_view.default", "reshape.default")
+def view(call: Call) -> Moved | None:
+    """Keeps the order of elements: the rows stay one factor of one dimension, or there is no rule."""
+    lineage = call.lineage(call["self"])
+    after = lineage and refold(lineage, call.shape(call["self"]), call.shape())
+    if after is None:
+        return None
+    sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
+    return sizes and Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
+
+
+def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:
+    """The sizes of a view with -1 for the dimension `dim`; None if another size is unknown."""
+    result = list(sizes)
+    for other, size in enumerate(result):
+        if isinstance(size, int) and size == -1 and other != dim:
+            known = call.shape()[other]
+            if not known.is_Integer:
+                return None
+            result[other] = int(known)
+    result[dim] = -1
+    return result
+
+
+@rule("unsqueeze.default")
+def unsqueeze(call: Call) -> Moved | None:
+    """Dimensions from `dim` on move back."""
+    lineage = call.lineage(call["self"])
+    return lineage and Moved(lineage.at(lineage.dim + (call.dim("dim", len(call.shape())) <= lineage.dim)))
+
+
+@rule("squeeze.dim", "squeeze.dims")
+def squeeze(call: Call) -> Moved | None:
+    """Named dimensions of size 1 go. squeeze() without names has no rule: it removes the rows' dimension of a single candidate."""
+    lineage, shape = call.lineage(call["self"]), call.shape(call["self"])
+    if lineage is None:
+        return None
+    named = [dim % len(shape) for dim in flat(call["dim"])]
+    gone = [dim for dim in named if shape[dim] == 1]
+    if lineage.dim in named:
+        return None
+    after = lineage.at(lineage.dim - sum(dim < lineage.dim for dim in gone))
+    return Moved(after, dict(dim=gone), target=torch.ops.aten.squeeze.dims)
+
+
+@rule("transpose.int", "permute.default", "t.default")
+def permute(call: Call) -> Moved | None:
+    """Permutes the dimensions."""
+    lineage, ndim = call.lineage(call["self"]), len(call.shape())
+    if lineage is None:
+        return None
+    order = list(range(ndim))
+    if "dim0" in call.arguments:
+        first, second = call["dim0"] % ndim, call["dim1"] % ndim
+        order[first], order[second] = order[second], order[first]
+    elif "dims" in call.arguments:
+        order = [d % ndim for d in call["dims"]]
+    else:
+        order.reverse()
+    return Moved(lineage.at(order.index(lineage.dim)))
+
+
+@rule("expand.default")
+def expand(call: Call) -> Moved | None:
+    """Repeats other dimensions of size 1, and adds dimensions in front."""
+    lineage, ndim = call.lineage(call["self"]), len(call.shape())
+    if lineage is None:
+        return None
+    after = lineage.at(lineage.dim + ndim - len(call.shape(call["self"])))
+    sizes = list(call["size"])
+    sizes[after.dim] = -1
+    return Moved(after, dict(size=sizes))
+
+
+@rule("repeat.default")
+def repeat(call: Call) -> Moved | None:
+    """Repeats other dimensions, each row by itself."""
+    lineage, ndim = call.lineage(call["self"]), len(call.shape())
+    if lineage is None:
+        return None
+    after = lineage.at(lineage.dim + ndim - len(call.shape(call["self"])))
+    return Moved(after) if call["repeats"][after.dim] == 1 else None
+
+
+@rule("slice.Tensor")
+def slice_(call: Call) -> Moved | None:
+    """Selects indices of another dimension. A slice of all rows is the identity."""
+    lineage = call.lineage(call["self"])
+    if lineage is None:
+        return None
+    if call.dim("dim", len(call.shape())) != lineage.dim:
+        return Moved(lineage)
+    whole = (
+        call["start"] in (None, 0) and call["step"] == 1 and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
+    )
+    return Moved(lineage) if whole else None
+
+
+@rule("select.int")
+def select(call: Call) -> Moved | None:
+    """Selects one index of another dimension, which goes."""
+    lineage = call.lineage(call["self"])
+    if lineage is None:
+        return None
+    dim = call.dim("dim", len(call.shape(call["self"])))
+    return None if dim == lineage.dim else Moved(lineage.at(lineage.dim - (dim < lineage.dim)))
+
+
+@rule("split.Tensor", "split_with_sizes.default", "unsafe_split.Tensor")
+def split(call: Call) -> Moved | None:
+    """Cuts another dimension."""
+    lineage = call.lineage(call["self"])
+    if lineage is None or call.dim("dim", len(call.shape(call["self"]))) == lineage.dim:
+        return None
+    return Moved(lineage)
+
+
+@rule("unbind.int")
+def unbind(call: Call) -> Moved | None:
+    """Cuts another dimension into its indices, and that dimension goes."""
+    return select(call)
+
+
+@rule("cat.default")
+def cat(call: Call) -> Moved | None:
+    """Concatenates along another dimension, row by row. All operands need the same map, or one row that is repeated."""
+    dim, ndim = call.dim("dim", len(call.shape())), len(call.shape())
+    return _join(call, dim, [call.lineage(x) for x in call["tensors"] if len(call.shape(x)) == ndim])
+
+
+@rule("stack.default")
+def stack(call: Call) -> Moved | None:
+    """As cat, along a new dimension."""
+    dim = call.dim("dim", len(call.shape()))
+    moved = [call.lineage(x) for x in call["tensors"]]
+    return _join(call, dim, [x and x.at(x.dim + (dim <= x.dim)) for x in moved])
+
+
+def _join(call: Call, dim: int, lineages: list[Lineage | None]) -> Moved | None:
+    if len(lineages) != len(call["tensors"]) or not all(lineages):
+        return None
+    lineage = common([x for x in lineages if x])
+    return Moved(lineage) if lineage and lineage.dim != dim else None
+
+
+@rule("constant_pad_nd.default", "pad.default")
+def pad(call: Call) -> Moved | None:
+    """Pads other dimensions, counted from the last."""
+    lineage, ndim = call.lineage(call["self"]), len(call.shape())
+    padded = len(call["pad"]) // 2
+    return Moved(lineage) if lineage and lineage.dim < ndim - padded else None
+
+
+@rule("tril.default", "triu.default")
+def triangle(call: Call) -> Moved | None:
+    """Works on each matrix of the last two dimensions."""
+    lineage = call.lineage(call["self"])
+    return Moved(lineage) if lineage and lineage.dim < len(call.shape()) - 2 else None
+
+
+@rule("diagonal.default")
+def diagonal(call: Call) -> Moved | None:
+    """Takes the diagonal of two other dimensions, which go; it is appended."""
+    lineage, ndim = call.lineage(call["self"]), len(call.shape(call["self"]))
+    gone = {call["dim1"] % ndim, call["dim2"] % ndim}
+    return Moved(lineage.at(lineage.dim - sum(d < lineage.dim for d in gone))) if lineage and lineage.dim not in gone else None
+
+
+@rule("index_select.default")
+def index_select(call: Call) -> Moved | None:
+    """Selects indices of another dimension, the same for all rows; or rows of a constant by indices that have a lineage."""
+    lineage, index = call.lineage(call["self"]), call.lineage(call["index"])
+    dim = call.dim("dim", len(call.shape(call["self"])))
+    if lineage is None and index is not None and len(call.shape(call["index"])) == 1:
+        return Moved(index.at(dim))
+    return Moved(lineage) if lineage and index is None and dim != lineage.dim else None
+
+
+@rule("index.Tensor")
+def index(call: Call) -> Moved | None:
+    """As index_select, for indices of one or several other dimensions, or rows of a constant by one index that has a lineage."""
+    indices, lineage = call["indices"], call.lineage(call["self"])
+    used = [dim for dim, x in enumerate(indices) if x is not None]
+    moved = [call.lineage(indices[dim]) for dim in used]
+    if any(_is_mask(indices[dim]) for dim in used):
+        return None
+    if lineage is None:
+        return Moved(moved[0].at(used[0] + moved[0].dim)) if len(used) == 1 and moved[0] else None
+    if any(moved) or lineage.dim in used or lineage.dim < len(indices) and indices[lineage.dim] is not None:
+        return None
+    width = max(len(call.shape(indices[dim])) for dim in used)  # dimensions of the broadcast indices
+    adjacent = used == list(range(used[0], used[-1] + 1))
+    if not adjacent:  # the indices' dimensions go to the front
+        return Moved(lineage.at(width + lineage.dim - sum(d < lineage.dim for d in used)))
+    return Moved(lineage if lineage.dim < used[0] else lineage.at(lineage.dim - len(used) + width))
+
+
+def _is_mask(x: fx.Node) -> bool:
+    return x.meta["val"].dtype in (torch.bool, torch.uint8)
+
+
+@rule("embedding.default", "one_hot.default")
+def embedding(call: Call) -> Moved | None:
+    """Looks up each index by itself in a table that is the same for all rows. The dimensions of a row are appended."""
+    indices = call["indices"] if "indices" in call.arguments else call["self"]
+    lineage = call.lineage(indices)
+    return Moved(lineage) if lineage and (not is_tensor(call.arguments.get("weight")) or call.lineage(call["weight"]) is None) else None
+
+
+@rule("gather.default")
+def gather(call: Call) -> Moved | None:
+    """Selects indices of another dimension, row by row."""
+    lineage, index = call.lineage(call["self"]), call.lineage(call["index"])
+    if lineage is None or index is None or call.dim("dim", len(call.shape())) == lineage.dim:
+        return None
+    joined = common([lineage, index])
+    return joined and Moved(joined)

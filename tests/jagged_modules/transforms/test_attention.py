@@ -1,0 +1,155 @@
+"""Attention of candidates to replicated keys and values becomes target attention, which reads them in place."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from jagged_modules.transforms import fuse_broadcasts
+
+HEADS, DIM, KEYS = 2, 8, 7
+
+
+class MultiheadDIN(nn.Module):
+    """DIN on nn.MultiheadAttention: the item attends to the history, of which padding is hidden."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+        self.attention = nn.MultiheadAttention(DIM, HEADS, batch_first=True)
+        self.over = nn.Linear(2 * DIM, 1)
+
+    def forward(self, history, padding, item):
+        interest, _ = self.attention(item[:, None], history, history, key_padding_mask=padding, **self.options)
+        return self.over(torch.cat([interest[:, 0], item], -1))
+
+
+class ByHand(nn.Module):
+    """softmax(q kᵀ) v of four dimensions, with scores of hidden keys set to -inf."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.kv = nn.Linear(DIM, DIM), nn.Linear(DIM, 2 * DIM)
+
+    def forward(self, history, padding, item):
+        q = self.q(item).view(-1, 1, HEADS, DIM // HEADS).transpose(1, 2)
+        k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in self.kv(history).chunk(2, -1))
+        scores = (q @ k.mT / math.sqrt(DIM // HEADS)).masked_fill(padding[:, None, None, :], -math.inf)
+        return (scores.softmax(-1) @ v).transpose(1, 2).flatten(1)
+
+
+class OneHead(nn.Module):
+    """Without heads and masks."""
+
+    def forward(self, history, padding, item):
+        return ((item[:, None] @ history.mT * 0.3).softmax(-1) @ history)[:, 0] + padding.any(1, keepdim=True)
+
+
+class Fused(ByHand):
+    """The same by scaled_dot_product_attention, whose mask is True for visible keys."""
+
+    def forward(self, history, padding, item):
+        q = self.q(item).view(-1, 1, HEADS, DIM // HEADS).transpose(1, 2)
+        k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in self.kv(history).chunk(2, -1))
+        out = nn.functional.scaled_dot_product_attention(q, k, v, ~padding[:, None, None, :])
+        return out.transpose(1, 2).flatten(1)
+
+
+MODELS = {
+    "multi-head": MultiheadDIN,
+    "multi-head without weights": lambda: MultiheadDIN(need_weights=False),
+    "by hand": ByHand,
+    "one head": OneHead,
+    "operator": Fused,
+}
+
+
+def replicated(model, history, padding, item, index):
+    return model(history[index], padding[index], item)
+
+
+def fused_by_caller(model):
+    inputs = torch.randn(64, KEYS, DIM), torch.zeros(64, KEYS, dtype=torch.bool), torch.randn(64, DIM)
+    return fuse_broadcasts(model, inputs, request_only=("history", "padding"))
+
+
+def uses_target_attention(fused):
+    return any(getattr(node.target, "__name__", "") == "attend_in_place" for node in fused.graph.nodes)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models(name):
+    model = MODELS[name]().eval()
+    fused = fused_by_caller(model)
+    assert uses_target_attention(fused)
+    assert "fused" in str(fused.report)
+    for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0])):
+        index, history, item = torch.tensor(index), torch.randn(users, KEYS, DIM), torch.randn(len(index), DIM)
+        padding = torch.rand(users, KEYS) < 0.4  # no prefix
+        padding[:, 3] = False
+        expected = replicated(model, history, padding, item, index)
+        torch.testing.assert_close(fused(history, padding, item, candidate_to_user=index), expected)
+
+
+@pytest.mark.parametrize("name", ["multi-head", "multi-head without weights", "by hand", "operator"])
+def test_a_user_without_visible_keys_is_as_in_the_model(name):
+    """scaled_dot_product_attention gives 0, a softmax NaN. Other users are not affected."""
+    model = MODELS[name]().eval()
+    fused = fused_by_caller(model)
+    history, item, index = torch.randn(3, KEYS, DIM), torch.randn(5, DIM), torch.tensor([1, 0, 1, 2, 0])
+    padding = torch.zeros(3, KEYS, dtype=torch.bool)
+    padding[1] = True
+    expected = replicated(model, history, padding, item, index)
+    assert expected[index != 1].isfinite().all()
+    torch.testing.assert_close(fused(history, padding, item, candidate_to_user=index), expected, equal_nan=True)
+
+
+class OtherMask(ByHand):
+    def __init__(self, mask):
+        super().__init__()
+        self.mask = mask
+
+    def forward(self, history, padding, item):
+        q = self.q(item).view(-1, 1, HEADS, DIM // HEADS).transpose(1, 2).expand(-1, -1, KEYS, -1)
+        k, v = (x.unflatten(-1, (HEADS, -1)).transpose(1, 2) for x in self.kv(history).chunk(2, -1))
+        return nn.functional.scaled_dot_product_attention(q, k, v, self.mask(history, padding))
+
+
+MASKS = {
+    "a bias": lambda history, padding: padding[:, None, None, :].float(),
+    "per query": lambda history, padding: padding[:, None, :, None].expand(-1, 1, -1, KEYS),
+    "not a padding mask": lambda history, padding: torch.zeros(history.shape[:2]).masked_fill(padding, -2.0)[:, None, None],
+    "causal": lambda history, padding: torch.ones(KEYS, KEYS, dtype=torch.bool).tril(),
+}
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_other_masks_keep_the_operator(name):
+    model = OtherMask(MASKS[name]).eval()
+    fused = fused_by_caller(model)
+    assert not uses_target_attention(fused)
+    history, item, index = torch.randn(3, KEYS, DIM), torch.randn(5, DIM), torch.tensor([1, 0, 1, 2, 0])
+    padding = torch.rand(3, KEYS) < 0.4
+    padding[:, 0] = False
+    expected = replicated(model, history, padding, item, index)
+    torch.testing.assert_close(fused(history, padding, item, candidate_to_user=index), expected, equal_nan=True)
+
+
+def test_the_history_is_not_replicated():
+    """No tensor of candidates × history is allocated."""
+    model = MultiheadDIN().eval()
+    fused = fused_by_caller(model)
+    shapes = []
+
+    class Sizes(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            shapes.extend(x.numel() for x in torch.utils._pytree.tree_leaves(result) if isinstance(x, torch.Tensor))
+            return result
+
+    candidates, users = 300, 3
+    with torch.no_grad(), Sizes():
+        padding = torch.zeros(users, KEYS, dtype=torch.bool)
+        fused(torch.randn(users, KEYS, DIM), padding, torch.randn(candidates, DIM), candidate_to_user=torch.arange(candidates) % users)
+    assert max(shapes) < candidates * KEYS * DIM

@@ -1,0 +1,148 @@
+"""Products and sums of concatenations are computed in parts, the users' part once per user."""
+
+import pytest
+import torch
+from torch import nn
+
+from jagged_modules.transforms import fuse_broadcasts
+
+from .test_replication import matmul_rows
+
+USERS, CANDIDATES, WIDTH = 4, 200, 16
+
+
+class Head(nn.Module):
+    """linear([user | item])."""
+
+    def __init__(self):
+        super().__init__()
+        self.over = nn.Sequential(nn.Linear(256 + 8, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, user, item):
+        return self.over(torch.cat([user.flatten(1), item.flatten(1)[:, :8]], -1))
+
+
+class Addmm(Head):
+    def forward(self, user, item):
+        return torch.addmm(self.over[0].bias, torch.cat([item[:, 0, :8], user.flatten(1)], 1), self.over[0].weight.T)
+
+
+class Compress(nn.Module):
+    """W @ [users; items]."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, 18))
+
+    def forward(self, user, item):
+        return (self.weight @ torch.cat([user, item], 1)).relu()
+
+
+class Flattened(nn.Module):
+    """A linear layer on the flattened concatenation of features, transposed and activated on the way."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(18 * WIDTH, 7)
+
+    def forward(self, user, item):
+        return self.out(torch.cat([user, item], 1).relu().mul(2).flatten(1))
+
+
+class Transposed(nn.Module):
+    """linear over the features, as models write a compression of embeddings."""
+
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(18, 7, bias=False)
+
+    def forward(self, user, item):
+        return self.out(torch.cat([user, item], 1).mT)
+
+
+class Interaction(nn.Module):
+    """x xᵀ of wide features."""
+
+    def forward(self, user, item):
+        x = torch.cat([user.repeat(1, 1, 32), item.repeat(1, 1, 32)], 1)
+        return torch.bmm(x, x.transpose(1, 2))
+
+
+class FactorizationMachine(nn.Module):
+    def forward(self, user, item):
+        x = torch.cat([user, item], 1)
+        return x.sum(1) ** 2 - (x * x).sum(1)
+
+
+MODELS = dict(
+    head=Head,
+    addmm=Addmm,
+    compress=Compress,
+    flattened=Flattened,
+    transposed=Transposed,
+    interaction=Interaction,
+    machine=FactorizationMachine,
+)
+
+
+def inputs(users, candidates):
+    return torch.randn(users, 16, WIDTH).double(), torch.randn(candidates, 2, WIDTH).double()
+
+
+def fused_by_caller(model):
+    return fuse_broadcasts(model, inputs(CANDIDATES, CANDIDATES), request_only=("user",), max_batch=(USERS, CANDIDATES))
+
+
+def called(fused):
+    return {getattr(node.target, "__name__", "") for node in fused.graph.nodes}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_results(name):
+    model = MODELS[name]().double().eval()
+    fused = fused_by_caller(model)
+    for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0])):
+        index = torch.tensor(index)
+        user, item = inputs(users, len(index))
+        torch.testing.assert_close(fused(user, item, candidate_to_user=index), model(user[index], item), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["head", "addmm", "compress", "flattened", "transposed", "machine"])
+def test_user_rows_are_not_gathered(name):
+    """No gather of the users' features remains: what is gathered has the size of the result."""
+    fused = fused_by_caller(MODELS[name]().double().eval())
+    gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
+    assert all(node.args[0].name != "user" and "flatten" not in node.args[0].name for node in gathers)
+    assert any(site.decision in ("moved", "fused") for site in fused.report.sites)
+    assert fused.report.after.total < fused.report.before.total
+
+
+def test_the_head_is_split():
+    model = Head().double().eval()
+    rows = matmul_rows(fused_by_caller(model), *inputs(3, 50), candidate_to_user=torch.arange(50) % 3)
+    assert sorted(rows) == [3, 50, 50]
+
+
+def test_linear_compress_is_used():
+    assert "compress" in called(fused_by_caller(Compress().double().eval()))
+
+
+def test_the_block_of_users_is_computed_once_per_user():
+    fused = fused_by_caller(Interaction().double().eval())
+    rows = matmul_rows(fused, *inputs(3, 50), candidate_to_user=torch.arange(50) % 3)
+    assert sorted(rows) == [3 * 16, 50 * 2, 50 * 16]  # one of user × user, item × item, and user × item, whose transpose is not computed
+
+
+def test_a_concatenation_that_is_cheaper_whole_stays():
+    """Two columns of the user's: splitting would gather and add the whole result."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.over = nn.Linear(2 + WIDTH, 512)
+
+        def forward(self, user, item):
+            return self.over(torch.cat([user[:, 0, :2], item[:, 0]], -1))
+
+    fused = fused_by_caller(Model().double().eval())
+    assert matmul_rows(fused, *inputs(3, 50), candidate_to_user=torch.arange(50) % 3) == [50]

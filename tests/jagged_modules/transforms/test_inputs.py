@@ -1,0 +1,186 @@
+"""Bad arguments raise errors that name them, and leave the model as it was. The report and the certificate."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from jagged_modules import transforms
+from jagged_modules.transforms import certificate, fuse_broadcasts
+
+from .test_replication import matmul_rows
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.user, self.over = nn.Linear(4, 8), nn.Linear(12, 1)
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, profile, item, scale=1.0):
+        return self.over(torch.cat([self.user(profile).relu(), item], -1)) * scale
+
+
+def inputs(rows=32):
+    return torch.randn(rows, 4), torch.randn(rows, 4)
+
+
+class Counting(Model):
+    def forward(self, profile, item):
+        self.calls += 1
+        return super().forward(profile, item)
+
+
+class ReturnsShape(Model):
+    def forward(self, profile, item):
+        return super().forward(profile, item), 3
+
+
+class Writes(Model):
+    def forward(self, profile, item):
+        profile.add_(1)
+        return super().forward(profile, item)
+
+
+MODEL = Model().eval()
+BAD = {
+    "no module": (lambda x: x, inputs(), {}, TypeError, "model must be an nn.Module, got function"),
+    "training": (Model(), inputs(), {}, ValueError, "model must be in eval mode, got the model in training mode"),
+    "a part in training": (
+        nn.Sequential(nn.Dropout()).train().eval().append(nn.Dropout()),
+        inputs(),
+        {},
+        ValueError,
+        "got 1 in training mode",
+    ),
+    "no inputs": (MODEL, None, {}, ValueError, "example_inputs must be the inputs of forward"),
+    "a tensor": (MODEL, torch.ones(3, 4), {}, TypeError, "example_inputs must be a tuple of inputs or a dict of them by name, got Tensor"),
+    "a string": (MODEL, inputs(), dict(request_only="profile"), TypeError, "request_only must be a sequence of names.*got 'profile'"),
+    "unknown name": (
+        MODEL,
+        inputs(),
+        dict(request_only=["user"]),
+        ValueError,
+        r"request_only must have names .*\['profile', 'item'\], got 'user'",
+    ),
+    "no tensor": (
+        MODEL,
+        (*inputs(), 2.0),
+        dict(request_only=["scale"]),
+        ValueError,
+        "must name inputs that are tensors with rows, got 'scale'",
+    ),
+    "other rows": (
+        MODEL,
+        (torch.randn(2, 4), torch.randn(3, 4)),
+        dict(request_only=["profile", "item"]),
+        ValueError,
+        "one row per candidate",
+    ),
+    "max_batch": (MODEL, inputs(), dict(request_only=["profile"], max_batch=0), ValueError, "max_batch must be .*got 0"),
+    "max_batch of three": (MODEL, inputs(), dict(request_only=["profile"], max_batch=(1, 2, 3)), ValueError, "max_batch must be .*pair"),
+    "no tensor returned": (ReturnsShape().eval(), inputs(), {}, ValueError, "model must return tensors, got int 3 as output 1"),
+    "writes a buffer": (Counting().eval(), inputs(), {}, ValueError, "must not write to its buffers or inputs.*calls"),
+    "writes an input": (Writes().eval(), inputs(), {}, ValueError, "must not write to its buffers or inputs.*profile"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name):
+    model, example, options, error, message = BAD[name]
+    before = copy.deepcopy(model)
+    with pytest.raises(error, match=message):
+        fuse_broadcasts(model, example, **options)
+    if isinstance(model, nn.Module):
+        assert all(torch.equal(x, y) for x, y in zip(model.state_dict().values(), before.state_dict().values()))
+
+
+@pytest.fixture(scope="module")
+def fused():
+    return fuse_broadcasts(MODEL, inputs(), request_only=["profile"])
+
+
+BAD_CALLS = {
+    "above": (3, 4, [0, 1, 3, 0], ValueError, "candidate_to_user must be 0 to 2, the rows of profile, got values 0 to 3"),
+    "below": (3, 4, [0, -1, 2, 0], ValueError, "candidate_to_user must be 0 to 2, the rows of profile, got values -1 to 2"),
+    "too few": (3, 4, [0, 1], ValueError, "item must have one row per candidate, 2 as candidate_to_user, got 4"),
+    "floats": (3, 2, [0.0, 1.0], TypeError, "candidate_to_user must be int32 or int64, got torch.float32"),
+    "two dimensions": (3, 2, [[0], [1]], ValueError, r"candidate_to_user must be 1-D, got shape \[2, 1\]"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls(fused, name):
+    users, candidates, index, error, message = BAD_CALLS[name]
+    with pytest.raises(error, match=message):
+        fused(torch.randn(users, 4), torch.randn(candidates, 4), candidate_to_user=torch.tensor(index))
+
+
+def test_the_model_is_unchanged_and_shares_its_parameters(fused):
+    profile, item = inputs(5)
+    assert MODEL(profile, item).shape == (5, 1)
+    assert fused.state_dict().keys() == MODEL.state_dict().keys()
+    assert all(x is y for x, y in zip(fused.parameters(), MODEL.parameters()))
+
+
+def test_keyword_inputs():
+    profile, item = inputs()
+    fused = fuse_broadcasts(MODEL, dict(profile=profile, item=item), request_only=["profile"])
+    index = torch.tensor([1, 0, 1])
+    expected = MODEL(profile[index], item[:3])
+    torch.testing.assert_close(fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected)
+
+
+def test_report(fused):
+    report = fused.report
+    assert isinstance(report, transforms.Report)
+    text = str(report)
+    for part in ("linear", "moved", "32 → 2", "test_inputs.py", "whole model", "users = 2", "certificate: results equal for 32 candidates"):
+        assert part in text
+    site = next(site for site in report.sites if site.operator == "linear")
+    assert (site.rows_before, site.rows_after, site.decision) == (32, 2, "moved")
+    assert site.before.flops == 2 * 32 * 8 * 4 and site.after.flops == 2 * 2 * 8 * 4
+
+
+def test_max_batch_sets_the_sizes_of_the_estimates():
+    report = fuse_broadcasts(MODEL, inputs(), request_only=["profile"], max_batch=(10, 1000)).report
+    site = next(site for site in report.sites if site.operator == "linear")
+    assert (site.rows_before, site.rows_after) == (1000, 10)
+
+
+def test_the_certificate_finds_a_wrong_result():
+    wrong = fuse_broadcasts(MODEL, inputs(), request_only=["profile"])
+    (relu,) = [node for node in wrong.graph.nodes if node.target is torch.ops.aten.relu.default]
+    relu.target = torch.ops.aten.sigmoid.default
+    wrong.recompile()
+    with pytest.raises(ValueError, match="output 0 of the fused model must equal the model's within"):
+        certificate.certify(MODEL, wrong, inputs(), {}, ("profile",))
+
+
+def test_the_certificate_tells_which_candidates_a_user_changes(fused):
+    assert "other rows of one user change 3 of its 3 candidates and 0 of 29 others" in str(fused.report)
+
+    class Mixes(Model):
+        def forward(self, profile, item):
+            return super().forward(profile, item) + profile.sum()
+
+    report = fuse_broadcasts(Mixes().eval(), inputs(), request_only=["profile"]).report
+    assert "other rows of one user change 3 of its 3 candidates and 29 of 29 others" in str(report)
+
+
+def test_compile(fused):
+    profile, item = inputs(3)
+    index = torch.tensor([1, 0, 1])
+    with torch.no_grad():
+        compiled = torch.compile(fused, backend="eager", fullgraph=True, dynamic=True)
+        torch.testing.assert_close(compiled(profile, item, candidate_to_user=index), fused(profile, item, candidate_to_user=index))
+
+
+def test_gradients(fused):
+    """For checks only: the transformation is for inference. The parameters are the model's."""
+    profile, item = inputs(3)
+    assert matmul_rows(fused, profile, item, candidate_to_user=torch.tensor([1, 0, 1]))[0] == 3
+    fused(profile, item, candidate_to_user=torch.tensor([1, 0, 1])).sum().backward()
+    assert MODEL.user.weight.grad is not None
+    MODEL.zero_grad()

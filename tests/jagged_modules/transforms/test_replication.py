@@ -1,0 +1,175 @@
+"""All forms of replication are found: each moves the layers behind it to the smaller side."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from jagged_modules.transforms import fuse_broadcasts
+
+WIDTH = 6
+FORMS = {
+    "index_select": lambda x, index: x.index_select(0, index),
+    "fancy index": lambda x, index: x[index],
+    "fancy index of another dimension": lambda x, index: x.mT[..., index].mT,
+    "embedding": lambda x, index: nn.functional.embedding(index, x),
+    "expanded gather": lambda x, index: x.gather(0, index[:, None].expand(-1, WIDTH)),
+    "expanded gather by a view": lambda x, index: x.gather(0, index.view(-1, 1).expand(-1, WIDTH)),
+    "a number of times": lambda x, index: x.repeat_interleave(4, 0),
+    "expand and reshape": lambda x, index: x[:, None].expand(-1, 4, -1).reshape(-1, WIDTH),
+    "expand in front": lambda x, index: x.expand(4, -1, -1).reshape(-1, WIDTH),
+    "nested": lambda x, index: x[index][torch.arange(12) % 5],
+    "nested maps": lambda x, index: x[index[torch.arange(12) % 5]],
+    "int32": lambda x, index: x[index.int()],
+}
+
+
+class Rows(TorchDispatchMode):
+    """The rows of all matrix multiplications."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default):
+            self.rows.append(result.numel() // result.shape[-1])
+        return result
+
+
+def matmul_rows(model, *args, **kwargs):
+    with torch.no_grad(), Rows() as mode:
+        model(*args, **kwargs)
+    return mode.rows
+
+
+class Tower(nn.Module):
+    def __init__(self, replicate):
+        super().__init__()
+        self.replicate = replicate
+        self.tower = nn.Sequential(nn.Linear(WIDTH, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+
+    def forward(self, x, index):
+        return self.tower(self.replicate(x, index))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_form(form):
+    model = Tower(FORMS[form]).eval()
+    fused = fuse_broadcasts(model, (torch.randn(3, WIDTH).double(), torch.tensor([2, 0, 2, 2, 0])))
+    for users, index in ((3, [2, 0, 2, 2, 0, 1]), (3, [1] * 5), (3, [0, 2, 2, 2, 1, 1, 1, 0])):
+        x, index = torch.randn(users, WIDTH).double(), torch.tensor(index)
+        torch.testing.assert_close(fused(x, index), model(x, index), rtol=1e-12, atol=1e-12)
+        assert matmul_rows(fused, x, index) == [users, users]
+    assert {name for name, _ in fused.named_parameters()} == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("sized", [True, False])
+def test_counts(sized):
+    def replicate(x, counts):
+        counts, index = counts
+        return x.repeat_interleave(counts, 0, output_size=index.shape[0] if sized else None)
+
+    def inputs(*counts):
+        return torch.randn(len(counts), WIDTH).double(), (torch.tensor(counts), torch.zeros(sum(counts)))
+
+    model = Tower(replicate).eval()
+    users = torch.export.Dim("users")
+    shapes = dict(x={0: users}, index=({0: users}, {0: torch.export.Dim("candidates")}))
+    fused = fuse_broadcasts(model, inputs(2, 0, 5), dynamic_shapes=shapes)
+    for counts in ((2, 0, 5), (0, 9), (4, 4, 4, 1)):
+        x, index = inputs(*counts)
+        torch.testing.assert_close(fused(x, index), model(x, index), rtol=1e-12, atol=1e-12)
+        assert matmul_rows(fused, x, index) == [len(counts), len(counts)]
+
+
+def test_negative_indices_count_from_the_end():
+    model = Tower(FORMS["fancy index"]).eval()
+    fused = fuse_broadcasts(model, (torch.randn(3, WIDTH).double(), torch.tensor([2, 0, 2, 2, 0])))
+    x, index = torch.randn(3, WIDTH).double(), torch.tensor([-1, 0, -3, 2])
+    torch.testing.assert_close(fused(x, index), model(x, index))
+
+
+class TwoLevels(nn.Module):
+    """Vendors of users of candidates."""
+
+    def __init__(self):
+        super().__init__()
+        self.vendor, self.user, self.both, self.item = (nn.Linear(WIDTH, WIDTH).double() for _ in range(4))
+
+    def forward(self, vendors, users, items, vendor_of_user, user_of_item):
+        vendors, users = vendors[vendor_of_user][user_of_item], users[user_of_item]
+        return (self.both(self.vendor(vendors).relu() + self.user(users)).relu() + self.item(items)).relu()
+
+
+def test_nested_levels_compute_each_at_its_own_rows():
+    def inputs(num_vendors, num_users, num_items):
+        x = (torch.randn(n, WIDTH).double() for n in (num_vendors, num_users, num_items))
+        return *x, torch.randint(num_vendors, (num_users,)), torch.randint(num_users, (num_items,))
+
+    model = TwoLevels().eval()
+    fused = fuse_broadcasts(model, inputs(2, 5, 20))
+    for sizes in ((2, 5, 20), (3, 4, 9), (1, 1, 1), (4, 3, 2)):
+        example = inputs(*sizes)
+        torch.testing.assert_close(fused(*example), model(*example), rtol=1e-12, atol=1e-12)
+        vendors, users, items = sizes
+        assert sorted(matmul_rows(fused, *example)) == sorted([vendors, users, users, items])
+
+
+class Ranking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1)
+        self.cls = nn.Parameter(torch.randn(1, 1, 8))
+        self.profile, self.over = nn.Linear(4, 8), nn.Sequential(nn.Linear(24, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, history, profile, item):
+        tokens = torch.cat([self.cls.expand(history.shape[0], -1, -1), history], 1)
+        user = self.encoder(tokens)[:, 0]
+        return self.over(torch.cat([user, self.profile(profile), item], -1))[:, 0]
+
+
+def test_replication_by_the_caller():
+    model = Ranking().eval()
+    inputs = torch.randn(32, 5, 8), torch.randn(32, 4), torch.randn(32, 8)
+    fused = fuse_broadcasts(model, inputs, request_only=("history", "profile"))
+    for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0]), (2, [1, 0])):
+        index = torch.tensor(index)
+        history, profile, item = torch.randn(users, 5, 8), torch.randn(users, 4), torch.randn(len(index), 8)
+        expected = model(history[index], profile[index], item)
+        torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index), expected)
+        torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index.int()), expected)
+    rows = matmul_rows(fused, torch.randn(2, 5, 8), torch.randn(2, 4), torch.randn(9, 8), candidate_to_user=torch.arange(9) % 2)
+    assert max(rows[:-2]) == 2 * 6  # users, tokens
+    assert fused.state_dict().keys() == model.state_dict().keys()
+    assert all(x is y for x, y in zip(fused.parameters(), model.parameters()))
+
+
+def test_one_row_in_the_example_is_enough():
+    model = Ranking().eval()
+    fused = fuse_broadcasts(model, (torch.randn(1, 5, 8), torch.randn(1, 4), torch.randn(1, 8)), request_only=("history", "profile"))
+    history, profile, item, index = torch.randn(2, 5, 8), torch.randn(2, 4), torch.randn(3, 8), torch.tensor([1, 0, 1])
+    torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index), model(history[index], profile[index], item))
+
+
+def test_equal_sizes_prove_nothing():
+    """Two maps of equal length: the sum of x[m] and y[n] must not be computed as (x + y)[m]."""
+
+    class Model(nn.Module):
+        def forward(self, x, y, m, n):
+            return (x[m] + y[n]).tanh()
+
+    model = Model().eval()
+    x, y, m, n = torch.randn(3, 4), torch.randn(3, 4), torch.tensor([0, 1, 2, 0, 1]), torch.tensor([2, 2, 1, 0, 0])
+    fused = fuse_broadcasts(model, (x, y, m, n))
+    torch.testing.assert_close(fused(x, y, m, n), model(x, y, m, n))
+
+
+def test_no_loss_where_there_are_as_many_users_as_candidates():
+    model = Ranking().eval()
+    inputs = torch.randn(8, 5, 8), torch.randn(8, 4), torch.randn(8, 8)
+    fused = fuse_broadcasts(model, inputs, request_only=("history", "profile"), max_batch=(8, 8))
+    assert {site.decision for site in fused.report.sites} == {"kept"}
+    gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
+    assert [node.args[0].name for node in gathers] == ["history", "profile"]
