@@ -31,14 +31,14 @@ def test_head_dims(check_packed, heads, dims, dtype):
 def test_activations(check_packed, activation, dtype):
     scale = 1.0 if activation == "softmax" else torch.rand(len(MANY), device="cuda") + 0.1
     dims = (64, 64) if dtype == torch.float16 else (128, 128)
-    check_packed(MANY, dtype, "cuda", heads=(2, 2), dims=dims, activation=activation, scale=0.3, output_scale=scale, kernels="auto")
+    check_packed(MANY, dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=scale, kernels="auto")
 
 
 @pytest.mark.parametrize("activation", ["softmax", "silu"])
 @pytest.mark.parametrize("mask", MASKS)
 def test_masks(check_packed, mask, activation):
     dims, dtype = ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
-    check_packed(MANY, dtype, "cuda", heads=(2, 2), dims=dims, mask=mask, activation=activation, kernels="auto")
+    check_packed(MANY, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto")
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
