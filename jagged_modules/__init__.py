@@ -1,5 +1,7 @@
 """PyTorch layers for recommendation models with variable-length inputs. Nothing is padded, and no user is copied per candidate."""
 
+from typing import TYPE_CHECKING, Any
+
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 
 from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
@@ -15,6 +17,9 @@ from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
 from .rotary import Rotary
 from .settings import backward_workspace, batch_invariant, debug_checks
+
+if TYPE_CHECKING:
+    from . import transforms
 
 __all__ = [
     "AttentionMask",
@@ -37,5 +42,15 @@ __all__ = [
     "backward_workspace",
     "batch_invariant",
     "debug_checks",
+    "transforms",
     "zigzag_schedule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `transforms` at its first use: it needs sympy and torch.export, which take long to import."""
+    if name == "transforms":
+        from . import transforms
+
+        return transforms
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -117,4 +117,5 @@ def _dims(x: Any) -> Any:
 
 def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
     """The value of a size, with `unknown` for symbols without a hint."""
-    return int(size.subs({symbol: hints.get(symbol, unknown) for symbol in size.free_symbols}))
+    symbols: Any = size.free_symbols
+    return int(size.subs({symbol: hints.get(symbol, unknown) for symbol in symbols}))  # pyright: ignore[reportArgumentType]

@@ -50,7 +50,8 @@ def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
     changed = torch.zeros_like(own)
     for x, y in zip(pytree.tree_leaves(before), pytree.tree_leaves(after)):
         if x.shape[:1] == own.shape:
-            changed |= (x != y).flatten(1).any(1).cpu() if x.dim() > 1 else (x != y).cpu()
+            differ = (x != y) & ~((x != x) & (y != y))  # NaN that stays NaN is no change
+            changed |= differ.reshape(len(differ), -1).any(1).cpu()
     return int((changed & own).sum()), int((changed & ~own).sum())
 
 

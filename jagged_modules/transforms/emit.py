@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from .analysis import Analysis
 from .attention import TargetAttention
 from .calls import Call, flat, is_tensor, unbind
 from .compress import Compression
-from .lineage import Lineage, Map, Size, is_known, shape_of
+from .lineage import Lineage, Map, Size, is_known, shape_of, terms
 from .report import Decisions
 from .runtime import attend_in_place, checked_map, compress, group_candidates
 
@@ -143,13 +144,14 @@ class Emitter:
         if lineage.is_folded:
             x = self.call(aten.unflatten.int, x, dim, [self._expression(lineage.pre), -1, self._expression(lineage.post)])
             dim += 1
-        if maps[0].kind == "one":
+        outermost = next(iter(maps))
+        if outermost.kind == "one":
             ndim = len(shape_of(flat(node.meta["val"])[0])) + 2 * lineage.is_folded
             sizes: list[Any] = [-1] * ndim
-            sizes[dim] = self._expression(maps[0].rows_out)
+            sizes[dim] = self._expression(outermost.rows_out)
             x = self.call(aten.expand.default, x, sizes)
         else:
-            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(maps[0]))
+            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(outermost))
         return self.call(aten.flatten.using_ints, x, dim - 1, dim + 1) if lineage.is_folded else x
 
     def _composed(self, maps: tuple[Map, ...], like: fx.Node) -> fx.Node:
@@ -224,9 +226,9 @@ class Emitter:
             return self.call(operator.getitem, self._bases[node.args[0]], node.args[1])  # pyright: ignore[reportArgumentType]
         arguments = Call(node, {}).arguments | moved.edits
         rows = self._rows_node(node, moved.lineage) if not moved.broadcasts else None
-        target = moved.target or node.target
+        target: Any = moved.target or node.target
         in_full = moved.in_full
-        arguments = fx.node.map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
+        arguments = map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
         if moved.target is not None:
             arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
         args, kwargs = unbind(target, arguments)
@@ -284,7 +286,7 @@ class Emitter:
         if size.is_Symbol:
             return self.call(aten.sym_size.int, *self._symbols[size])
         function = {"Mul": operator.mul, "Add": operator.add, "Min": torch.sym_min}[size.func.__name__]
-        return functools.reduce(lambda x, y: self.call(function, x, y), map(self._expression, size.args))
+        return functools.reduce(lambda x, y: self.call(function, x, y), map(self._expression, terms(size)))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

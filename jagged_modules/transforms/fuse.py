@@ -39,8 +39,8 @@ def fuse_broadcasts(
 ) -> fx.GraphModule:
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
-    An operator moves to the users' rows if a rule proves that its result is the same there, and if the estimated bytes and FLOPs say that it
-    is cheaper. All others stay as they are. The model itself is not changed.
+    An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
+    and FLOPs. All others stay as they are. The model itself is not changed.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,

@@ -155,5 +155,5 @@ def _cells(site: Site) -> tuple[str, ...]:
 
 
 def _change(before: float, after: float) -> str:
-    before, after = (f"{x / 1e6:.3g}" for x in (before, after))
-    return before if before == after else f"{before} → {after}"
+    first, second = (f"{x / 1e6:.3g}" for x in (before, after))
+    return first if first == second else f"{first} → {second}"
