@@ -62,6 +62,8 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
+    except Exception as error:
+        raise ValueError(f"model must be one that torch.export captures, got {type(error).__name__}: {error}") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
     signature = exported.graph_signature

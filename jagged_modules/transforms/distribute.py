@@ -4,8 +4,8 @@
     [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
 
-If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x alone do. They are then moved as any other
-operator. The rewrites change the captured graph, before it is analysed again.
+If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x alone do. They are then moved as any
+other operator. The rewrites change the captured graph, before it is analysed again.
 """
 
 from __future__ import annotations
