@@ -41,7 +41,8 @@ class Captured:
         graph, value = self.graph, like.meta["val"]
         with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
             node = graph.placeholder(MAP_NAME)
-        node.meta["val"] = value.new_empty((value.shape[0],), dtype=dtype)
+        with value.fake_mode:
+            node.meta["val"] = torch.empty((value.shape[0],), dtype=dtype, device=value.device)
         info = graph._codegen.pytree_info  # pyright: ignore[reportAttributeAccessIssue]
         args, kwargs = self.example
         spec = pytree.tree_structure((args, {**kwargs, MAP_NAME: None}))
@@ -50,14 +51,16 @@ class Captured:
         return node
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> Captured:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None, replicated: Sequence[str] = ()
+) -> Captured:
     """Export the model, without its in-place writes. Attention stays one operator where the model calls it as one.
 
     The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format, says otherwise. The fused operators that
     nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules.
     """
     if dynamic_shapes is None:
-        dynamic_shapes = _first_dims(model, args, kwargs)
+        dynamic_shapes = _first_dims(model, args, kwargs, replicated)
     fastpath = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
@@ -89,6 +92,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
 
 
+def bound_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs by the names of forward's parameters."""
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The name of forward's input for each leaf of the inputs."""
     positional = list(inspect.signature(model.forward).bind_partial(*args).arguments.items())
@@ -99,10 +107,16 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return names + [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
 
 
-def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """dynamic_shapes in which the first dimension of each tensor is dynamic."""
-    positional = inspect.signature(model.forward).bind_partial(*map(_dims, args)).arguments
-    return {**positional, **{name: _dims(x) for name, x in kwargs.items()}}
+def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> Any:
+    """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of `replicated` have one batch."""
+    shapes = {}
+    for name, x in bound_inputs(model, args, kwargs).items():
+        shapes[name] = _dims(x)
+        if name in replicated and hasattr(x, "lengths") and hasattr(x, "keys"):
+            leaves = pytree.SUPPORTED_NODES[type(x)].flatten_fn(x)[0]
+            batch = torch.export.Dim("batch", min=2)
+            shapes[name] = [{0: len(x.keys()) * batch} if leaf is x.lengths() else _dims(leaf) for leaf in leaves]
+    return shapes
 
 
 def _dims(x: Any) -> Any:

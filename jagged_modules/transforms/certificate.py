@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .bags import is_keyed_jagged, num_rows, select_rows
+from .capture import bound_inputs
+
 ROUNDINGS = 8  # allowed per operator, in units of eps of the largest element: the model and its fused form round differently
 
 
@@ -26,13 +29,13 @@ def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwar
         if not names:
             error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), operators)
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        rows = next(x.shape[0] for x in pytree.tree_leaves(given[names[0]]) if isinstance(x, Tensor))
+        given = bound_inputs(model, args, kwargs)
+        rows = num_rows(given[names[0]])[0]
         num_users = max(rows // 2, 1)
         users = (
             torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
         )  # with more than two, the last one has no candidate
-        shared = _map_named(given, names, lambda x: x[:num_users])
+        shared = _map_named(given, names, lambda x: select_rows(x, torch.arange(num_users)))
         expected, found = _both(model, fused, shared, names, users)
         error = _compare(expected, found, operators)
         changed = _map_named(shared, names, _with_other_first_row)
@@ -57,7 +60,7 @@ def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
 
 def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:
     """The results of the model with replicated rows, and of the fused model."""
-    replicated = _map_named(shared, names, lambda x: x[users.to(x.device)])
+    replicated = _map_named(shared, names, lambda x: select_rows(x, users))
     device = next(x.device for x in pytree.tree_leaves(shared) if isinstance(x, Tensor))
     return _call(model, replicated), _call(fused, shared, candidate_to_user=users.to(device))
 
@@ -78,10 +81,15 @@ def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
 
 
 def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) -> dict[str, Any]:
-    return {name: pytree.tree_map_only(Tensor, function, x) if name in names else x for name, x in inputs.items()}
+    def mapped(x: Any) -> Any:
+        return function(x) if is_keyed_jagged(x) else pytree.tree_map_only(Tensor, function, x)
+
+    return {name: mapped(x) if name in names else x for name, x in inputs.items()}
 
 
-def _with_other_first_row(x: Tensor) -> Tensor:
+def _with_other_first_row(x: Any) -> Any:
+    if is_keyed_jagged(x):  # the last row's samples for the first
+        return select_rows(x, torch.cat([torch.tensor([x.stride() - 1]), torch.arange(1, x.stride())]))
     if not x.is_floating_point():
         return x
     return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])

@@ -13,9 +13,10 @@ from torch.fx.node import map_arg
 
 from .analysis import Analysis
 from .attention import TargetAttention
-from .calls import Call, flat, is_tensor, unbind
+from .bags import Bags
+from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
-from .lineage import Lineage, Map, Size, is_known, shape_of, terms
+from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .report import Decisions
 from .runtime import attend_in_place, checked_map, compress, group_candidates
 
@@ -29,17 +30,23 @@ class Batch:
 
     Attributes:
         map: the input candidate_to_user.
-        users: inputs of which the new graph takes one row per user, with their names.
+        users: tensors of which the new graph takes one row per user, with their names.
         candidates: other inputs with one row per candidate, with their names.
+        bags: embedding bags of KeyedJaggedTensors of which the new graph takes one sample per user.
+        rows: the number of candidates.
     """
 
     map: fx.Node
     users: dict[fx.Node, str]
     candidates: dict[fx.Node, str]
+    bags: Bags | None
+    rows: Size
 
     def lineages(self, num_users: Size) -> dict[fx.Node, Lineage]:
-        """Each of the users' inputs, as the captured graph sees it."""
-        return {x: Lineage((Map("index", self.map, 0, num_users, shape_of(x.meta["val"])[0]),), 0) for x in self.users}
+        """Each of the users' inputs and bags, as the captured graph sees it."""
+        bags = self.bags.results if self.bags else ()
+        values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
+        return {x: Lineage((Map("index", self.map, 0, num_users, self.rows),), 0) for x in values}
 
 
 class Emitter:
@@ -62,6 +69,8 @@ class Emitter:
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
+        self._per_user = batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
+        self._of_users: dict[fx.Node, Any] = {}
         given = {*moved, *(batch.users if batch else ())}
         self.fusions = {node: match for node, match in fusions.items() if given.issuperset(match.operands)}
         self.graph = fx.Graph()
@@ -90,6 +99,10 @@ class Emitter:
         lineages = self.analysis.lineages
         if node.op == "placeholder":
             self._placeholder(node)
+        elif node in self._per_user:
+            self._of_users[node] = self.graph.node_copy(node, self._value_of_users)
+            if node in lineages:
+                self._bases[node] = self._of_users[node]
         elif node in self.moved:
             self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
@@ -103,9 +116,17 @@ class Emitter:
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)
         lineage = self.analysis.lineages.get(node)
+        if self.batch is not None and self.batch.bags is not None and node in self.batch.bags.leaves:
+            self._of_users[node] = new
+            return
         (self._plain if lineage is None else self._bases)[node] = new
         if self.batch is not None and node is self.batch.map:
             users = {name: self._bases[x] for x, name in self.batch.users.items()}
+            if self.batch.bags is not None:
+                lengths, keys = self.batch.bags.lengths
+                by_key = self.call(aten.reshape.default, self._of_users[lengths], [keys, -1])
+                users[lengths.name] = self.call(aten.select.int, by_key, 0, 0)
+                self._symbols.setdefault(USERS, (users[lengths.name], 0))
             candidates = {name: self._plain[x] for x, name in self.batch.candidates.items()}
             self._plain[node] = self.call(checked_map, new, users, candidates)
         if is_tensor(node):
@@ -117,17 +138,27 @@ class Emitter:
     def decisions(self) -> Decisions:
         """What `emit` did."""
         alive = set(self.graph.nodes)
-        new = {**self._plain, **{x: self._bases[x] for x in self.moved if x in self._bases}}
+        new = {**self._plain, **self._of_users, **{x: self._bases[x] for x in self.moved if x in self._bases}}
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
         fused = {x: match.name for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
-        return Decisions(self.moved, fused, dead, gathered)
+        return Decisions(self.moved | self._per_user, fused, dead, gathered)
+
+    def _value_of_users(self, x: fx.Node) -> Any:
+        """What an embedding bag of the users reads: values of their input, sizes with U for C, and weights."""
+        if x in self._of_users:
+            return self._of_users[x]
+        assert self.batch is not None
+        size = x.meta.get("val")
+        return self._expression(size_of(size).subs(self.batch.rows, USERS)) if isinstance(size, torch.SymInt) else self.value(x)
 
     # -- values in full ----------------------------------------------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node of the captured graph, gathered from its base at the first use."""
-        if node not in self._plain:
+        if node not in self._plain and node in self._per_user and isinstance(node.meta["val"], torch.SymInt):
+            self._plain[node] = self._expression(size_of(node.meta["val"]))
+        elif node not in self._plain:
             self._plain[node] = self.gathered(node, len(self.analysis.lineages[node].maps))
         return self._plain[node]
 

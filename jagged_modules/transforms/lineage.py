@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 Size = sympy.Expr
+USERS = sympy.Symbol("users", integer=True, positive=True)  # rows of the inputs that the caller no longer replicates
 
 
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
     gather = ("gather", node)
     add(node, gather, math.inf if several else costs.gather(node).total)
     for user in node.users:
-        moves = user in analysis.sources or user in analysis.moves and node not in analysis.moves[user].in_full
+        moves = user in analysis.lineages and (user not in analysis.moves or node not in analysis.moves[user].in_full)
         if (node, user) not in read_in_place:
             add(gather, user if moves else "full", math.inf)
 

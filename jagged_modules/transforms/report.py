@@ -112,7 +112,8 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     if lineage is not None and lineage.is_uniform:
         return None
     source = node in analysis.sources
-    if not source and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
+    given = lineage is not None and not source and node not in analysis.moves  # the users' embedding bags
+    if not source and not given and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
         return None
     lineage = lineage or next(analysis.lineages[x] for x in analysis.operands(node) if not analysis.lineages[x].is_uniform)
     full, base = costs.estimate(lineage.rows), costs.estimate(lineage.base_rows)
