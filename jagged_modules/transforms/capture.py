@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -73,6 +74,11 @@ def capture(
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
         raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
+    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard)]
+    if branches:
+        raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
+    if exported.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        raise ValueError("model must not call as_strided: its result depends on the strides of its operand, which the result does not keep")
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
@@ -129,6 +135,17 @@ def _dims(x: Any) -> Any:
         return type(x)(*map(_dims, x)) if hasattr(x, "_fields") else type(x)(map(_dims, x))
     container = pytree.SUPPORTED_NODES.get(type(x))
     return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
+
+
+def _is_branch(guard: str) -> bool:
+    """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
+
+    Equations are conditions of the operators, such as equal sizes of operands. Comparisons with 0, 1 and 2 are torch.export's own.
+    """
+    comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
+    if comparison is None:
+        return False
+    return "%" in guard or comparison[1].startswith("<") or comparison[2] not in ("0", "1", "2")
 
 
 def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:

@@ -112,6 +112,8 @@ class Emitter:
             self._plain[node] = self._attention(match) if isinstance(match, TargetAttention) else self._compression(match)
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
+            if node.target in (aten.view.default, aten._unsafe_view.default):  # the strides of a gathered operand may be others
+                self._plain[node].target = aten.reshape.default
 
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)

@@ -216,6 +216,41 @@ def test_control_flow_on_data():
         fuse_broadcasts(Branches().eval(), inputs())
 
 
+@pytest.mark.parametrize("condition", [lambda rows: rows % 3 == 0, lambda rows: rows > 20, lambda rows: rows != 7])
+def test_control_flow_on_sizes(condition):
+    """The capture has one of the branches. It would be wrong for other sizes."""
+
+    class Branches(Model):
+        def forward(self, profile, item):
+            return super().forward(profile, item) if condition(profile.shape[0]) else item[:, :1]
+
+    with pytest.raises(ValueError, match="model must compute the same for all sizes, but the capture holds only for"):
+        fuse_broadcasts(Branches().eval(), inputs(), request_only=["profile"])
+
+
+def test_strides():
+    class Strided(Model):
+        def forward(self, profile, item):
+            return profile.mul(2).as_strided((profile.shape[0], 1), (4, 1)) + item
+
+    with pytest.raises(ValueError, match="model must not call as_strided"):
+        fuse_broadcasts(Strided().eval(), inputs(), request_only=["profile"])
+
+
+def test_views_of_gathered_values():
+    """A copy that is moved before an expansion leaves the gathered value with other strides."""
+
+    class Views(nn.Module):
+        def forward(self, profile, item):
+            x = profile[:, :, None].expand(-1, -1, 3).contiguous().cumsum(0)[None].expand(2, -1, -1, -1).contiguous()
+            return x.view(-1, 12).cumsum(0) + item[:1, :1]
+
+    fused = fuse_broadcasts(Views().eval(), inputs(), request_only=["profile"])
+    profile, item = inputs(3)
+    index = torch.tensor([2, 2, 0])
+    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Views()(profile[index], item))
+
+
 def test_an_index_of_another_dimension_keeps_the_lineage():
     """x[m][:, longer] selects columns of user rows: it must not gather the users' rows first."""
 
