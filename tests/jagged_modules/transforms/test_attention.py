@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
@@ -130,7 +131,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@slow_after(2, "name", MASKS)
 def test_other_masks_keep_the_operator(name):
     model = OtherMask(MASKS[name]).eval()
     fused = fused_by_caller(model)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
@@ -56,7 +57,7 @@ def test_torchrec(name):
     assert fused.report.after.total < fused.report.before.total
 
 
-@pytest.mark.parametrize("name", TORCHREC)
+@slow_after(2, "name", TORCHREC)
 def test_torchrec_bags_of_users(name):
     """The sparse features are the user's: each bag is looked up once per user."""
     model = TORCHREC[name]().eval()
