@@ -47,7 +47,8 @@ def fuse_broadcasts(
             that may vary, except with request_only.
         request_only: names of forward's inputs whose rows the caller replicates, one per candidate. The result takes them with one row
             per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of all these inputs is
-            the batch. For any numbers U >= 1 and C >= 1 afterwards.
+            the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
+            C >= 1 afterwards.
         max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
             and U = C / 16. Without request_only, sizes are the example's.
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic.
@@ -58,8 +59,9 @@ def fuse_broadcasts(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that writes to its buffers or inputs, or
-            that returns something other than tensors; the result differs from the model on the example inputs.
+        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that torch.export cannot capture, that
+            branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; a KeyedJaggedTensor
+            with another use; the result differs from the model on the example inputs.
     """
     args, kwargs = _checked_inputs(model, example_inputs)
     names = _checked_names(model, args, kwargs, request_only)
