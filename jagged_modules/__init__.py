@@ -1,5 +1,8 @@
 """PyTorch layers for recommendation models with variable-length inputs. Nothing is padded, and no user is copied per candidate."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 
 from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
@@ -16,6 +19,9 @@ from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
 from .rotary import Rotary
 from .settings import backward_workspace, batch_invariant, debug_checks
+
+if TYPE_CHECKING:
+    from . import transforms
 
 __all__ = [
     "AttentionMask",
@@ -39,5 +45,13 @@ __all__ = [
     "batch_invariant",
     "debug_checks",
     "graphed",
+    "transforms",
     "zigzag_schedule",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports `transforms` at its first use: it needs sympy and torch.export, which take long to import."""
+    if name == "transforms":
+        return importlib.import_module(".transforms", __name__)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -65,11 +65,11 @@ def _item(node: fx.Node, result: Analysis) -> None:
 
 def _operator(node: fx.Node, result: Analysis, estimate: Callable[[Size], int], known: Set[Size]) -> None:
     call, rule = Call(node, result.lineages), RULES.get(node.target)
+    operands = result.operands(node)
     source = find_source(call, estimate)
-    if source is not None:
+    if source is not None and (len(source.lineage.maps) > 1 or source.operand not in result.lineages):
         result.sources[node], result.lineages[node] = source, source.lineage
         return
-    operands = result.operands(node)
     moved = _apply(rule, node, result) if rule is not None and operands else None
     if moved is not None and node.target in FIRST_RESULT_ONLY and any(user.args[1] != 0 for user in node.users):
         moved = None

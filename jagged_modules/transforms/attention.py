@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ..validation import MAX_HEAD_DIM
 from .analysis import Analysis
-from .calls import Call, is_operator
+from .calls import Call, is_operator, positional
 from .lineage import Lineage, Size, common, shape_of, size_of
 
 aten = torch.ops.aten
@@ -107,7 +108,7 @@ def _softmax(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention 
     """softmax(scores) v, where the scores are q kᵀ times numbers, plus a mask of 0 and -inf, or with keys set to -inf."""
     if node.target not in (aten.bmm.default, aten.matmul.default):
         return None
-    weights, value = node.args[:2]
+    weights, value = positional(node)[:2]
     softmax = _through(weights)
     if softmax.target is not aten.softmax.int or softmax.args[1] not in (-1, softmax.meta["val"].dim() - 1) or not _has_one_use(softmax):
         return None
@@ -128,16 +129,16 @@ def _softmax(node: fx.Node, estimate: Callable[[Size], int]) -> TargetAttention 
         else:
             break
     if scores.target is aten.baddbmm.default and Call(scores, {})["beta"] == Call(scores, {})["alpha"] == 1:
-        masks.append((scores.args[0], scores))
-        query, key = scores.args[1:3]
+        masks.append((positional(scores)[0], scores))
+        query, key = positional(scores)[1:3]
     elif scores.target in (aten.bmm.default, aten.matmul.default):
-        query, key = scores.args[:2]
+        query, key = positional(scores)[:2]
     else:
         return None
     if not _has_one_use(scores) or len(masks) > 1 or scale <= 0 or not _is_dense(query, key, value):
         return None
     match = TargetAttention(node, query, key, value, True, scale, math.nan, reads={(key, scores), (value, node)})
-    return match if not masks or _add_mask(match, *masks[0], estimate) else None
+    return match if not masks or _add_mask(match, masks[0][0], masks[0][1], estimate) else None
 
 
 def _through(x: Any) -> Any:
@@ -191,7 +192,7 @@ def _skip_views(x: Any, chain: list[fx.Node]) -> Any:
 
 
 def _hides_keys(match: TargetAttention, source: fx.Node, chain: list[fx.Node], estimate: Callable[[Size], int]) -> bool:
-    """Whether the views `chain` of source give mask[b, h, q, t] = source[b, t] for all b, h, q, t. Runs them on numbers, for two batches."""
+    """Whether the views `chain` of source give mask[b, h, q, t] = source[b, t] for all b, h, q, t. Runs them for two batches."""
     batch, keys = shape_of(source.meta["val"])
     scores = shape_of(match.query.meta["val"])[:-1]
     if not batch.is_Symbol:
@@ -220,7 +221,7 @@ def _run(chain: list[fx.Node], numbers: torch.Tensor, size: Callable[[Any], int]
     for node in chain:
         if node.target in KEEPS_VALUES:
             continue
-        args = fx.node.map_arg(node.args[1:], lambda x: size(size_of(x.meta["val"])))
+        args = map_arg(node.args[1:], lambda x: size(size_of(x.meta["val"])))
         target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
         numbers = target(numbers, *args)  # pyright: ignore[reportCallIssue]
     return numbers

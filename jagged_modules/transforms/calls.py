@@ -35,7 +35,8 @@ class Call:
     """A call_function node, with its arguments by the names of the operator's schema."""
 
     def __init__(self, node: fx.Node, lineages: dict[fx.Node, Lineage]) -> None:
-        self.node, self.target, self._lineages = node, node.target, lineages
+        self.node, self._lineages = node, lineages
+        self.target: Any = node.target
         self.arguments = bind(node)
 
     def __getitem__(self, name: str) -> Any:
@@ -63,7 +64,7 @@ class Call:
         """
         ndim = len(self.shape())
         tensors = [x for x in operands if is_tensor(x)]
-        moved = [(x, self.lineage(x)) for x in tensors if self.lineage(x)]
+        moved = [(x, lineage) for x in tensors if (lineage := self.lineage(x)) is not None]
         if not moved or any(lineage.dim >= len(self.shape(x)) - skip for x, lineage in moved):
             return None
         result = common([lineage.at(lineage.dim + ndim - len(self.shape(x))) for x, lineage in moved])
@@ -101,6 +102,11 @@ def unbind(target: Any, arguments: dict[str, Any]) -> tuple[tuple[Any, ...], dic
 def flat(x: Any) -> list[Any]:
     """The entries of an argument that is a list, or the argument."""
     return list(x) if isinstance(x, (list, tuple)) else [x]
+
+
+def positional(node: Any) -> list[Any]:
+    """The positional arguments of a call."""
+    return list(node.args)
 
 
 def first_of(value: Any) -> Any:

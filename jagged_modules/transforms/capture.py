@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,8 @@ class Captured:
         graph, value = self.graph, like.meta["val"]
         with graph.inserting_after(list(graph.find_nodes(op="placeholder"))[-1]):
             node = graph.placeholder(MAP_NAME)
-        node.meta["val"] = value.new_empty((value.shape[0],), dtype=dtype)
+        with value.fake_mode:
+            node.meta["val"] = torch.empty((value.shape[0],), dtype=dtype, device=value.device)
         info = graph._codegen.pytree_info  # pyright: ignore[reportAttributeAccessIssue]
         args, kwargs = self.example
         spec = pytree.tree_structure((args, {**kwargs, MAP_NAME: None}))
@@ -50,24 +52,33 @@ class Captured:
         return node
 
 
-def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None) -> Captured:
+def capture(
+    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any = None, replicated: Sequence[str] = ()
+) -> Captured:
     """Export the model, without its in-place writes. Attention stays one operator where the model calls it as one.
 
     The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format, says otherwise. The fused operators that
     nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules.
     """
     if dynamic_shapes is None:
-        dynamic_shapes = _first_dims(model, args, kwargs)
+        dynamic_shapes = _first_dims(model, args, kwargs, replicated)
     fastpath = torch.backends.mha.get_fastpath_enabled()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
+    except Exception as error:
+        raise ValueError(f"model must be one that torch.export captures, got {type(error).__name__}: {error}") from error
     finally:
         torch.backends.mha.set_fastpath_enabled(fastpath)
     signature = exported.graph_signature
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
         raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
+    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard)]
+    if branches:
+        raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
+    if exported.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
+        raise ValueError("model must not call as_strided: its result depends on the strides of its operand, which the result does not keep")
     module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
@@ -87,6 +98,11 @@ def capture(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], dyn
     return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
 
 
+def bound_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs by the names of forward's parameters."""
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
 def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
     """The name of forward's input for each leaf of the inputs."""
     positional = list(inspect.signature(model.forward).bind_partial(*args).arguments.items())
@@ -97,10 +113,16 @@ def _input_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     return names + [name for name, value in kwargs.items() for _ in pytree.tree_leaves(value)]
 
 
-def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """dynamic_shapes in which the first dimension of each tensor is dynamic."""
-    positional = inspect.signature(model.forward).bind_partial(*map(_dims, args)).arguments
-    return {**positional, **{name: _dims(x) for name, x in kwargs.items()}}
+def _first_dims(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], replicated: Sequence[str]) -> Any:
+    """dynamic_shapes in which the first dimension of each tensor is dynamic. KeyedJaggedTensors of `replicated` have one batch."""
+    shapes = {}
+    for name, x in bound_inputs(model, args, kwargs).items():
+        shapes[name] = _dims(x)
+        if name in replicated and hasattr(x, "lengths") and hasattr(x, "keys"):
+            leaves = pytree.SUPPORTED_NODES[type(x)].flatten_fn(x)[0]
+            batch = torch.export.Dim("batch", min=2)
+            shapes[name] = [{0: len(x.keys()) * batch} if leaf is x.lengths() else _dims(leaf) for leaf in leaves]
+    return shapes
 
 
 def _dims(x: Any) -> Any:
@@ -115,6 +137,18 @@ def _dims(x: Any) -> Any:
     return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
 
 
+def _is_branch(guard: str) -> bool:
+    """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
+
+    Equations are conditions of the operators, such as equal sizes of operands. Comparisons with 0, 1 and 2 are torch.export's own.
+    """
+    comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
+    if comparison is None:
+        return False
+    return "%" in guard or comparison[1].startswith("<") or comparison[2] not in ("0", "1", "2")
+
+
 def evaluate(size: Size, hints: Mapping[Size, int], unknown: int) -> int:
     """The value of a size, with `unknown` for symbols without a hint."""
-    return int(size.subs({symbol: hints.get(symbol, unknown) for symbol in size.free_symbols}))
+    symbols: Any = size.free_symbols
+    return int(size.subs({symbol: hints.get(symbol, unknown) for symbol in symbols}))  # pyright: ignore[reportArgumentType]

@@ -9,6 +9,9 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from .bags import is_keyed_jagged, num_rows, select_rows
+from .capture import bound_inputs
+
 ROUNDINGS = 8  # allowed per operator, in units of eps of the largest element: the model and its fused form round differently
 
 
@@ -24,15 +27,15 @@ def certify(model: nn.Module, fused: fx.GraphModule, args: tuple[Any, ...], kwar
     operators = sum(node.op == "call_function" for node in fused.graph.nodes)
     with torch.no_grad():
         if not names:
-            error = _compare(model(*args, **kwargs), fused(*args, **kwargs), operators)
+            error = _compare(_seeded(model, *args, **kwargs), _seeded(fused, *args, **kwargs), operators)
             return f"results equal on the example inputs, largest relative difference {error:.1e}"
-        given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
-        rows = next(x.shape[0] for x in pytree.tree_leaves(given[names[0]]) if isinstance(x, Tensor))
+        given = bound_inputs(model, args, kwargs)
+        rows = num_rows(given[names[0]])[0]
         num_users = max(rows // 2, 1)
         users = (
             torch.arange(rows) * 7 % (num_users if num_users < 3 else num_users - 1)
         )  # with more than two, the last one has no candidate
-        shared = _map_named(given, names, lambda x: x[:num_users])
+        shared = _map_named(given, names, lambda x: select_rows(x, torch.arange(num_users)))
         expected, found = _both(model, fused, shared, names, users)
         error = _compare(expected, found, operators)
         changed = _map_named(shared, names, _with_other_first_row)
@@ -50,28 +53,43 @@ def _changed_rows(before: Any, after: Any, own: Tensor) -> tuple[int, int]:
     changed = torch.zeros_like(own)
     for x, y in zip(pytree.tree_leaves(before), pytree.tree_leaves(after)):
         if x.shape[:1] == own.shape:
-            changed |= (x != y).flatten(1).any(1).cpu() if x.dim() > 1 else (x != y).cpu()
+            differ = (x != y) & ~((x != x) & (y != y))  # NaN that stays NaN is no change
+            changed |= differ.reshape(len(differ), -1).any(1).cpu()
     return int((changed & own).sum()), int((changed & ~own).sum())
 
 
 def _both(model: nn.Module, fused: fx.GraphModule, shared: dict[str, Any], names: tuple[str, ...], users: Tensor) -> tuple[Any, Any]:
     """The results of the model with replicated rows, and of the fused model."""
-    replicated = _map_named(shared, names, lambda x: x[users.to(x.device)])
+    replicated = _map_named(shared, names, lambda x: select_rows(x, users))
     device = next(x.device for x in pytree.tree_leaves(shared) if isinstance(x, Tensor))
     return _call(model, replicated), _call(fused, shared, candidate_to_user=users.to(device))
+
+
+def _seeded(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The results, with the same random numbers in each call."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return module(*args, **kwargs)
 
 
 def _call(module: nn.Module, inputs: dict[str, Any], **more: Any) -> Any:
     parameters = inspect.signature(module.forward).parameters
     positional = [name for name in inputs if parameters[name].kind is not inspect.Parameter.KEYWORD_ONLY]
-    return module(*(inputs[name] for name in positional), **{name: x for name, x in inputs.items() if name not in positional}, **more)
+    return _seeded(
+        module, *(inputs[name] for name in positional), **{name: x for name, x in inputs.items() if name not in positional}, **more
+    )
 
 
 def _map_named(inputs: dict[str, Any], names: tuple[str, ...], function: Any) -> dict[str, Any]:
-    return {name: pytree.tree_map_only(Tensor, function, x) if name in names else x for name, x in inputs.items()}
+    def mapped(x: Any) -> Any:
+        return function(x) if is_keyed_jagged(x) else pytree.tree_map_only(Tensor, function, x)
+
+    return {name: mapped(x) if name in names else x for name, x in inputs.items()}
 
 
-def _with_other_first_row(x: Tensor) -> Tensor:
+def _with_other_first_row(x: Any) -> Any:
+    if is_keyed_jagged(x):  # the last row's samples for the first
+        return select_rows(x, torch.cat([torch.tensor([x.stride() - 1]), torch.arange(1, x.stride())]))
     if not x.is_floating_point():
         return x
     return torch.cat([x[:1] * -0.5 + 0.25, x[1:]])

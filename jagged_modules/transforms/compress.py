@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from .analysis import Analysis
-from .calls import is_tensor
+from .calls import is_tensor, positional
 from .lineage import Lineage
 
 aten = torch.ops.aten
@@ -49,12 +49,13 @@ def find_compressions(graph: fx.Graph, analysis: Analysis) -> dict[fx.Node, Comp
     for node in graph.nodes:
         if node.target is not aten.add.Tensor or node.kwargs or node in analysis.lineages:
             continue
-        for own, shared in (node.args[:2], node.args[1::-1]):
+        first, second, *_ = positional(node)
+        for own, shared in ((first, second), (second, first)):
             lineage = analysis.lineages.get(shared)
             if _is_product(own) and _is_product(shared) and own not in analysis.lineages and lineage is not None:
                 embeddings = analysis.lineages.get(shared.args[1])
                 if embeddings is not None and embeddings.dim == 0 and not embeddings.is_folded and not embeddings.is_uniform:
-                    found[node] = Compression(*shared.args[:2], *own.args[:2], embeddings)
+                    found[node] = Compression(shared.args[0], shared.args[1], own.args[0], own.args[1], embeddings)
                     break
     return found
 
@@ -63,4 +64,4 @@ def _is_product(x: Any) -> bool:
     """Whether x is weight @ embeddings, and not used otherwise."""
     if not isinstance(x, fx.Node) or x.target is not aten.matmul.default or len(x.users) != 1:
         return False
-    return [is_tensor(operand) and operand.meta["val"].dim() for operand in x.args] == [2, 3]
+    return [is_tensor(operand) and operand.meta["val"].dim() for operand in positional(x)] == [2, 3]

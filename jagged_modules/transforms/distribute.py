@@ -1,11 +1,11 @@
 """Operators on a concatenation, written as a sum or a concatenation of operators on its parts.
 
-    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])              the same for matmul with a weight on either side
+    linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         the same for matmul with a weight on either side
     [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
 
-If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x alone do. They are then moved as any other
-operator. The rewrites change the captured graph, before it is analysed again.
+If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x alone do. They are then moved as any
+other operator. The rewrites change the captured graph, before it is analysed again.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from .analysis import Analysis
-from .calls import RULES, Call, is_operator, is_tensor
+from .calls import RULES, Call, is_operator, is_tensor, positional
 from .lineage import Lineage, shape_of
 from .placement import FLOPS_PER_BYTE, Costs
 from .rules import pointwise
@@ -73,7 +74,7 @@ class Distributor:
         if node.target is aten.linear.default:
             return self._sum_of_products(node, call["input"], -1, call["weight"], 1, call["bias"])
         if node.target in (aten.matmul.default, aten.bmm.default, aten.mm.default):
-            left, right = node.args[:2]
+            left, right = positional(node)[:2]
             if self._is_weight(right):
                 return self._sum_of_products(node, left, -1, right, 0)
             if self._is_weight(left):
@@ -132,15 +133,15 @@ class Distributor:
         if x.target is aten.cat.default:
             own = call.dim("dim", len(shape))
             return [piece for part in call["tensors"] for piece in self._pieces(part, dim)] if own == dim else [x]
-        operand = x.args[0] if x.args else None
+        operand: Any = x.args[0] if x.args else None
         if not is_tensor(operand):
             return [x]
-        before = shape_of(operand.meta["val"])  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+        before = shape_of(operand.meta["val"])
         if RULES.get(x.target) is pointwise and x.all_input_nodes == [operand]:
             pieces = self._pieces(operand, dim)
             return [x] if len(pieces) == 1 else [self._like(x, operand, piece) for piece in pieces]
         if x.target is aten.transpose.int:
-            first, second = (d % len(shape) for d in x.args[1:3])
+            first, second = (d % len(shape) for d in positional(x)[1:3])
             pieces = self._pieces(operand, {first: second, second: first}.get(dim, dim))
             return [x] if len(pieces) == 1 else [self._like(x, operand, piece) for piece in pieces]
         if (
@@ -159,14 +160,14 @@ class Distributor:
 
     def _like(self, x: fx.Node, operand: fx.Node, piece: fx.Node) -> fx.Node:
         """The operator x on a piece of its operand."""
-        args, kwargs = fx.node.map_arg((x.args, x.kwargs), lambda node: piece if node is operand else node)
+        args, kwargs = map_arg((x.args, x.kwargs), lambda node: piece if node is operand else node)
         return self._new(x.target, *args, lineage_of=piece, **kwargs)
 
     def _new(self, target: Any, *args: Any, lineage_of: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A new operator, with its fake result."""
         node = self.graph.call_function(target, args, kwargs)
         node.meta["stack_trace"] = self._trace
-        real = fx.node.map_arg((args, kwargs), lambda x: x.meta["val"])
+        real = map_arg((args, kwargs), lambda x: x.meta["val"])
         mode = next(x.meta["val"].fake_mode for x in node.all_input_nodes if is_tensor(x))
         with mode:
             node.meta["val"] = target(*real[0], **real[1])

@@ -9,12 +9,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from .analysis import Analysis
 from .attention import TargetAttention
-from .calls import Call, flat, is_tensor, unbind
+from .bags import Bags
+from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
-from .lineage import Lineage, Map, Size, is_known, shape_of
+from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .report import Decisions
 from .runtime import attend_in_place, checked_map, compress, group_candidates
 
@@ -28,17 +30,23 @@ class Batch:
 
     Attributes:
         map: the input candidate_to_user.
-        users: inputs of which the new graph takes one row per user, with their names.
+        users: tensors of which the new graph takes one row per user, with their names.
         candidates: other inputs with one row per candidate, with their names.
+        bags: embedding bags of KeyedJaggedTensors of which the new graph takes one sample per user.
+        rows: the number of candidates.
     """
 
     map: fx.Node
     users: dict[fx.Node, str]
     candidates: dict[fx.Node, str]
+    bags: Bags | None
+    rows: Size
 
     def lineages(self, num_users: Size) -> dict[fx.Node, Lineage]:
-        """Each of the users' inputs, as the captured graph sees it."""
-        return {x: Lineage((Map("index", self.map, 0, num_users, shape_of(x.meta["val"])[0]),), 0) for x in self.users}
+        """Each of the users' inputs and bags, as the captured graph sees it."""
+        bags = self.bags.results if self.bags else ()
+        values = [*self.users, *bags, *(positional(x)[0] for x in bags)]
+        return {x: Lineage((Map("index", self.map, 0, num_users, self.rows),), 0) for x in values}
 
 
 class Emitter:
@@ -61,6 +69,8 @@ class Emitter:
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
+        self._per_user = batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
+        self._of_users: dict[fx.Node, Any] = {}
         given = {*moved, *(batch.users if batch else ())}
         self.fusions = {node: match for node, match in fusions.items() if given.issuperset(match.operands)}
         self.graph = fx.Graph()
@@ -89,6 +99,10 @@ class Emitter:
         lineages = self.analysis.lineages
         if node.op == "placeholder":
             self._placeholder(node)
+        elif node in self._per_user:
+            self._of_users[node] = self.graph.node_copy(node, self._value_of_users)
+            if node in lineages:
+                self._bases[node] = self._of_users[node]
         elif node in self.moved:
             self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
@@ -98,13 +112,23 @@ class Emitter:
             self._plain[node] = self._attention(match) if isinstance(match, TargetAttention) else self._compression(match)
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
+            if node.target in (aten.view.default, aten._unsafe_view.default):  # the strides of a gathered operand may be others
+                self._plain[node].target = aten.reshape.default
 
     def _placeholder(self, node: fx.Node) -> None:
         new = self.graph.node_copy(node)
         lineage = self.analysis.lineages.get(node)
+        if self.batch is not None and self.batch.bags is not None and node in self.batch.bags.leaves:
+            self._of_users[node] = new
+            return
         (self._plain if lineage is None else self._bases)[node] = new
         if self.batch is not None and node is self.batch.map:
             users = {name: self._bases[x] for x, name in self.batch.users.items()}
+            if self.batch.bags is not None:
+                lengths, keys = self.batch.bags.lengths
+                by_key = self.call(aten.reshape.default, self._of_users[lengths], [keys, -1])
+                users[lengths.name] = self.call(aten.select.int, by_key, 0, 0)
+                self._symbols.setdefault(USERS, (users[lengths.name], 0))
             candidates = {name: self._plain[x] for x, name in self.batch.candidates.items()}
             self._plain[node] = self.call(checked_map, new, users, candidates)
         if is_tensor(node):
@@ -116,17 +140,27 @@ class Emitter:
     def decisions(self) -> Decisions:
         """What `emit` did."""
         alive = set(self.graph.nodes)
-        new = {**self._plain, **{x: self._bases[x] for x in self.moved if x in self._bases}}
+        new = {**self._plain, **self._of_users, **{x: self._bases[x] for x in self.moved if x in self._bases}}
         dead = {x for x in self.source.nodes if x.op == "call_function" and new.get(x) not in alive}
         gathered = {x for (x, levels), node in self._advanced.items() if levels and node in alive}
         fused = {x: match.name for node, match in self.fusions.items() for x in (node, *(reader for _, reader in match.reads))}
-        return Decisions(self.moved, fused, dead, gathered)
+        return Decisions(self.moved | self._per_user, fused, dead, gathered)
+
+    def _value_of_users(self, x: fx.Node) -> Any:
+        """What an embedding bag of the users reads: values of their input, sizes with U for C, and weights."""
+        if x in self._of_users:
+            return self._of_users[x]
+        assert self.batch is not None
+        size = x.meta.get("val")
+        return self._expression(size_of(size).subs(self.batch.rows, USERS)) if isinstance(size, torch.SymInt) else self.value(x)
 
     # -- values in full ----------------------------------------------------------------------------------------------------------------
 
     def value(self, node: fx.Node) -> Any:
         """The value of a node of the captured graph, gathered from its base at the first use."""
-        if node not in self._plain:
+        if node not in self._plain and node in self._per_user and isinstance(node.meta["val"], torch.SymInt):
+            self._plain[node] = self._expression(size_of(node.meta["val"]))
+        elif node not in self._plain:
             self._plain[node] = self.gathered(node, len(self.analysis.lineages[node].maps))
         return self._plain[node]
 
@@ -143,13 +177,14 @@ class Emitter:
         if lineage.is_folded:
             x = self.call(aten.unflatten.int, x, dim, [self._expression(lineage.pre), -1, self._expression(lineage.post)])
             dim += 1
-        if maps[0].kind == "one":
+        outermost = next(iter(maps))
+        if outermost.kind == "one":
             ndim = len(shape_of(flat(node.meta["val"])[0])) + 2 * lineage.is_folded
             sizes: list[Any] = [-1] * ndim
-            sizes[dim] = self._expression(maps[0].rows_out)
+            sizes[dim] = self._expression(outermost.rows_out)
             x = self.call(aten.expand.default, x, sizes)
         else:
-            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(maps[0]))
+            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(outermost))
         return self.call(aten.flatten.using_ints, x, dim - 1, dim + 1) if lineage.is_folded else x
 
     def _composed(self, maps: tuple[Map, ...], like: fx.Node) -> fx.Node:
@@ -224,9 +259,9 @@ class Emitter:
             return self.call(operator.getitem, self._bases[node.args[0]], node.args[1])  # pyright: ignore[reportArgumentType]
         arguments = Call(node, {}).arguments | moved.edits
         rows = self._rows_node(node, moved.lineage) if not moved.broadcasts else None
-        target = moved.target or node.target
+        target: Any = moved.target or node.target
         in_full = moved.in_full
-        arguments = fx.node.map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
+        arguments = map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
         if moved.target is not None:
             arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
         args, kwargs = unbind(target, arguments)
@@ -284,7 +319,7 @@ class Emitter:
         if size.is_Symbol:
             return self.call(aten.sym_size.int, *self._symbols[size])
         function = {"Mul": operator.mul, "Add": operator.add, "Min": torch.sym_min}[size.func.__name__]
-        return functools.reduce(lambda x, y: self.call(function, x, y), map(self._expression, size.args))
+        return functools.reduce(lambda x, y: self.call(function, x, y), map(self._expression, terms(size)))
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

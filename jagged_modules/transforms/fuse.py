@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
 from torch import fx, nn
 from torch.utils import _pytree as pytree
@@ -15,18 +13,18 @@ from torch.utils import _pytree as pytree
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
 from .attention import TargetAttention, find_attentions
-from .capture import MAP_NAME, Captured, capture, evaluate
+from .bags import find_bags, is_keyed_jagged, num_rows
+from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
 from .compress import Compression, find_compressions
 from .distribute import Distributor
 from .emit import Batch, Emitter
-from .lineage import Size, shape_of
+from .lineage import USERS, Size, shape_of
 from .placement import Cost, Costs, by_cost
 from .report import Decisions, Report, make_report
 
 CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
-USERS = sympy.Symbol("users", integer=True, positive=True)
 
 
 def fuse_broadcasts(
@@ -39,8 +37,8 @@ def fuse_broadcasts(
 ) -> fx.GraphModule:
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
-    An operator moves to the users' rows if a rule proves that its result is the same there, and if the estimated bytes and FLOPs say that it
-    is cheaper. All others stay as they are. The model itself is not changed.
+    An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
+    and FLOPs. All others stay as they are. The model itself is not changed.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -49,7 +47,8 @@ def fuse_broadcasts(
             that may vary, except with request_only.
         request_only: names of forward's inputs whose rows the caller replicates, one per candidate. The result takes them with one row
             per user, and `candidate_to_user` `[C]` (int32 or int64, any order, keyword) besides. The first dimension of all these inputs is
-            the batch. For any numbers U >= 1 and C >= 1 afterwards.
+            the batch. A KeyedJaggedTensor, read by an EmbeddingBagCollection alone, gets one sample per user. For any numbers U >= 1 and
+            C >= 1 afterwards.
         max_batch: sizes that the estimates are for, with request_only: the number of candidates C, or (U, C). By default C is the example's
             and U = C / 16. Without request_only, sizes are the example's.
         dynamic_shapes: as in torch.export. By default the first dimension of each tensor is dynamic.
@@ -60,18 +59,19 @@ def fuse_broadcasts(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that writes to its buffers or inputs, or
-            that returns something other than tensors; the result differs from the model on the example inputs.
+        ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that torch.export cannot capture, that
+            branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; a KeyedJaggedTensor
+            with another use; the result differs from the model on the example inputs.
     """
     args, kwargs = _checked_inputs(model, example_inputs)
     names = _checked_names(model, args, kwargs, request_only)
     if names:
         args, kwargs = _several_rows(args, kwargs)
-    captured = capture(model, args, kwargs, dynamic_shapes)
+    captured = capture(model, args, kwargs, dynamic_shapes, names)
     _check_outputs(captured)
     hints, batch = dict(captured.hints), None
     if names:
-        batch = _batch(captured, names)
+        batch = _batch(captured, names, bound_inputs(model, args, kwargs))
         hints |= _batch_hints(captured, batch, max_batch)
     plan = make_plan(captured, batch, hints)
     module, decisions = plan.apply()
@@ -159,14 +159,16 @@ def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         return ()
     if isinstance(request_only, str) or not all(isinstance(name, str) for name in request_only):
         raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
-    given = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+    given = bound_inputs(model, args, kwargs)
     for name in request_only:
         if name not in given:
             raise ValueError(f"request_only must have names of forward's inputs, {list(given)}, got {name!r}")
+        if is_keyed_jagged(given[name]):
+            continue
         tensors = [x for x in pytree.tree_leaves(given[name]) if isinstance(x, torch.Tensor)]
         if not tensors or any(not x.dim() for x in tensors):
             raise ValueError(f"request_only must name inputs that are tensors with rows, got {name!r} without")
-    rows = {name: x.shape[0] for name in request_only for x in pytree.tree_leaves(given[name]) if isinstance(x, torch.Tensor)}
+    rows = {name: size for name in request_only for size in num_rows(given[name])}
     if len(set(rows.values())) > 1:
         raise ValueError(f"request_only inputs must have one row per candidate in example_inputs, as the model takes them, got rows {rows}")
     if MAP_NAME in given:
@@ -176,6 +178,8 @@ def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
 
 def _several_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Inputs of one row repeated: torch.export would take a size of 1 for a constant."""
+    if any(map(is_keyed_jagged, (*args, *kwargs.values()))):
+        return args, kwargs
     return pytree.tree_map_only(torch.Tensor, lambda x: x.repeat(3, *[1] * (x.dim() - 1)) if x.dim() and len(x) == 1 else x, (args, kwargs))
 
 
@@ -189,10 +193,12 @@ def _check_outputs(captured: Captured) -> None:
 # -- replication by the caller -------------------------------------------------------------------------------------------------------------
 
 
-def _batch(captured: Captured, names: tuple[str, ...]) -> Batch:
+def _batch(captured: Captured, names: tuple[str, ...], given: dict[str, Any]) -> Batch:
     """The inputs by the rows that the result takes of them, with a new input for the map."""
-    shared = {x: name for name in names for x in captured.inputs[name]}
-    first = next(iter(shared))
+    keyed = [name for name in names if is_keyed_jagged(given[name])]
+    bags = find_bags(captured, keyed)
+    shared = {x: name for name in names if name not in keyed for x in captured.inputs[name]}
+    first = next(iter([*shared, *(bags.results if bags else ())]))
     for x, name in shared.items():
         if not shape_of(x.meta["val"])[0].is_Symbol:
             raise ValueError(
@@ -203,14 +209,14 @@ def _batch(captured: Captured, names: tuple[str, ...]) -> Batch:
         x: name
         for name, nodes in captured.inputs.items()
         for x in nodes
-        if x not in shared and isinstance(x.meta.get("val"), torch.Tensor) and shape_of(x.meta["val"])[:1] == (rows,)
+        if x not in shared and name not in keyed and isinstance(x.meta.get("val"), torch.Tensor) and shape_of(x.meta["val"])[:1] == (rows,)
     }
-    return Batch(map_node, shared, others)
+    return Batch(map_node, shared, others, bags, rows)
 
 
 def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, int] | None) -> dict[Size, int]:
     """The numbers of users and candidates to estimate costs for."""
-    rows = {shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates)}
+    rows = {batch.rows, *(shape_of(x.meta["val"])[0] for x in (*batch.users, *batch.candidates))}
     if isinstance(max_batch, tuple):
         if len(max_batch) != 2:
             raise ValueError(f"max_batch must be a number of candidates or a pair (users, candidates), got {max_batch}")
@@ -220,6 +226,6 @@ def _batch_hints(captured: Captured, batch: Batch, max_batch: int | tuple[int, i
     else:
         if max_batch is not None:
             check_size("max_batch", max_batch)
-        candidates = max_batch or max(captured.hints[size] for size in rows)
+        candidates = max_batch or max(captured.hints.get(size, 1) for size in rows)
         users = -(-candidates // CANDIDATES_PER_USER)
     return dict.fromkeys(rows, candidates) | {USERS: users}

@@ -1,7 +1,7 @@
 """Lineage of a value: which rows of a smaller tensor it repeats, and by which map.
 
-A value with a lineage is G[map] along one dimension. Sizes are sympy expressions, so nothing follows from two sizes that happen to be equal.
-The dimension may be folded with others, as batch × heads is: its size is then pre · rows · post.
+A value with a lineage is G[map] along one dimension. Sizes are sympy expressions: two sizes that happen to be equal in an example prove
+nothing. The dimension may be folded with others, as batch × heads is: its size is then pre · rows · post.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 Size = sympy.Expr
+USERS = sympy.Symbol("users", integer=True, positive=True)  # rows of the inputs that the caller no longer replicates
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,9 @@ class Map:
     """A map from rows of a value to rows of a smaller tensor.
 
     Attributes:
-        kind: "index": `node` holds the row of G for each row of the value; "base": the same, but `node` has a lineage and its base holds the
-            rows; "counts": `node` holds how often each row of G is repeated; "repeat": each row is repeated `times` times; "one": G has
-            one row.
+        kind: "index": `node` holds the row of G for each row of the value; "base": the same, but `node` has a lineage and its base holds
+            the rows; "counts": `node` holds how often each row of G is repeated; "repeat": each row is repeated `times` times; "one": G
+            has one row.
         node: the tensor of the original graph that defines the map.
         times: for "repeat".
         rows_in, rows_out: numbers of rows of G and of the value.
@@ -42,7 +43,7 @@ class Map:
 class Lineage:
     """The value is base[maps[0]][maps[1]]... along dimension `dim`, whose size is pre · rows · post.
 
-    `base` has `maps[0].rows_in` rows, the value `maps[-1].rows_out`. Several maps are nested levels, for instance vendors of users of candidates.
+    `base` has `maps[0].rows_in` rows, the value `maps[-1].rows_out`. Several maps are nested levels: vendors of users of candidates.
     """
 
     maps: tuple[Map, ...]
@@ -114,11 +115,16 @@ def is_known(size: Size, known: Set[Size]) -> bool:
     """Whether a size is a sum, product or minimum of known symbols and numbers."""
     if size.is_Integer or size in known:
         return True
-    return size.func.__name__ in ("Add", "Mul", "Min") and all(is_known(x, known) for x in size.args)
+    return size.func.__name__ in ("Add", "Mul", "Min") and all(is_known(x, known) for x in terms(size))
+
+
+def terms(size: Size) -> list[Size]:
+    """The arguments of a sum, product or minimum."""
+    return [x for x in size.args if isinstance(x, sympy.Expr)]
 
 
 def common(lineages: Sequence[Lineage]) -> Lineage | None:
-    """The lineage of an operator's result whose operands have these lineages along the same dimension of the result; None if they do not match.
+    """The lineage of a result whose operands have these lineages, given by dimensions of the result; None if they do not match.
 
     Of nested maps, the common inner levels remain. A uniform operand matches any other. Bases of different sizes match if the map is the
     same: no index is past the smaller one.

@@ -1,8 +1,8 @@
 """Which operators run on the smaller side: a minimum cut of estimated costs.
 
 A value is either computed from bases, or from gathered operands. The estimate of a choice is the bytes that operators and gathers read and
-write, plus their FLOPs at `FLOPS_PER_BYTE`. An operator can only be moved if all its operands with a lineage are, so the choice is a closure
-with costs, which a minimum cut solves exactly.
+write, plus their FLOPs at `FLOPS_PER_BYTE`. An operator can only be moved if all its operands with a lineage are, so the choice is a
+closure with costs, which a minimum cut solves exactly.
 """
 
 from __future__ import annotations
@@ -97,10 +97,11 @@ class Costs:
         return Cost(self._flops(node) * share(node), moved)
 
     def _flops(self, node: fx.Node) -> float:
+        target: Any = node.target
         value, arguments = flat(node.meta["val"])[0], Call(node, {}).arguments
         elements = float(self.elements(value))
-        if node.target in PRODUCTS:
-            return 2 * elements * self.estimate(shape_of(arguments[PRODUCTS[node.target]].meta["val"])[-1])
+        if (left := PRODUCTS.get(target)) is not None:
+            return 2 * elements * self.estimate(shape_of(arguments[left].meta["val"])[-1])
         if node.target is aten.scaled_dot_product_attention.default:
             keys, width = (self.estimate(size) for size in shape_of(arguments["key"].meta["val"])[-2:])
             return 2 * elements * keys + 2 * elements / max(value.shape[-1], 1) * keys * width
@@ -150,7 +151,7 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
     gather = ("gather", node)
     add(node, gather, math.inf if several else costs.gather(node).total)
     for user in node.users:
-        moves = user in analysis.sources or user in analysis.moves and node not in analysis.moves[user].in_full
+        moves = user in analysis.lineages and (user not in analysis.moves or node not in analysis.moves[user].in_full)
         if (node, user) not in read_in_place:
             add(gather, user if moves else "full", math.inf)
 

@@ -112,7 +112,8 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     if lineage is not None and lineage.is_uniform:
         return None
     source = node in analysis.sources
-    if not source and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
+    given = lineage is not None and not source and node not in analysis.moves  # the users' embedding bags
+    if not source and not given and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
         return None
     lineage = lineage or next(analysis.lineages[x] for x in analysis.operands(node) if not analysis.lineages[x].is_uniform)
     full, base = costs.estimate(lineage.rows), costs.estimate(lineage.base_rows)
@@ -155,5 +156,5 @@ def _cells(site: Site) -> tuple[str, ...]:
 
 
 def _change(before: float, after: float) -> str:
-    before, after = (f"{x / 1e6:.3g}" for x in (before, after))
-    return before if before == after else f"{before} → {after}"
+    first, second = (f"{x / 1e6:.3g}" for x in (before, after))
+    return first if first == second else f"{first} → {second}"

@@ -25,7 +25,7 @@ def view(call: Call) -> Moved | None:
     if after is None:
         return None
     sizes = _sizes(call, call["shape"] if "shape" in call.arguments else call["size"], after.dim)
-    return sizes and Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
+    return None if sizes is None else Moved(after, dict(shape=sizes), target=torch.ops.aten.reshape.default)
 
 
 def _sizes(call: Call, sizes: Any, dim: int) -> list[Any] | None:

@@ -87,7 +87,7 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
     """The 1-D tensor m with index[..., i, ...] = m[i], where i is along `dim`, as far as expand, unsqueeze and whole slices show it."""
     while is_operator(index) and index.meta["val"].dim() > 1:
         call = Call(index, {})
-        operand = call["self"] if "self" in call.arguments else None
+        operand: Any = call.arguments.get("self")
         if index.target is aten.expand.default:
             dim -= len(call.shape()) - len(call.shape(operand))
             if dim < 0 or call.shape(operand)[dim] == 1:
@@ -112,7 +112,7 @@ def _expanded_from(index: fx.Node, dim: int) -> fx.Node | None:
 
 def find_uniform(call: Call) -> Moved | None:
     """A result whose rows are all the same along a dimension: expand, zeros, ones, full. Its base has one row."""
-    name, shape = call.target._schema.name, call.shape()
+    name, shape = str(call.target._schema.name), call.shape()
     if name == "aten::expand":
         own = call.shape(call["self"])
         shift = len(shape) - len(own)

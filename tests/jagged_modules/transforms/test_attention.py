@@ -1,9 +1,11 @@
 """Attention of candidates to replicated keys and values becomes target attention, which reads them in place."""
 
+import functools
 import math
 
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
@@ -78,10 +80,16 @@ def uses_target_attention(fused):
     return any(getattr(node.target, "__name__", "") == "attend_in_place" for node in fused.graph.nodes)
 
 
+@functools.cache
+def model_and_fused(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().eval()
+    return model, fused_by_caller(model)
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_models(name):
-    model = MODELS[name]().eval()
-    fused = fused_by_caller(model)
+    model, fused = model_and_fused(name)
     assert uses_target_attention(fused)
     assert "fused" in str(fused.report)
     for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0])):
@@ -95,8 +103,7 @@ def test_models(name):
 @pytest.mark.parametrize("name", ["multi-head", "multi-head without weights", "by hand", "operator"])
 def test_a_user_without_visible_keys_is_as_in_the_model(name):
     """scaled_dot_product_attention gives 0, a softmax NaN. Other users are not affected."""
-    model = MODELS[name]().eval()
-    fused = fused_by_caller(model)
+    model, fused = model_and_fused(name)
     history, item, index = torch.randn(3, KEYS, DIM), torch.randn(5, DIM), torch.tensor([1, 0, 1, 2, 0])
     padding = torch.zeros(3, KEYS, dtype=torch.bool)
     padding[1] = True
@@ -124,7 +131,7 @@ MASKS = {
 }
 
 
-@pytest.mark.parametrize("name", MASKS)
+@slow_after(2, "name", MASKS)
 def test_other_masks_keep_the_operator(name):
     model = OtherMask(MASKS[name]).eval()
     fused = fused_by_caller(model)
@@ -138,8 +145,7 @@ def test_other_masks_keep_the_operator(name):
 
 def test_the_history_is_not_replicated():
     """No tensor of candidates × history is allocated."""
-    model = MultiheadDIN().eval()
-    fused = fused_by_caller(model)
+    _, fused = model_and_fused("multi-head")
     shapes = []
 
     class Sizes(torch.utils._python_dispatch.TorchDispatchMode):

@@ -1,5 +1,7 @@
 """Products and sums of concatenations are computed in parts, the users' part once per user."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -93,14 +95,20 @@ def fused_by_caller(model):
     return fuse_broadcasts(model, inputs(CANDIDATES, CANDIDATES), request_only=("user",), max_batch=(USERS, CANDIDATES))
 
 
+@functools.cache
+def model_and_fused(name):
+    torch.manual_seed(0)
+    model = MODELS[name]().double().eval()
+    return model, fused_by_caller(model)
+
+
 def called(fused):
     return {getattr(node.target, "__name__", "") for node in fused.graph.nodes}
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_results(name):
-    model = MODELS[name]().double().eval()
-    fused = fused_by_caller(model)
+    model, fused = model_and_fused(name)
     for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0])):
         index = torch.tensor(index)
         user, item = inputs(users, len(index))
@@ -110,7 +118,7 @@ def test_results(name):
 @pytest.mark.parametrize("name", ["head", "addmm", "compress", "flattened", "transposed", "machine"])
 def test_user_rows_are_not_gathered(name):
     """No gather of the users' features remains: what is gathered has the size of the result."""
-    fused = fused_by_caller(MODELS[name]().double().eval())
+    _, fused = model_and_fused(name)
     gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
     assert all(node.args[0].name != "user" and "flatten" not in node.args[0].name for node in gathers)
     assert any(site.decision in ("moved", "fused") for site in fused.report.sites)
@@ -118,17 +126,17 @@ def test_user_rows_are_not_gathered(name):
 
 
 def test_the_head_is_split():
-    model = Head().double().eval()
-    rows = matmul_rows(fused_by_caller(model), *inputs(3, 50), candidate_to_user=torch.arange(50) % 3)
+    _, fused = model_and_fused("head")
+    rows = matmul_rows(fused, *inputs(3, 50), candidate_to_user=torch.arange(50) % 3)
     assert sorted(rows) == [3, 50, 50]
 
 
 def test_linear_compress_is_used():
-    assert "compress" in called(fused_by_caller(Compress().double().eval()))
+    assert "compress" in called(model_and_fused("compress")[1])
 
 
 def test_the_block_of_users_is_computed_once_per_user():
-    fused = fused_by_caller(Interaction().double().eval())
+    _, fused = model_and_fused("interaction")
     rows = matmul_rows(fused, *inputs(3, 50), candidate_to_user=torch.arange(50) % 3)
     assert sorted(rows) == [3 * 16, 50 * 2, 50 * 16]  # one of user × user, item × item, and user × item, whose transpose is not computed
 

@@ -184,3 +184,94 @@ def test_gradients(fused):
     fused(profile, item, candidate_to_user=torch.tensor([1, 0, 1])).sum().backward()
     assert MODEL.user.weight.grad is not None
     MODEL.zero_grad()
+
+
+def test_random_operators_stay():
+    """Each candidate has random numbers of its own, as in the model."""
+
+    class Random(Model):
+        def forward(self, profile, item):
+            user = nn.functional.dropout(self.user(profile).exp(), 0.5, training=True)
+            return self.over(torch.cat([user, item], -1)) + torch.rand_like(user).sum(-1, keepdim=True)
+
+    model = Random().eval()
+    fused = fuse_broadcasts(model, inputs(), request_only=["profile"])
+    profile, item = inputs(40)
+    results = []
+    for call in (
+        lambda: model(profile[:1].expand(40, -1), item),
+        lambda: fused(profile[:1], item, candidate_to_user=torch.zeros(40).long()),
+    ):
+        torch.manual_seed(3)
+        results.append(call())
+    torch.testing.assert_close(*results)
+
+
+def test_control_flow_on_data():
+    class Branches(Model):
+        def forward(self, profile, item):
+            return super().forward(profile, item) if profile.sum() > 0 else item[:, :1]
+
+    with pytest.raises(ValueError, match="model must be one that torch.export captures"):
+        fuse_broadcasts(Branches().eval(), inputs())
+
+
+@pytest.mark.parametrize("condition", [lambda rows: rows % 3 == 0, lambda rows: rows > 20, lambda rows: rows != 7])
+def test_control_flow_on_sizes(condition):
+    """The capture has one of the branches. It would be wrong for other sizes."""
+
+    class Branches(Model):
+        def forward(self, profile, item):
+            return super().forward(profile, item) if condition(profile.shape[0]) else item[:, :1]
+
+    with pytest.raises(ValueError, match="model must compute the same for all sizes, but the capture holds only for"):
+        fuse_broadcasts(Branches().eval(), inputs(), request_only=["profile"])
+
+
+def test_strides():
+    class Strided(Model):
+        def forward(self, profile, item):
+            return profile.mul(2).as_strided((profile.shape[0], 1), (4, 1)) + item
+
+    with pytest.raises(ValueError, match="model must not call as_strided"):
+        fuse_broadcasts(Strided().eval(), inputs(), request_only=["profile"])
+
+
+def test_views_of_gathered_values():
+    """A copy that is moved before an expansion leaves the gathered value with other strides."""
+
+    class Views(nn.Module):
+        def forward(self, profile, item):
+            x = profile[:, :, None].expand(-1, -1, 3).contiguous().cumsum(0)[None].expand(2, -1, -1, -1).contiguous()
+            return x.view(-1, 12).cumsum(0) + item[:1, :1]
+
+    fused = fuse_broadcasts(Views().eval(), inputs(), request_only=["profile"])
+    profile, item = inputs(3)
+    index = torch.tensor([2, 2, 0])
+    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Views()(profile[index], item))
+
+
+def test_an_index_of_another_dimension_keeps_the_lineage():
+    """x[m][:, longer] selects columns of user rows: it must not gather the users' rows first."""
+
+    class Columns(nn.Module):
+        def forward(self, profile, item):
+            return profile[:, torch.arange(12) % 4].exp().sum(1, keepdim=True) + item
+
+    fused = fuse_broadcasts(Columns().eval(), inputs(), request_only=["profile"])
+    assert all(site.decision == "moved" for site in fused.report.sites if site.operator in ("index.Tensor", "exp"))
+    profile, item = inputs(3)
+    index = torch.tensor([2, 2, 0])
+    torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Columns()(profile[index], item))
+
+
+def test_export_and_deepcopy(fused):
+    """Users and candidates are independent sizes of the exported program."""
+    users, candidates = torch.export.Dim("users", min=2), torch.export.Dim("candidates", min=2)
+    profile, item = inputs(6)
+    index = torch.tensor([1, 0, 1, 2, 2, 2])
+    shapes = dict(profile={0: users}, item={0: candidates}, candidate_to_user={0: candidates})
+    program = torch.export.export(fused, (profile[:3], item), dict(candidate_to_user=index), dynamic_shapes=shapes)
+    expected = MODEL(profile[:5][index % 2], item)
+    for module in (program.module(), copy.deepcopy(fused)):
+        torch.testing.assert_close(module(profile[:5], item, candidate_to_user=index % 2), expected)

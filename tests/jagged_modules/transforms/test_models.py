@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
+from jagged_modules.transforms.bags import select_rows
 
 from .test_replication import matmul_rows
 
@@ -53,6 +55,47 @@ def test_torchrec(name):
     rows = matmul_rows(fused, torch.randn(3, DENSE), sparse(50), candidate_to_user=torch.arange(50) % 3)
     assert rows.count(3) >= 2
     assert fused.report.after.total < fused.report.before.total
+
+
+@slow_after(2, "name", TORCHREC)
+def test_torchrec_bags_of_users(name):
+    """The sparse features are the user's: each bag is looked up once per user."""
+    model = TORCHREC[name]().eval()
+    fused = fuse_broadcasts(model, (torch.randn(64, DENSE), sparse(64)), request_only=("sparse_features",))
+    for users, index in ((3, [2, 0, 2, 2, 0]), (6, [4, 4]), (1, [0, 0])):
+        index = torch.tensor(index)
+        dense, features = torch.randn(len(index), DENSE), sparse(users)
+        expected = model(dense, select_rows(features, index))
+        torch.testing.assert_close(fused(dense, features, candidate_to_user=index), expected)
+    bags = [site for site in fused.report.sites if site.operator.startswith("embedding_bag")]
+    assert [(site.decision, site.rows_before, site.rows_after) for site in bags] == [("moved", 64, 4)] * len(FEATURES)
+
+
+def test_torchrec_all_inputs_of_users():
+    model = TORCHREC["DLRM"]().eval()
+    fused = fuse_broadcasts(model, (torch.randn(64, DENSE), sparse(64)), request_only=("sparse_features", "dense_features"))
+    index, dense, features = torch.tensor([2, 0, 2, 2, 0]), torch.randn(3, DENSE), sparse(3)
+    torch.testing.assert_close(fused(dense, features, candidate_to_user=index), model(dense[index], select_rows(features, index)))
+    assert max(matmul_rows(fused, dense, features, candidate_to_user=index)) <= 3 * 4
+    with pytest.raises(ValueError, match="must be 0 to 2"):
+        fused(dense, features, candidate_to_user=index + 1)
+
+
+def test_features_that_are_not_pooled():
+    class Reads(nn.Module):
+        def forward(self, dense, features):
+            return dense + features.lengths().view(len(FEATURES), -1).T[:, :1]
+
+    with pytest.raises(ValueError, match="request_only input 'features' must be read by embedding bags"):
+        fuse_broadcasts(Reads().eval(), (torch.randn(64, DENSE), sparse(64)), request_only=("features",))
+
+
+def test_select_rows():
+    features, index = sparse(4), torch.tensor([3, 1, 1])
+    chosen = select_rows(features, index)
+    for key in FEATURES:
+        expected = [features[key].to_dense()[i].tolist() for i in index]
+        assert [x.tolist() for x in chosen[key].to_dense()] == expected
 
 
 class WukongLayer(nn.Module):

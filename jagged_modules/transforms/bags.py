@@ -1,0 +1,148 @@
+"""Inputs of the caller's that are TorchRec KeyedJaggedTensors: their embedding bags run on the users' rows.
+
+Replicating a KeyedJaggedTensor repeats segments, so its values are no G[map]. But a bag's sum depends on its own segment alone. All
+operators that read nothing but such an input (offsets from lengths, values by key, the bags) run on the users' input, and the bags' results
+are G[map].
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.utils import _pytree as pytree
+
+from .calls import Call, is_tensor, positional
+from .capture import Captured
+from .lineage import shape_of
+
+aten = torch.ops.aten
+BAGS = (aten.embedding_bag.padding_idx, aten.embedding_bag.default)
+ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """The embedding bags of inputs of the caller's.
+
+    Attributes:
+        leaves: placeholders of the inputs.
+        nodes: operators that read nothing else.
+        results: those of `nodes` that are the results of bags, `[C, D]`.
+        lengths: a placeholder of lengths, and its number of keys.
+    """
+
+    leaves: frozenset[fx.Node]
+    nodes: frozenset[fx.Node]
+    results: frozenset[fx.Node]
+    lengths: tuple[fx.Node, int]
+
+
+def find_bags(captured: Captured, names: list[str]) -> Bags | None:
+    """The bags of these inputs, None without such inputs.
+
+    Raises:
+        ValueError: an input is used other than by embedding bags.
+    """
+    if not names:
+        return None
+    leaves = {x: name for name in names for x in captured.inputs[name] if is_tensor(x)}
+    inputs: dict[fx.Node, str] = dict(leaves)
+    constants, results, lengths = set(), set(), None
+    for node in captured.graph.nodes:
+        read = [x for x in node.all_input_nodes if x not in constants and (x in inputs or not is_size(x))]
+        if node.op == "get_attr" or node.op == "call_function" and constants.issuperset(node.all_input_nodes):
+            constants.add(node)
+        elif node.op == "call_function" and read and all(x in inputs for x in read):
+            if node.target is operator.getitem and read[0].target in BAGS:
+                lengths = _check_bag(read[0], inputs[read[0]], leaves)
+                results.add(node)
+            else:
+                inputs[node] = inputs[read[0]]
+    for node, name in inputs.items():
+        for user in node.users:
+            if not is_size(node) and not is_size(user) and user not in inputs and user not in results and user.target not in ASSERTIONS:
+                raise ValueError(f"request_only input {name!r} must be read by embedding bags only, but {user.target} reads it too")
+    if lengths is None:
+        raise ValueError(f"request_only inputs {names} must be read by embedding bags, but there are none")
+    return Bags(frozenset(leaves), frozenset({*inputs, *results}) - frozenset(leaves), frozenset(results), lengths)
+
+
+def is_size(node: fx.Node) -> bool:
+    """Whether a node is a number or a comparison of numbers."""
+    return isinstance(node.meta.get("val"), (torch.SymInt, torch.SymBool, int))
+
+
+def _check_bag(bag: fx.Node, name: str, leaves: dict[fx.Node, str]) -> tuple[fx.Node, int]:
+    """The lengths of a bag, and their number of keys. ValueError unless bag b of the result reads segment b of one key of the input."""
+    call = Call(bag, {})
+    key, offsets = _item(call["offsets"], aten.unbind.int)
+    joined = _cat(offsets)
+    view = positional(joined[1])[0] if joined is not None and joined[1].target is aten.cumsum.default else None
+    lengths = positional(view)[0] if view is not None and view.target is aten.view.default else None
+    values = [call["indices"], *([] if call["per_sample_weights"] is None else [call["per_sample_weights"]])]
+    splits = [_item(x, aten.split_with_sizes.default) for x in values]
+    matches = lengths in leaves and bool(call["include_last_offset"])
+    for own, split in splits:
+        whole, sizes = positional(split)[:2] if split is not None else (None, [])
+        matches &= own == key and whole in leaves and _sums_by_key(sizes, lengths)
+    if not matches or lengths is None or view is None:
+        raise ValueError(f"request_only input {name!r} must be read by the embedding bags of an EmbeddingBagCollection, got {bag.target}")
+    return lengths, int(shape_of(view.meta["val"])[0])
+
+
+def _item(x: Any, target: Any) -> tuple[int, fx.Node | None]:
+    """(index, call) if x is one result of a call of the operator."""
+    matches = isinstance(x, fx.Node) and x.target is operator.getitem and positional(x)[0].target is target
+    return (positional(x)[1], positional(x)[0]) if matches else (-1, None)
+
+
+def _cat(unbind: fx.Node | None) -> list[Any] | None:
+    """[zeros, sums] if the operand of unbind is their concatenation along the last dimension."""
+    cat = positional(unbind)[0] if unbind is not None else None
+    parts = positional(cat)[0] if cat is not None and cat.target is aten.cat.default and positional(cat)[1:] in ([-1], [1]) else []
+    return parts if len(parts) == 2 and parts[0].target is aten.new_zeros.default else None
+
+
+def _sums_by_key(sizes: list[Any], lengths: Any) -> bool:
+    """Whether sizes[k] is the sum of the lengths of key k."""
+    for key, size in enumerate(sizes):
+        number = positional(size)[0] if isinstance(size, fx.Node) and size.target is aten.item.default else None
+        index, unbind = _item(number, aten.unbind.int)
+        total = positional(unbind)[0] if unbind is not None else None
+        if index != key or total is None or total.target is not aten.sum.dim_IntList or positional(total)[1] != [1]:
+            return False
+        if positional(positional(total)[0])[0] is not lengths:
+            return False
+    return True
+
+
+# -- KeyedJaggedTensors in examples --------------------------------------------------------------------------------------------------------
+
+
+def is_keyed_jagged(x: Any) -> bool:
+    return any(kind.__name__ == "KeyedJaggedTensor" for kind in type(x).__mro__)
+
+
+def num_rows(x: Any) -> list[int]:
+    """The numbers of rows of the tensors of an input, or of samples of a KeyedJaggedTensor."""
+    if is_keyed_jagged(x):
+        return [x.stride()]
+    return [len(tensor) for tensor in pytree.tree_leaves(x) if isinstance(tensor, Tensor)]
+
+
+def select_rows(x: Any, rows: Tensor) -> Any:
+    """Rows of a tensor, or samples of a KeyedJaggedTensor."""
+    if not is_keyed_jagged(x):
+        return x[rows.to(x.device)]
+    rows = rows.to(x.lengths().device)
+    lengths = x.lengths().view(len(x.keys()), -1)
+    starts = (x.lengths().cumsum(0) - x.lengths()).view_as(lengths)[:, rows].flatten()
+    chosen = lengths[:, rows].flatten()
+    first = (chosen.cumsum(0) - chosen).repeat_interleave(chosen)
+    index = starts.repeat_interleave(chosen) + torch.arange(len(first), device=first.device) - first
+    weights = x.weights_or_none()
+    return type(x)(x.keys(), x.values()[index], None if weights is None else weights[index], lengths=chosen)
