@@ -89,10 +89,9 @@ def attention_config(head_dim: int, itemsize: int, capability: tuple[int, int], 
 @functools.cache
 def packed_config(kernel: str, head_dim: int) -> LaunchConfig:
     """Configuration of the kernels for short segments, "fwd" or "bwd". head_dim: the larger of the query and the value head dim."""
-    registers = {2: None, 3: 168, 4: 128}
-    wide = padded_dim(head_dim) == 128
-    ctas = {"fwd": 3 if wide else 4, "bwd": 2 if wide else 3}[kernel]
-    return LaunchConfig(block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas, max_registers=registers[ctas])
+    ctas = (3 if kernel == "fwd" else 2) + (padded_dim(head_dim) <= 64)
+    registers = {2: None, 3: 168, 4: 128}[ctas]  # of a thread, so that this many thread blocks of 128 threads fit
+    return LaunchConfig(block=SHORT, num_warps=4, num_stages=1, ctas_per_sm=ctas, max_registers=registers)
 
 
 def biased_dq_config(config: LaunchConfig) -> LaunchConfig:

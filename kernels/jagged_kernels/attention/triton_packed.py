@@ -5,9 +5,9 @@ softmax, and nothing stored for the backward. A program takes an equal share of 
 
     delta = rowsum(P ∘ dP), which equals rowsum(dO ∘ O)
 
-Segments share a tile, but not their values: 0 · NaN is NaN, so a NaN or infinity in one segment would reach the others through an MMA. A
-sum that such a value would reach tells: of O, or of S and dP before they are masked. If it is not finite, the tile is computed again, one
-segment at a time, with the rows of the others as zeros.
+0 · NaN is NaN, so a NaN or infinity in one segment would reach the other segments of its tile through an MMA. Such a value makes a checksum
+not finite: the sum of O in the forward, that of S and dP before the mask in the backward. Then the tile is computed again, one segment at a
+time, with the rows of the others as zeros.
 """
 
 from typing import NamedTuple
