@@ -248,3 +248,24 @@ BAD = [
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=message):
         zigzag_schedule(**(dict(q_lengths=[1], kv_lengths=[1]) | SIZES | change))
+
+
+def test_key_tiles_of_long_segments_lie_apart():
+    """Tiles of one segment and head are in ascending order, and others lie between them where there are other segments of similar work."""
+    lengths = [4096] * 6 + [8192]
+    schedule = zigzag_schedule(lengths, lengths, num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True)
+    tiles, work = schedule.tiles.tolist(), schedule.work
+    assert work.tolist() == [lengths[segment] // 64 for segment, _, _ in tiles] and len(tiles) == 2 * (6 * 32 + 64)
+    positions = {}
+    for position, (segment, head, block) in enumerate(tiles):
+        positions.setdefault((segment, head), []).append(position)
+        assert len(positions[segment, head]) == block + 1
+    of_six = (found for (segment, _), found in positions.items() if segment < 6)
+    assert min(later - earlier for found in of_six for earlier, later in zip(found, found[1:])) >= 2 * 6
+    assert work[: 2 * 64].eq(128).all()  # the longest come first
+
+
+def test_key_tiles_of_short_segments_are_sorted_by_work():
+    lengths = [2047] * 3 + [100]
+    schedule = zigzag_schedule(lengths, lengths, num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True)
+    assert schedule.tiles[:16].tolist() == [[0, 0, block] for block in range(16)]

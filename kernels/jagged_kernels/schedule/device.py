@@ -2,7 +2,7 @@
 
 Without a mask, one launch: all tiles of a segment cost the same, so ranking the segments ranks the tiles. Under a mask each tile has its
 own work, and two launches sort by counting. `_tile_work_kernel` computes the class of work of each tile of a head, and counts the tiles of
-each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
+each class in every CHUNK of tiles. From these counts `_list_by_class_kernel` computes each tile's place. Counts do not depend on the order
 of atomic additions, so the list does not either.
 """
 
@@ -18,21 +18,29 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES
+from .cost import EXACT_TOP_BITS, EXACT_WORK, HALF_OCTAVES, PARTS, SHORT, TOP_BITS, WORK_CLASSES, spreads_key_tiles
 from .host import Segments, num_query_groups, tile_capacity
 
-CHUNK = 256  # tiles that a program of _masked_list_kernel places
+CHUNK = 256  # tiles that a program of _list_by_class_kernel places
 EXACT, CLASSES = tl.constexpr(EXACT_WORK), tl.constexpr(WORK_CLASSES)
 SHIFT_TO_TOP_BITS = tl.constexpr(TOP_BITS)
 CLASS_OF_TOP_BITS = tl.constexpr(EXACT_WORK - EXACT_TOP_BITS)  # added to them, from EXACT on
 BUCKETS = tl.constexpr(WORK_CLASSES + SHORT + 2)  # one for each sort key, after one for no tile; a power of 2
 SHORT_ROWS = tl.constexpr(SHORT)
+SHIFT_TO_HALF_OCTAVES, HALF_OCTAVE_OF_ONE, LAST_HALF_OCTAVE = (tl.constexpr(number) for number in HALF_OCTAVES)
+SPREAD = tl.constexpr(PARTS)
+
+
+@triton.jit
+def _is_short(rows, columns):
+    """`cost.is_short`."""
+    return (rows <= SHORT_ROWS) & (columns <= SHORT_ROWS)
 
 
 @triton.jit
 def _sort_key(work, rows, columns):
     """`cost.sort_key`."""
-    return tl.where((rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), work, work + (SHORT_ROWS + 1))
+    return tl.where(_is_short(rows, columns), work, work + (SHORT_ROWS + 1))
 
 
 @triton.jit
@@ -95,7 +103,15 @@ def _tile_list_kernel(
         tl.store(row_ptr + 2, within % blocks, mask=mask)
 
 
-# -- under a mask -------------------------------------------------------------------------------------------------------------------
+# -- under a mask, and key tiles of long segments ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _spread_class(work, block, num_blocks, short):
+    """`cost.spread_class`."""
+    bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> SHIFT_TO_HALF_OCTAVES
+    half_octave = tl.minimum(tl.maximum(bits - HALF_OCTAVE_OF_ONE, 0), LAST_HALF_OCTAVE)
+    return tl.where(short, work, half_octave * SPREAD + SPREAD - 1 - block * SPREAD // num_blocks)
 
 
 @triton.jit
@@ -130,7 +146,12 @@ def _tile_work_kernel(
             first_target = first_target_column(num_targets_ptr, segment, other_length, MASK)
             last_row, shift = tl.minimum(row + BLOCK_M, length) - 1, other_length - length
             blocks = column_blocks(row + shift, last_row + shift, other_length, first_target, MASK, BLOCK_N)
-        bucket = 1 + _sort_key(_work_class(num_masked_blocks(blocks) + blocks.full_count), length, other_length)
+        work = num_masked_blocks(blocks) + blocks.full_count
+        if MASK is None:
+            tile_class = _spread_class(work, block, tl.cdiv(length, BLOCK_M), _is_short(length, other_length))
+        else:
+            tile_class = _work_class(work)
+        bucket = 1 + _sort_key(tile_class, length, other_length)
 
     chunk_ptr = chunks_ptr + tl.program_id(0) // CHUNK * (BUCKETS + 3 * CHUNK)
     tl.atomic_add(chunk_ptr + bucket, 1, sem="relaxed")
@@ -142,7 +163,7 @@ def _tile_work_kernel(
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_chunks", "capacity", "num_heads"])
-def _masked_list_kernel(
+def _list_by_class_kernel(
     chunks_ptr, tiles_ptr, num_tiles_ptr, num_chunks, capacity, num_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Each program writes the tiles of a chunk to their places in the list. Virtual tiles that are no tile come last, as zeros. Spare
@@ -183,14 +204,15 @@ def _masked_list_kernel(
         tl.store(tile_ptr + head * 3 + 2, block, mask=listed)
 
 
-def _launch_masked_list(
+def _launch_list_by_class(
     offsets: Tensor, other_offsets: Tensor, tiles: Tensor, num_tiles: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
-    mask: MaskParams, num_targets: Tensor | None, key_tiles: bool,
+    mask: MaskParams | None, num_targets: Tensor | None, key_tiles: bool,
 ) -> None:  # fmt: skip
-    """Write `tiles` and `num_tiles`, of at least one segment."""
-    if mask.has_targets and num_targets is None:
+    """Write `tiles` and `num_tiles`, of at least one segment. Without a mask: of key tiles, in the order of spread_class."""
+    has_targets = mask is not None and mask.has_targets
+    if has_targets and num_targets is None:
         raise ValueError("num_targets must be given, as the mask has targets, got None")
-    num_targets = num_targets.contiguous() if mask.has_targets else None
+    num_targets = num_targets.contiguous() if has_targets else None
     num_segments, shift = offsets.shape[0] - 1, block_m.bit_length() - 1
     num_virtual = (total_rows >> shift) + num_segments + 1  # find_tile divides first and last rows, not lengths: hence one more
     num_chunks = triton.cdiv(num_virtual, CHUNK)
@@ -199,7 +221,7 @@ def _launch_masked_list(
         offsets, other_offsets, num_targets, chunks, num_segments, MASK=mask, KEY_TILES=key_tiles, BLOCK_M=block_m, BLOCK_N=block_n,
         SHIFT=shift, CHUNK=CHUNK, num_warps=1,
     )  # fmt: skip
-    _masked_list_kernel[(num_chunks,)](
+    _list_by_class_kernel[(num_chunks,)](
         chunks, tiles, num_tiles, num_chunks, len(tiles) // num_heads, num_heads, CHUNK=CHUNK, ROWS=8, num_warps=8
     )
 
@@ -234,9 +256,10 @@ def tile_list(
     sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
-    if mask is not None and num_segments:
-        sizes = total_rows, num_heads, block_m, block_n
-        _launch_masked_list(offsets, other_offsets, tiles, num_tiles, *sizes, MaskParams(*mask), num_targets, key_tiles)
+    spread = mask is None and key_tiles and groups == 1 and spreads_key_tiles(total_rows, num_segments)
+    if (mask is not None or spread) and num_segments:
+        sizes, params = (total_rows, num_heads, block_m, block_n), None if mask is None else MaskParams(*mask)
+        _launch_list_by_class(offsets, other_offsets, tiles, num_tiles, *sizes, params, num_targets, key_tiles)
         return tiles, num_tiles
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](

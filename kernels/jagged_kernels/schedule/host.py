@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import is_short, key_tile_work, query_tile_work, sort_key, work_class
+from .cost import is_short, key_tile_work, query_tile_work, sort_key, spread_class, spreads_key_tiles, work_class
 
 
 class TileList(NamedTuple):
@@ -159,11 +159,13 @@ def zigzag_schedule(
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
-    if mask is None or not len(q_lengths):
+    spread = key_tiles and mask is None and groups == 1 and spreads_key_tiles(int(q_lengths.sum()), len(q_lengths))
+    if not spread and mask is None or not len(q_lengths):
         tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, mask.params, num_targets, key_tiles)
+        params = None if mask is None else mask.params
+        tiles, work, num_long = _tiles_by_class(q_lengths, kv_lengths, num_heads, block_m, block_n, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
         num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32),
@@ -214,12 +216,12 @@ def num_query_groups(queries: str, num_queries: int, keys: str, num_keys: int, m
     return num_queries // num_keys
 
 
-def _masked_tiles(
-    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams, num_targets: Tensor | None,
-    key_tiles: bool,
+def _tiles_by_class(
+    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None,
+    num_targets: Tensor | None, key_tiles: bool,
 ) -> tuple[Tensor, Tensor, int]:  # fmt: skip
-    """Sorted tiles under a mask, the work of each, and the number of those of long segments. The heads of a block, which cost the same,
-    follow one another.
+    """Tiles under a mask, or without one in the order of spread_class, the work of each, and the number of those of long segments. The
+    heads of a block, which cost the same, follow one another.
 
     lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
     """
@@ -227,12 +229,17 @@ def _masked_tiles(
     segment = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), blocks)
     first = (blocks.cumsum(0) - blocks).to(torch.int32)
     block = torch.arange(len(segment), dtype=torch.int32) - first[segment]
-    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
     sides = lengths[segment], other_lengths[segment]
-    count_blocks = key_tile_work if key_tiles else query_tile_work
-    work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
     short = is_short(*sides)
-    order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
+    if mask is None:
+        work = cdiv(sides[1], block_n)
+        tile_class = spread_class(work, block, blocks[segment], short)
+    else:
+        targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
+        count_blocks = key_tile_work if key_tiles else query_tile_work
+        work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
+        tile_class = work_class(work)
+    order = torch.argsort(sort_key(tile_class, short), descending=True, stable=True)
     tiles = torch.empty(len(order), num_heads, 3, dtype=torch.int32)
     tiles[:, :, 0] = segment[order, None]
     tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32)
