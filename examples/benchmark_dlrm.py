@@ -24,6 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from balanced_sampler import BalancedBatchSampler
 from movielens import read_log
 from padded_layers import PADDED, Padded
 from ranking_data import RankingBatch, RankingDataset, TableSizes, add_popularity, keyed, make_chunks
@@ -123,20 +124,27 @@ def lognormal_lengths(generator: np.random.Generator, size: int, mean: float, lo
     return np.rint(np.clip(low * shape, 1, longest)).astype(np.int64)
 
 
-def random_batches(options: argparse.Namespace) -> tuple[TableSizes, list[RankingBatch]]:
-    """Batches of random ids, and the sizes of their tables."""
+def random_batches(
+    options: argparse.Namespace, rank: int = 0, sampler: type[BalancedBatchSampler] = BalancedBatchSampler, ranks: int = 1
+) -> tuple[TableSizes, list[RankingBatch]]:
+    """A rank's batches of random ids, and the sizes of their tables. The sampler deals the users of all ranks' batches out to the ranks."""
     users, items = (
         {f"{who}_{i}": options.feature_rows for i in range(count)} for who, count in zip(("user", "item"), options.features, strict=True)
     )
     tables = TableSizes(options.items, ratings=5, ages=16, user_features=users, item_features=items)
-    generator = np.random.default_rng(options.seed)
+    for_lengths, generator = np.random.default_rng(options.seed), np.random.default_rng((options.seed, rank))
+
+    def lengths() -> np.ndarray:
+        size = ranks * options.batch_size
+        of_all = np.stack([lognormal_lengths(for_lengths, size, *getattr(options, x)) for x in ("history", "stream", "candidates")])
+        (share,) = sampler(torch.from_numpy(of_all.sum(0)), options.batch_size, rank, ranks)
+        return of_all[:, share]
 
     def ids(rows: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return generator.integers(rows, size=lengths.sum()), lengths
 
     def batch() -> RankingBatch:
-        lengths = (lognormal_lengths(generator, options.batch_size, *getattr(options, x)) for x in ("history", "stream", "candidates"))
-        past, stream, targets = lengths
+        past, stream, targets = lengths()
         one, each = np.ones(options.batch_size, np.int64), np.ones(past.sum() + targets.sum(), np.int64)
         sequences = {
             **{f"history_{name}": ids(getattr(tables, f"{name}s"), past) for name in ("item", "rating", "age")},

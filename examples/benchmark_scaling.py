@@ -2,6 +2,7 @@
 
 Tables are sharded (--plan) and updated in the backward, and the ids of the next batch are exchanged ahead, as in train_dlrm.py under
 torchrun. Each process has its own random batches of --batch-size users: its work stays the same on any number of processes (weak scaling).
+balanced_sampler.py deals the users of a step out to the processes; --sampler shuffled shows what this saves.
 By default the tables have 22 GB on a GPU, besides as many bytes of Adagrad's state.
 
 Prints samples/s of all processes (a sample is a candidate), step time, memory, and the time by stage, and writes them as JSON. With
@@ -24,6 +25,7 @@ import communication
 import sharding
 import torch
 import torch.distributed as dist
+from balanced_sampler import SAMPLERS
 from benchmark_dlrm import (
     MODELS,
     add_model_options,
@@ -50,6 +52,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--model", choices=MODELS, default="jagged", help="our layers, or those by hand of padded_layers.py")
     parser.add_argument("--plan", choices=sharding.PLANS, default="auto", help="how the processes share the embedding tables")
+    parser.add_argument("--sampler", choices=SAMPLERS, default="balanced", help="which process gets which users of a step")
+    sharding.add_exchange_options(parser)
     add_model_options(parser, communication.SIZES)
     add_run_options(parser)
     parser.add_argument("--passes", type=int, default=5, help="passes through the batches, of which the median is taken")
@@ -93,6 +97,7 @@ class Training:
             options.plan,
             OptimizerSpec(torch.optim.Adagrad, dict(lr=0.05, eps=1e-8)),
             OptimizerSpec(torch.optim.AdamW, dict(lr=1e-3)),
+            sharding.exchange_of(options),
         )
         self.model.train()
         self.pipeline: TrainPipelineBase = sharding.make_pipeline(self.model, optimizer, device, self._forward)
@@ -147,8 +152,7 @@ def gather(value: float) -> list[float]:
 def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """The content of the JSON, without the scaling. All ranks call it. The lengths and the traffic follow from this rank's batches."""
     torch.set_num_threads(options.threads)
-    seed = options.seed + 1_000_003 * sharding.rank()
-    tables, batches = random_batches(argparse.Namespace(**{**vars(options), "seed": seed}))
+    tables, batches = random_batches(options, sharding.rank(), SAMPLERS[options.sampler], sharding.world_size())
     if device.type == "cuda":
         batches = [batch.pin_memory() for batch in batches]
     training = Training(options, device, tables, batches)
@@ -160,7 +164,8 @@ def measure(options: argparse.Namespace, device: torch.device) -> dict[str, Any]
 
     (samples,) = sharding.all_sum(sum(map(len, batches)), device=device)
     model = make_model(options, tables, torch.device("meta"))
-    traffic = communication.predicted_traffic(model, training.model.plan, batches, sharding.world_size())
+    exchange = sharding.exchange_of(options)
+    traffic = communication.predicted_traffic(model, training.model.plan, batches, sharding.world_size(), exchange)
     return {
         "world_size": sharding.world_size(),
         "torch": torch.__version__,

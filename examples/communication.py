@@ -9,8 +9,8 @@ In a step of sharding.py's pipeline, ranks with sharded tables exchange:
     splits       for each module and type of sharding, the sizes of the two exchanges that follow, and the batch size; int64
     lengths      of the features, to each rank that holds a shard of their table
     ids          to the rank that holds their row (row-wise), or each shard of their table (column-wise and table-wise)
-    embeddings   back from the shard, in fp32: those of the ids of a sequence, or of each bag. Row-wise shards of bags send partial sums,
-                 by a reduce-scatter
+    embeddings   back from the shard: those of the ids of a sequence, or of each bag. Row-wise shards of bags send partial sums, by a
+                 reduce-scatter
     gradients    of the embeddings: the same bytes in the other direction; of row-wise bags by an all-gather
     dense        all-reduce of the gradients of all other parameters, and of the number of losses (`sharding.global_mean`)
 
@@ -29,6 +29,7 @@ import torch
 from benchmark_dlrm import add_model_options, make_config, random_batches, set_sizes
 from ranking_data import RankingBatch
 from ranking_model import RankingModel
+from sharding import EXACT_EXCHANGE, Exchange
 from torch import nn
 from torchrec import EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.types import ParameterSharding, ShardingPlan, ShardMetadata
@@ -71,13 +72,14 @@ def features(batch: RankingBatch) -> Features:
     return {"sequences": batch.ids, "user_bags": batch.users, "item_bags": batch.items}
 
 
-def count_traffic(model: nn.Module, plan: ShardingPlan, inputs: Sequence[Features]) -> Traffic:
+def count_traffic(model: nn.Module, plan: ShardingPlan, inputs: Sequence[Features], exchange: Exchange = EXACT_EXCHANGE) -> Traffic:
     """The bytes of a training step.
 
     Args:
         model: the model before it is sharded. It may be on the meta device.
         plan: the plan of its tables, with types of `sharding.SHARDING_TYPES`. Modules that it leaves out are replicated.
         inputs: of each rank, the input of each module in the plan, by the module's path. Inputs have no weights.
+        exchange: how ranks send embeddings.
     """
     for path, tables in plan.plan.items():
         for table, how in tables.items():
@@ -85,7 +87,7 @@ def count_traffic(model: nn.Module, plan: ShardingPlan, inputs: Sequence[Feature
                 raise ValueError(f"plan: {path}.{table} is {how.sharding_type}, not one of {sorted(sharding.SHARDING_TYPES)}")
     ranks = len(inputs)
     exchanges = sum(len({how.sharding_type for how in tables.values()}) for tables in plan.plan.values())
-    rows = {id(own): _exchanged(model, plan, own, ranks) for own in inputs}  # once for ranks with the same batch
+    rows = {id(own): _exchanged(model, plan, own, ranks, exchange) for own in inputs}  # once for ranks with the same batch
     lengths, ids, embeddings = (torch.stack(column) for column in zip(*(rows[id(own)] for own in inputs)))
     traffic = Traffic(
         splits=torch.full((ranks, ranks), float(exchanges * SPLITS * INT64), dtype=torch.float64),
@@ -108,21 +110,22 @@ class Exchanged(NamedTuple):
     embeddings: torch.Tensor
 
 
-def _exchanged(model: nn.Module, plan: ShardingPlan, own: Features, ranks: int) -> Exchanged:
+def _exchanged(model: nn.Module, plan: ShardingPlan, own: Features, ranks: int, exchange: Exchange = EXACT_EXCHANGE) -> Exchanged:
     total = Exchanged(*torch.zeros(3, ranks, dtype=torch.float64))
     for path, tables in plan.plan.items():
         module = model.get_submodule(path)
         pooled = not isinstance(module, EmbeddingCollection)
         for config in module.embedding_bag_configs() if pooled else module.embedding_configs():
+            features = [own[path][name] for name in config.feature_names]
+            lengths, ids = (torch.cat([x(feature) for feature in features]) for x in (KeyedJaggedTensor.lengths, KeyedJaggedTensor.values))
+            if exchange.unique_ids and not pooled:
+                ids = ids.unique()
             for shard in shards(tables[config.name]):
                 rank = shard.placement.rank()
-                columns = shard.shard_sizes[1]
-                for name in config.feature_names:
-                    feature = own[path][name]
-                    segments, count = len(feature.lengths()), ids_in_shard(feature.values(), shard, config)
-                    total.lengths[rank] += segments * feature.lengths().element_size()
-                    total.ids[rank] += count * feature.values().element_size()
-                    total.embeddings[rank] += (segments if pooled else count) * columns * FP32
+                columns, count = shard.shard_sizes[1], ids_in_shard(ids, shard, config)
+                total.lengths[rank] += len(lengths) * lengths.element_size()
+                total.ids[rank] += count * ids.element_size()
+                total.embeddings[rank] += (len(lengths) if pooled else count) * columns * exchange.itemsize
     return total
 
 
@@ -194,10 +197,10 @@ def predict(one_rank_step: float, bytes_by_kind: dict[str, float], bandwidth: fl
 # -- program -----------------------------------------------------------------------------------------------------------------------------
 
 
-def predicted_traffic(model: RankingModel, plan: ShardingPlan, batches: Sequence[RankingBatch], ranks: int) -> Traffic:
+def predicted_traffic(model: RankingModel, plan: ShardingPlan, batches: Sequence[RankingBatch], ranks: int, exchange: Exchange) -> Traffic:
     """The traffic if the ranks take these batches in turn."""
     inputs = [features(batch) for batch in batches]
-    return count_traffic(model, plan, [inputs[rank % len(inputs)] for rank in range(ranks)])
+    return count_traffic(model, plan, [inputs[rank % len(inputs)] for rank in range(ranks)], exchange)
 
 
 def make_plan(model: RankingModel, options: argparse.Namespace, ranks: int) -> ShardingPlan:
@@ -205,8 +208,8 @@ def make_plan(model: RankingModel, options: argparse.Namespace, ranks: int) -> S
     if options.plan == "data_parallel":
         return ShardingPlan({})
     memory = int(options.memory_gb * 1e9)
-    planner = sharding.make_planner(model, options.plan, options.device, ranks, math.gcd(ranks, 8), memory)
-    return planner.plan(model, list(sharding.SHARDERS))
+    sharders = sharding.make_sharders(options.device, sharding.exchange_of(options))
+    return sharding.make_planner(model, options.plan, options.device, ranks, math.gcd(ranks, 8), sharders, memory).plan(model, sharders)
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -217,6 +220,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--plan", choices=sharding.PLANS, default="auto", help="how ranks share the embedding tables")
     parser.add_argument("--device", choices=SIZES, default="cuda", help="what the plan is for")
     parser.add_argument("--memory-gb", type=float, default=80.0, help="memory of a GPU")
+    sharding.add_exchange_options(parser)
     add_model_options(parser, SIZES)
     options = parser.parse_args(arguments)
     set_sizes(options, SIZES[options.device])
@@ -249,7 +253,8 @@ def run(options: argparse.Namespace) -> None:
     print(f"tables of {size / 1e9:.3g} GB, plan {options.plan}, {options.batch_size} users per rank; bytes of the busiest rank per step")
 
     def row(ranks: int) -> tuple[int, dict[str, float], Prediction]:
-        busiest = predicted_traffic(model, make_plan(model, options, ranks), batches, ranks).busiest()
+        plan, exchange = make_plan(model, options, ranks), sharding.exchange_of(options)
+        busiest = predicted_traffic(model, plan, batches, ranks, exchange).busiest()
         return ranks, busiest, predict(1e-3 * options.step_ms, busiest, options.bandwidth)
 
     print_table(row(ranks) for ranks in options.world_sizes)

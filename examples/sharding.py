@@ -8,8 +8,11 @@ So every parameter gets the gradient that one process computes from the whole ba
 Optimizers. A sharded table is updated in the backward (a fused optimizer), and only in the rows that the batch reads. Adagrad with an
 accumulator per element gives the same result for any plan: untouched rows stay as they are, and no value depends on the shape of a shard.
 Row-wise Adagrad does not, because a column-wise shard has its own accumulator per row. FBGEMM has no Adam on the CPU.
+
+Exchange. Two options make ranks on GPUs send fewer bytes, see `Exchange`. With neither, results are those of one process.
 """
 
+import argparse
 import logging
 import os
 import sys
@@ -18,7 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,10 +32,11 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs_registry
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
-from torchrec.distributed.types import ShardedModule, ShardingEnv, ShardingPlan, ShardingType
+from torchrec.distributed.types import ModuleSharder, ShardedModule, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -44,7 +48,6 @@ for note in ("Please use DTensor instead", "`broadcast_buffers` is deprecated"):
 PLANS = ("auto", "row_wise", "column_wise", "table_wise", "data_parallel")
 # The types of tables in a plan: those that both kinds of collections have, and whose traffic communication.py models.
 SHARDING_TYPES = frozenset({"row_wise", "column_wise", "table_wise"})
-SHARDERS = (EmbeddingCollectionSharder(), EmbeddingBagCollectionSharder())
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------------------------
@@ -143,8 +146,56 @@ class OptimizerSpec:
         return self.optimizer(parameters, **self.kwargs)
 
 
+class Exchange(NamedTuple):
+    """How ranks send embeddings, and their gradients, to one another.
+
+    Attributes:
+        bf16: in bfloat16 instead of fp32. TorchRec has this for GPUs.
+        unique_ids: an id that a table gets several times in a rank's sequences is sent once, and so is its embedding. FBGEMM has this for
+            GPUs. It waits for the GPU once per batch, ahead of the batch's step.
+    """
+
+    bf16: bool = False
+    unique_ids: bool = False
+
+    @property
+    def itemsize(self) -> int:
+        return torch.bfloat16.itemsize if self.bf16 else torch.float32.itemsize
+
+
+EXACT_EXCHANGE = Exchange()
+
+
+def add_exchange_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--bf16-exchange", action="store_true", help="torchrun's processes send embeddings in bfloat16 (GPU only)")
+    parser.add_argument("--unique-ids", action="store_true", help="they send each id of a batch's sequences once (GPU only)")
+
+
+def exchange_of(options: argparse.Namespace) -> Exchange:
+    return Exchange(options.bf16_exchange, options.unique_ids)
+
+
+def make_sharders(device_type: str, exchange: Exchange) -> list[ModuleSharder]:
+    """TorchRec's sharders of the two kinds of collections."""
+    if device_type != "cuda" and any(exchange):
+        raise ValueError(f"--bf16-exchange and --unique-ids need GPUs; the device is {device_type}")
+    codecs = None
+    if exchange.bf16:
+        config = QCommsConfig(forward_precision=CommType.BF16, backward_precision=CommType.BF16)
+        codecs = get_qcomm_codecs_registry(config, device=torch.device(device_type))
+    return [
+        EmbeddingCollectionSharder(qcomm_codecs_registry=codecs, use_index_dedup=exchange.unique_ids),
+        EmbeddingBagCollectionSharder(qcomm_codecs_registry=codecs),
+    ]
+
+
 def build(
-    make_model: Callable[[torch.device], nn.Module], device: torch.device, plan: str, tables: OptimizerSpec, dense: OptimizerSpec
+    make_model: Callable[[torch.device], nn.Module],
+    device: torch.device,
+    plan: str,
+    tables: OptimizerSpec,
+    dense: OptimizerSpec,
+    exchange: Exchange = EXACT_EXCHANGE,
 ) -> tuple[nn.Module, CombinedOptimizer]:
     """The model and its optimizers. With a process group the tables are sharded.
 
@@ -154,7 +205,9 @@ def build(
         make_model: makes the model on a device. Its `tables()` are the embedding tables.
         plan: one of `PLANS`.
         tables, dense: optimizers of the embedding tables and of all other parameters.
+        exchange: of sharded tables.
     """
+    sharders = make_sharders(device.type, exchange)
     shards_tables = is_distributed() and plan != "data_parallel"
     model = make_model(torch.device("meta") if shards_tables else device)  # a table that is sharded may fit no single device
     is_table = set(model.tables())
@@ -163,9 +216,9 @@ def build(
     if shards_tables:
         apply_optimizer_in_backward(tables.optimizer, is_table, dict(tables.kwargs))  # a copy, because TorchRec adds to it
     if is_distributed():
-        sharding_plan = make_plan(model, device, plan) if shards_tables else ShardingPlan({})
+        sharding_plan = make_plan(model, device, plan, sharders) if shards_tables else ShardingPlan({})
         env = ShardingEnv.from_process_group(dist.group.WORLD)
-        model = DistributedModelParallel(model, env, device, sharding_plan, list(SHARDERS))
+        model = DistributedModelParallel(model, env, device, sharding_plan, sharders)
         optimizers.append(model.fused_optimizer)
 
     others = dict(in_backward_optimizer_filter(model.named_parameters()))  # which the fused optimizer does not update
@@ -174,16 +227,22 @@ def build(
     return model, CombinedOptimizer(optimizers)
 
 
-def make_plan(model: nn.Module, device: torch.device, plan: str) -> ShardingPlan:
+def make_plan(model: nn.Module, device: torch.device, plan: str, sharders: list[ModuleSharder]) -> ShardingPlan:
     """TorchRec's plan for the processes of the group. `plan` is the type of all tables; "auto" leaves the choice to the planner."""
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else None
     ranks_per_host = int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
-    planner = make_planner(model, plan, device.type, world_size(), ranks_per_host, memory)
-    return planner.collective_plan(model, list(SHARDERS), dist.group.WORLD)
+    planner = make_planner(model, plan, device.type, world_size(), ranks_per_host, sharders, memory)
+    return planner.collective_plan(model, sharders, dist.group.WORLD)
 
 
 def make_planner(
-    model: nn.Module, plan: str, device_type: str, ranks: int, ranks_per_host: int, memory: int | None = None
+    model: nn.Module,
+    plan: str,
+    device_type: str,
+    ranks: int,
+    ranks_per_host: int,
+    sharders: list[ModuleSharder],
+    memory: int | None = None,
 ) -> EmbeddingShardingPlanner:
     """TorchRec's planner for any number of ranks, which need not be there.
 
@@ -197,7 +256,7 @@ def make_planner(
     """
     constraints = {}
     for module in model.modules():
-        for sharder in SHARDERS:
+        for sharder in sharders:
             if isinstance(module, sharder.module_type):
                 # Tables are not replicated one by one: FBGEMM's operator for that pools on the CPU where it should not.
                 types = set(sharder.sharding_types(device_type)) & SHARDING_TYPES

@@ -66,6 +66,7 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--weight-decay", type=float, help="decoupled weight decay of the embeddings (AdamW), without torchrun")
     parser.add_argument("--table-lr", type=float, default=0.05, help="learning rate of the embeddings (Adagrad), with torchrun")
     parser.add_argument("--sharding", choices=sharding.PLANS, default="auto", help="how torchrun's processes share the embedding tables")
+    sharding.add_exchange_options(parser)
     parser.add_argument(
         "--average-decay", type=float, default=0.99, help="decay per step of the running average of weights, which is evaluated"
     )
@@ -137,7 +138,9 @@ class Trainer(ABC):
         self.settings = {"model": name, **own, "torchrun": sharding.is_distributed()}  # which decides about the optimizers
         self.checkpoints = options.out / name
         torch.manual_seed(options.seed + sharding.rank())  # a seed per rank, or all shards of a table would start with equal rows
-        self.model, self.optimizer = sharding.build(self.make_model, device, options.sharding, *self.optimizers())
+        self.model, self.optimizer = sharding.build(
+            self.make_model, device, options.sharding, *self.optimizers(), sharding.exchange_of(options)
+        )
         self.pipeline = sharding.make_pipeline(self.model, self.optimizer, device, self._forward)
         self.average = WeightAverage(self.model, options.average_decay)
         self.epochs: list[dict[str, float]] = []

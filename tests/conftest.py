@@ -55,11 +55,25 @@ def two_ranks():
 
 
 @pytest.fixture
-def gpu_group(tmp_path):
-    """The device "cuda", in an NCCL group of this process alone."""
+def two_gpus():
+    """Two processes of one NCCL group, each with a GPU: `two_gpus.run(function, *args)`."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    ranks = Ranks(2, "cuda")
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture
+def trains_tables_on_gpus():
     pytest.importorskip("torchrec")
     if not hasattr(torch.ops.fbgemm, "split_embedding_codegen_lookup_rowwise_adagrad_function"):
         pytest.skip("fbgemm_gpu lacks the libraries that train sharded tables")
+
+
+@pytest.fixture
+def gpu_group(tmp_path, trains_tables_on_gpus):
+    """The device "cuda", in an NCCL group of this process alone."""
     torch.distributed.init_process_group("nccl", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     yield "cuda"
     torch.distributed.destroy_process_group()

@@ -220,6 +220,19 @@ def test_grid_shard(case, two_ranks):
     two_ranks.run(train, case.name, "grid_shard")
 
 
+def train_under_all_plans():
+    for name in CASES:
+        for plan in PLANS:
+            train(name, plan, device=f"cuda:{dist.get_rank()}")
+
+
+@pytest.mark.gpu
+@pytest.mark.large_memory
+def test_two_gpus(two_gpus, trains_tables_on_gpus):
+    """All layers under all plans, through NCCL."""
+    two_gpus.run(train_under_all_plans)
+
+
 class Staged(Steps):
     """StagedTrainPipeline with the stages of TrainPipelineSparseDist."""
 

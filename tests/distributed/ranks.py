@@ -1,4 +1,5 @@
-"""Runs functions of tests in several gloo processes on the CPU. The processes stay for the next test, as their imports take seconds."""
+"""Runs functions of tests in several processes: of a gloo group on the CPU, or of an NCCL group with a GPU each. The processes stay for the
+next call, as their imports take seconds."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import get_context
 
-TIMEOUT = timedelta(seconds=60)
+TIMEOUTS = {"cpu": timedelta(seconds=60), "cuda": timedelta(seconds=200)}  # ranks on GPUs compile kernels
 
 
 class _Error(NamedTuple):
@@ -30,10 +31,11 @@ class Ranks:
 
     Args:
         world_size: number of processes.
+        device_type: cpu or cuda.
     """
 
-    def __init__(self, world_size: int):
-        self.world_size = world_size
+    def __init__(self, world_size: int, device_type: str = "cpu"):
+        self.world_size, self.device_type = world_size, device_type
         self.processes: list[Any] = []
         self.connections: list[Connection] = []
         self.folder: TemporaryDirectory | None = None
@@ -48,7 +50,7 @@ class Ranks:
             self._start()
         for connection in self.connections:
             connection.send((function, args))
-        results = [_answer(connection) for connection in self.connections]
+        results = [_answer(connection, 2 * TIMEOUTS[self.device_type]) for connection in self.connections]
         errors = {rank: result for rank, result in enumerate(results) if isinstance(result, _Error)}
         if len(errors) == self.world_size and len({repr(x.error) for x in errors.values()}) == 1 and errors[0].error is not None:
             raise errors[0].error
@@ -70,7 +72,8 @@ class Ranks:
         self.folder = TemporaryDirectory()  # of the store, which later groups of some ranks use too
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(theirs, f"{self.folder.name}/store", rank, self.world_size), daemon=True)
+            args = theirs, f"{self.folder.name}/store", rank, self.world_size, self.device_type
+            process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -79,16 +82,27 @@ class Ranks:
             connection.recv()  # the group is there
 
 
-def _answer(connection: Connection) -> Any:
+def _answer(connection: Connection, timeout: timedelta) -> Any:
     try:
-        return connection.recv() if connection.poll(2 * TIMEOUT.total_seconds()) else _Error(None, "no answer")
+        return connection.recv() if connection.poll(timeout.total_seconds()) else _Error(None, "no answer")
     except EOFError:
         return _Error(None, "the process ended")
 
 
-def _serve(connection: Connection, store: str, rank: int, world_size: int) -> None:
+def _serve(connection: Connection, store: str, rank: int, world_size: int, device_type: str) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", store=dist.FileStore(store, world_size), rank=rank, world_size=world_size, timeout=TIMEOUT)
+    gpu = None
+    if device_type == "cuda":
+        gpu = torch.device("cuda", rank)
+        torch.cuda.set_device(gpu)
+    dist.init_process_group(
+        "nccl" if gpu else "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=TIMEOUTS[device_type],
+        device_id=gpu,
+    )
     connection.send(None)
     while True:
         function, args = connection.recv()

@@ -7,6 +7,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 
 import jagged_modules as jm
 
@@ -47,10 +48,10 @@ def batch(step: int, users: slice):
     return (events[users][has_event], lengths, candidates[users][is_candidate], counts), labels[users][is_candidate]
 
 
-def train(wrap: str | None) -> dict[str, torch.Tensor]:
+def train(wrap: str | None, device_type: str = "cpu") -> dict[str, torch.Tensor]:
     """The parameters after training in this process alone, or with one of the wrappers."""
     torch.manual_seed(0)
-    model = Encoder()
+    model = Encoder().to(device_type)
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if wrap else (0, 1)
     if wrap == "ddp":
         model = DistributedDataParallel(model)
@@ -63,21 +64,32 @@ def train(wrap: str | None) -> dict[str, torch.Tensor]:
         # The last batch is all of rank 0. The others are cut unevenly.
         cut = USERS if step == STEPS - 1 else 2
         users = slice(0, USERS) if not wrap else (slice(0, cut), slice(cut, USERS))[rank]
-        inputs, labels = batch(step, users)
+        inputs, labels = tree_map(lambda x: x.to(device_type), batch(step, users))
         losses = (model(*inputs) - labels).square()
-        count = torch.tensor(float(len(losses)))
+        count = torch.tensor(float(len(losses)), device=device_type)
         if wrap:
             dist.all_reduce(count)
         (losses.sum() * world_size / count).backward()
         optimizer.step()
         optimizer.zero_grad()
     module = model.module if wrap == "ddp" else model
-    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach() for name, x in module.named_parameters()}
+    return {name: (x.full_tensor() if isinstance(x, DTensor) else x).detach().cpu() for name, x in module.named_parameters()}
+
+
+def check_two_train_as_one(ranks, wrap, device_type="cpu"):
+    torch.manual_seed(0)
+    initial, expected = dict(Encoder().named_parameters()), train(None, device_type)
+    for actual in ranks.run(train, wrap, device_type):
+        assert_trained_alike(actual, expected, initial, STEPS)
 
 
 @pytest.mark.parametrize("wrap", ["ddp", "fsdp2"])
 def test_two_processes_train_as_one(two_ranks, wrap):
-    torch.manual_seed(0)
-    initial, expected = dict(Encoder().named_parameters()), train(None)
-    for actual in two_ranks.run(train, wrap):
-        assert_trained_alike(actual, expected, initial, STEPS)
+    check_two_train_as_one(two_ranks, wrap)
+
+
+@pytest.mark.gpu
+@pytest.mark.large_memory
+def test_two_gpus_train_as_one(two_gpus):
+    for wrap in ("ddp", "fsdp2"):
+        check_two_train_as_one(two_gpus, wrap, "cuda")

@@ -103,3 +103,14 @@ def test_readme_model_in_the_pipelines(two_ranks, plan):
 @pytest.mark.gpu
 def test_readme_model_in_the_pipelines_on_a_gpu(gpu_group):
     train_in_pipelines("row_wise", GPU_PIPELINES, torch.device(gpu_group))
+
+
+def train_in_gpu_pipelines() -> None:
+    for plan in PLANS:
+        train_in_pipelines(plan, GPU_PIPELINES, torch.device("cuda", torch.distributed.get_rank()))
+
+
+@pytest.mark.gpu
+@pytest.mark.large_memory
+def test_readme_model_in_the_pipelines_on_two_gpus(two_gpus, trains_tables_on_gpus):
+    two_gpus.run(train_in_gpu_pipelines)

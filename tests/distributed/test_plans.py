@@ -37,22 +37,22 @@ OPTIMIZERS = {
 }
 
 
-def make_trainer(program: str, folder, plan: str = "auto", optimizer: str = "sgd"):
-    """A trainer without dropout, whose training data are ten batches."""
+def make_trainer(program: str, folder, plan: str = "auto", optimizer: str = "sgd", device_type: str = "cpu"):
+    """A trainer without dropout, whose training data are ten batches. On a GPU it computes in fp32, as on the CPU."""
     module, name, own = PROGRAMS[program]
 
     class Trainer(module.Trainer):
         def optimizers(self):
             return OPTIMIZERS[optimizer], OPTIMIZERS["sgd"]
 
-    arguments = ["--device", "cpu", "--users", "12", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0", "--max-history", "20"]
+    arguments = ["--device", device_type, "--users", "12", "--embedding-dim", "16", "--num-heads", "2", "--dropout", "0", "--max-history", "20"]
     options = module.parse_arguments([*arguments, *own, "--batch-size", str(BATCH_SIZE), "--sharding", plan, "--out", str(folder)])
     datasets = module.load_datasets(options)
     train = copy.copy(datasets["train"])
     part = "windows" if program == "hstu" else "chunks"
     rows = {field: rows[: (STEPS - 1) * BATCH_SIZE + 1] for field, rows in vars(getattr(train, part)).items()}
     setattr(train, part, type(getattr(train, part))(**rows))
-    return Trainer(options, name, {**datasets, "train": train}, torch.device("cpu"))
+    return Trainer(options, name, {**datasets, "train": train}, sharding.rank_device(torch.device(device_type)))
 
 
 def weights(trainer) -> dict[str, torch.Tensor]:
@@ -92,12 +92,12 @@ CASES = [
 OTHERS = [case for case in itertools.product(PLANS, PROGRAMS, OPTIMIZERS) if case not in CASES]
 
 
-@slow_after(len(CASES), "plan, program, optimizer", [*CASES, *OTHERS])
-def test_two_processes_train_as_one(two_ranks, tmp_path, plan, program, optimizer):
-    one = make_trainer(program, tmp_path, plan, optimizer)
+def check_two_train_as_one(ranks, *args) -> None:
+    """args: of make_trainer."""
+    one = make_trainer(*args)
     initial = weights(one)
     save(one)
-    results = two_ranks.run(train_from_checkpoint, program, tmp_path, plan, optimizer)
+    results = ranks.run(train_from_checkpoint, *args)
     losses = train(one)
     metrics = one.evaluate("valid", one.average.average)
     expected = weights(one)
@@ -106,6 +106,20 @@ def test_two_processes_train_as_one(two_ranks, tmp_path, plan, program, optimize
     for their_losses, their_metrics in results:
         assert their_losses == pytest.approx(losses, rel=STEPS * 8 * 2**-24)
         assert their_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+@slow_after(len(CASES), "plan, program, optimizer", [*CASES, *OTHERS])
+def test_two_processes_train_as_one(two_ranks, tmp_path, plan, program, optimizer):
+    check_two_train_as_one(two_ranks, program, tmp_path, plan, optimizer)
+
+
+@pytest.mark.gpu
+@pytest.mark.large_memory
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_two_gpus_train_as_one(two_gpus, trains_tables_on_gpus, tmp_path, program):
+    """All plans and optimizers, through NCCL."""
+    for plan, optimizer in itertools.product(PLANS, OPTIMIZERS):
+        check_two_train_as_one(two_gpus, program, tmp_path / f"{plan}-{optimizer}", plan, optimizer, "cuda")
 
 
 def test_a_run_goes_on_under_other_plans_and_on_other_numbers_of_processes(two_ranks, tmp_path):

@@ -3,6 +3,7 @@ import pytest
 import torch
 from benchmark_dlrm import make_config, random_batches
 from ranking_model import RankingModel
+from sharding import Exchange
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 TINY = """--step-ms 20 --bandwidth 1e6 --batch-size 6 --history 6 20 --stream 12 40 --candidates 2 6 --items 50 --features 2 3
@@ -39,6 +40,34 @@ def test_every_id_of_a_row_wise_table_goes_to_one_rank():
     assert exchanged.ids.sum() == 8 * sum(sent)
     assert exchanged.embeddings.sum() == options.embedding_dim * 4 * sum(sent)
     assert exchanged.lengths.sum() == 4 * 8 * options.batch_size * len(sent)  # int32, to all ranks
+
+
+def test_embeddings_in_bf16_are_half_the_bytes():
+    _, batches, model = (options, *_) = task("--plan", "column_wise")
+    plan, inputs = communication.make_plan(model, options, 4), [communication.features(batches[0])] * 4
+    exact, bf16 = (communication.count_traffic(model, plan, inputs, Exchange(bf16=bf16)) for bf16 in (False, True))
+    halves = exact._replace(embeddings=exact.embeddings / 2, gradients=exact.gradients / 2)
+    assert all(torch.equal(x, y) for x, y in zip(bf16, halves, strict=True)) and exact.embeddings.sum() > 0
+
+
+def test_unique_ids_are_sent_once():
+    """The features of a table have their unique ids together. Bags are sent as they are."""
+    _, batches, model = (options, *_) = task("--plan", "row_wise")
+    plan, ids, own = communication.make_plan(model, options, 8), batches[0].ids, communication.features(batches[0])
+    plan = ShardingPlan({path: plan.plan[path] for path in ("sequences", "user_bags")})
+    traffic = communication._exchanged(model, plan, own, 8, Exchange(unique_ids=True))
+    tables = [[f"{kind}_{name}" for kind in kinds.split()] for name, kinds in
+              (("item", "history target stream"), ("rating", "history stream"), ("age", "history"))]  # fmt: skip
+    unique = sum(len(set(torch.cat([ids[key].values() for key in keys]).tolist())) for keys in tables)
+    bags = batches[0].users
+    assert unique < sum(len(ids[key].values()) for keys in tables for key in keys)
+    assert traffic.ids.sum() == 8 * (unique + len(bags.values()))
+
+
+@pytest.mark.parametrize("option", ["--bf16-exchange", "--unique-ids"])
+def test_what_only_gpus_exchange_is_refused_elsewhere(option):
+    with pytest.raises(SystemExit, match="communication: --bf16-exchange and --unique-ids need GPUs; the device is cpu"):
+        communication.main([*TINY, "--device", "cpu", option])
 
 
 def test_a_ring_sends_each_byte_twice_but_for_its_own():
