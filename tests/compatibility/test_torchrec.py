@@ -1,6 +1,7 @@
 """Layers behind TorchRec's collections: its tracer, sharding plans, pipelines and quantisation."""
 
 import copy
+import itertools
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 import jagged_modules as jm
 
 from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, Pooled
-from .table import feature
+from .table import NOTES, feature
 
 torchrec = pytest.importorskip("torchrec")
 
@@ -221,8 +222,9 @@ def test_grid_shard(case, two_ranks):
 
 
 def train_under_all_plans():
-    for name in CASES:
-        for plan in PLANS:
+    for name, plan in itertools.product(CASES, PLANS):
+        note = NOTES.get((f"DMP, {plan}", CASES[name].layer))
+        if note is None or note.error is None:
             train(name, plan, device=f"cuda:{dist.get_rank()}")
 
 
