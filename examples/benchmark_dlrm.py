@@ -50,6 +50,7 @@ SIZES = {
         embedding_dim=256, num_batches=8,
     ),
 }  # fmt: skip
+SPREAD = 2_147_483_647  # a prime, of which the number of rows is no multiple
 CLAIMS = (  # what was published, and our figure that is closest to it
     ("GDPA kernel (Meta, B200): training throughput of the whole model", "+30 %", "samples_per_second"),
     ("Jagged feature interaction and Flash Attention (Meta): QPS of production models", "+10 %", "samples_per_second"),
@@ -92,6 +93,7 @@ def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str
     parser.add_argument("--num-heads", type=int, default=4)
     parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
     parser.add_argument("--num-compressed", type=int, default=16)
+    parser.add_argument("--ids", choices=("uniform", "zipf"), default="uniform", help="how often a table's rows occur; see draw_ids")
     parser.add_argument("--seed", type=int, default=0)
 
 
@@ -124,6 +126,17 @@ def lognormal_lengths(generator: np.random.Generator, size: int, mean: float, lo
     return np.rint(np.clip(low * shape, 1, longest)).astype(np.int64)
 
 
+def draw_ids(generator: np.random.Generator, rows: int, size: int, law: str) -> np.ndarray:
+    """Random ids of a table: all equally often ("uniform"), or the k-th most frequent one in proportion to about 1 / k ("zipf").
+
+    The frequent ids are spread over the table, as hashing does it.
+    """
+    if law == "uniform":
+        return generator.integers(rows, size=size)
+    rank = (rows ** generator.random(size)).astype(np.int64) - 1  # the logarithm of k is uniform
+    return rank * SPREAD % rows
+
+
 def random_batches(
     options: argparse.Namespace, rank: int = 0, sampler: type[BalancedBatchSampler] = BalancedBatchSampler, ranks: int = 1
 ) -> tuple[TableSizes, list[RankingBatch]]:
@@ -141,7 +154,7 @@ def random_batches(
         return of_all[:, share]
 
     def ids(rows: int, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return generator.integers(rows, size=lengths.sum()), lengths
+        return draw_ids(generator, rows, lengths.sum(), options.ids), lengths
 
     def batch() -> RankingBatch:
         past, stream, targets = lengths()

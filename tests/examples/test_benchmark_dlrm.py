@@ -27,6 +27,18 @@ def test_a_mean_above_the_maximum_is_refused():
         bench.lognormal_lengths(np.random.default_rng(0), 4, 11, 10)
 
 
+@pytest.mark.parametrize("law", ["uniform", "zipf"])
+def test_ids_follow_the_law(law):
+    rows, size = 1000, 100_000
+    counts = np.bincount(bench.draw_ids(np.random.default_rng(0), rows, size, law), minlength=rows)
+    assert len(counts) == rows
+    # The ids from the k-th to the 2k-th most frequent one have log(2) / log(rows) of the draws under Zipf's law.
+    first, second = (np.sort(counts)[::-1][k : 2 * k].sum() / size for k in (50, 200))
+    expected = (np.log(2) / np.log(rows),) * 2 if law == "zipf" else (50 / rows, 200 / rows)
+    assert (first, second) == pytest.approx(expected, rel=0.25)
+    assert np.bincount(np.argsort(-counts)[:100] // 100, minlength=10).min() > 0  # in all parts of the table
+
+
 def test_flops_are_those_that_torch_counts_when_nothing_is_padded():
     options = bench.parse_arguments([*TINY, "--history", "20", "20", "--stream", "48", "48", "--candidates", "6", "6"])
     tables, (batch, *_) = bench.random_batches(options)
