@@ -91,6 +91,7 @@ def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str
     parser.add_argument("--embedding-dim", type=int)
     parser.add_argument("--num-batches", type=int, help="different batches")
     parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--num-layers", type=int, default=1, help="blocks of GDPA, one after another")
     parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
     parser.add_argument("--num-compressed", type=int, default=16)
     parser.add_argument("--ids", choices=("uniform", "zipf"), default="uniform", help="how often a table's rows occur; see draw_ids")
@@ -263,7 +264,7 @@ def layer_flops(model: RankingModel, batch: RankingBatch) -> dict[str, int]:
 
     flops = {
         "interaction": projections(targets.sum() + past.sum(), 2) + attention((targets * past).sum()),
-        "gdpa": projections(past.sum(), 4) + attention((past**2).sum()),
+        "gdpa": config.num_layers * (projections(past.sum(), 4) + attention((past**2).sum())),
         "interformer": projections(past.sum() + users * num_users, 4) + 2 * attention(past.sum() * num_users),
         "compress": 2 * config.num_compressed * dim * (users * num_users + targets.sum() * num_candidates),
         "stream": projections(stream.sum(), 6) + attention(in_blocks + config.num_seeds * stream.sum())

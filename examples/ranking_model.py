@@ -40,6 +40,7 @@ class RankingConfig:
         parts: the parts of the model, of `PARTS`.
         embedding_dim: width E of all vectors, a multiple of 2 · num_heads.
         num_heads: attention heads.
+        num_layers: blocks of GDPA, one after another.
         dropout: dropout probability of events, vectors and the MLP's hidden layer.
         block_size: events of the stream that attend to one another: 16, 32, 64 or 128.
         num_seeds: vectors that the stream is pooled to.
@@ -51,6 +52,7 @@ class RankingConfig:
     parts: Sequence[str] = tuple(PARTS)
     embedding_dim: int = 64
     num_heads: int = 4
+    num_layers: int = 1
     dropout: float = 0.3
     block_size: int = 64
     num_seeds: int = 4
@@ -189,7 +191,8 @@ class RankingHead(nn.Module):
         if "gdpa" in parts:
             # GELU weights do not sum to 1, so sums over a history are divided by its maximum length.
             gelu = jm.GDPAConfig(qk_norm=True, output_scale=1 / config.max_history)
-            self.gdpa = layers.gdpa(dim, heads, "gelu_tanh", config=gelu, device=device)
+            blocks = [layers.gdpa(dim, heads, "gelu_tanh", config=gelu, device=device) for _ in range(config.num_layers)]
+            self.gdpa = blocks[0] if len(blocks) == 1 else nn.Sequential(*blocks)
         if "interformer" in parts:
             self.interformer = layers.interformer(dim, heads, device)
         self.interaction = layers.interaction(config.interaction, dim, heads, device=device)

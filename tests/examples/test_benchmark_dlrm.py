@@ -39,12 +39,14 @@ def test_ids_follow_the_law(law):
     assert np.bincount(np.argsort(-counts)[:100] // 100, minlength=10).min() > 0  # in all parts of the table
 
 
-def test_flops_are_those_that_torch_counts_when_nothing_is_padded():
-    options = bench.parse_arguments([*TINY, "--history", "20", "20", "--stream", "48", "48", "--candidates", "6", "6"])
+@pytest.mark.parametrize("layers", ["1", "3"])
+def test_flops_are_those_that_torch_counts_when_nothing_is_padded(layers):
+    lengths = ["--history", "20", "20", "--stream", "48", "48", "--candidates", "6", "6"]
+    options = bench.parse_arguments([*TINY, *lengths, "--num-layers", layers])
     tables, (batch, *_) = bench.random_batches(options)
     model = RankingModel(tables, bench.make_config(options), PADDED)
     with FlopCounterMode(display=False) as counter, torch.no_grad(), torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        model(batch)
+        model(batch)  # layers by hand: torch does not know the FLOPs of ours
     counted = {name: sum(counter.get_flop_counts()[f"RankingModel.head.{name}"].values()) for name in [*PARTS, "interaction"]}
     assert bench.layer_flops(model, batch) == counted
 

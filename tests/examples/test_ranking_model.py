@@ -15,6 +15,7 @@ from .ranking_batches import BATCHES, CONFIG, EMBEDDING_DIM, NUM_HEADS, TABLES, 
 # The whole model, each part left out, the other interactions, and the model without any part.
 VARIANTS = {
     "whole": {},
+    "two layers": {"num_layers": 2},
     **{f"no-{part}": {"parts": tuple(other for other in PARTS if other != part)} for part in PARTS},
     **{name: {"interaction": name} for name in INTERACTIONS if name != "attention"},
     "no-parts": {"parts": ()},
