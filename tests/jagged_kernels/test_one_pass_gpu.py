@@ -19,7 +19,7 @@ CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Selects the kernel for all lengths, and sorts all key tiles as for it. Counts its calls."""
+    """Selects the kernel for all lengths, and lists key tiles in groups of few segments. Counts the kernel's calls."""
     counts = dict(one_pass=0)
     launch = hopper_backward._Launches.one_pass
 
@@ -28,8 +28,9 @@ def calls(monkeypatch):
         return launch(*args)
 
     monkeypatch.setattr(hopper_backward._Launches, "one_pass", counted)
-    monkeypatch.setattr(select, "ONE_PASS_SEQLEN", 0)
+    monkeypatch.setattr(select, "one_pass_seqlen", lambda *_: 0)
     monkeypatch.setattr(cost, "LONG_KEYS", 0)
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 2**16)
     return counts
 
 

@@ -246,19 +246,22 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
     )
 
 
+LONGEST = 8192  # rows of a segment from which on one kernel is faster for all head dims
+
+
 @pytest.mark.parametrize(
     "change, expected",
     [
         (dict(), True),
-        (sizes(2048, 2047), False),
-        (sizes(2047, 2048), False),
+        (sizes(LONGEST, 2047), False),
+        (sizes(2047, LONGEST), False),
         (dict(masked=True), False),
         (dict(masked=True, causal=True), True),
         (dict(biased=True), False),
         (dict(batch_invariant=True), False),
         (dict(q_shared=True), False),
         (dict(kv_shared=True, kv_segments=1), False),
-        (dict(q_segments=128, q_rows=128 * 2048), False),  # two groups of queries
+        (dict(q_segments=128, q_rows=128 * LONGEST), False),  # two groups of queries
         (dict(capability=A100), False),
         (dict(implementation="triton"), False),
         (dict(implementation="hopper"), True),
@@ -268,10 +271,19 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
 )
 @pytest.mark.parametrize("dim", [64, 128])
 def test_one_kernel_for_all_gradients_of_long_segments(dim, change, expected):
-    selection = select(problem(dim, **(sizes(2048, 2048) | change)))
+    selection = select(problem(dim, **(sizes(LONGEST, LONGEST) | change)))
     assert (selection.one_pass is not None) == expected
     if expected:
         assert selection.one_pass.tile == selection.dkdv.tile == selection.tile.key
+
+
+@pytest.mark.parametrize(
+    "dim, masked, least", [(40, False, 2048), (64, True, 2048), (72, False, 4096), (128, False, 4096), (128, True, 8192)]
+)
+def test_how_long_segments_are_for_one_kernel(dim, masked, least):
+    for seqlen in (least - 1, least):
+        found = select(problem(dim, masked=masked, causal=masked, **sizes(seqlen, seqlen)))
+        assert (found.one_pass is not None) == (seqlen >= least)
 
 
 def test_the_causal_mask_hides_later_keys_alone():

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jagged_kernels.schedule import cost
 from jagged_kernels.schedule.cost import EXACT_WORK, SHORT, WORK_CLASSES, work_class
 from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
 
@@ -250,22 +251,31 @@ def test_bad_input(change, error, message):
         zigzag_schedule(**(dict(q_lengths=[1], kv_lengths=[1]) | SIZES | change))
 
 
-def test_key_tiles_of_long_segments_lie_apart():
-    """Tiles of one segment and head are in ascending order, and others lie between them where there are other segments of similar work."""
-    lengths = [4096] * 6 + [8192]
-    schedule = zigzag_schedule(lengths, lengths, num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True)
-    tiles, work = schedule.tiles.tolist(), schedule.work
-    assert work.tolist() == [lengths[segment] // 64 for segment, _, _ in tiles] and len(tiles) == 2 * (6 * 32 + 64)
-    positions = {}
-    for position, (segment, head, block) in enumerate(tiles):
-        positions.setdefault((segment, head), []).append(position)
-        assert len(positions[segment, head]) == block + 1
-    of_six = (found for (segment, _), found in positions.items() if segment < 6)
-    assert min(later - earlier for found in of_six for earlier, later in zip(found, found[1:])) >= 2 * 6
-    assert work[: 2 * 64].eq(128).all()  # the longest come first
+@pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
+def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
+    """The longest segments come first. A group has its segments' first blocks, then the second ones, and so on."""
+    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64
+    of_two_segments = int(2.2 * sum(lengths) / len(lengths) * heads * head_dim)
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", of_two_segments // (1 if mask is None else 2))
+    sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
+    schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
+    expected = []
+    for group in [(1, 2), (3, 0), (4,)]:
+        for block in range(64):
+            expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
+    assert schedule.tiles.tolist() == expected
+    assert schedule.num_tiles.tolist() == [len(expected)] * 2
+    assert schedule.work.tolist() == [-(-lengths[segment] // 64) - (2 * block if mask else 0) for segment, _, block in expected]
 
 
-def test_key_tiles_of_short_segments_are_sorted_by_work():
-    lengths = [2047] * 3 + [100]
-    schedule = zigzag_schedule(lengths, lengths, num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True)
-    assert schedule.tiles[:16].tolist() == [[0, 0, block] for block in range(16)]
+@pytest.mark.parametrize(
+    "change",
+    [dict(head_dim=0), dict(key_tiles=False), dict(lengths=[2047, 3000, 100]), dict(mask=jm.AttentionMask(window=(9, None)))],
+    ids=str,
+)
+def test_other_tiles_are_sorted_by_work(change):
+    options = dict(lengths=[2048, 4096, 2048], head_dim=64, key_tiles=True, mask=None) | change
+    lengths, sizes = options.pop("lengths"), dict(num_heads=2, block_m=128, block_n=64, num_workers=132)
+    schedule = zigzag_schedule(lengths, lengths, **sizes, **options)
+    assert torch.equal(schedule.tiles, zigzag_schedule(lengths, lengths, **sizes, **options | dict(head_dim=0)).tiles)
+    assert schedule.work.diff().max() <= 0

@@ -95,7 +95,7 @@ def test_tiles_made_within_a_call_are_those_of_the_kernels_that_it_takes(
 
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("mask, kernels", [(None, ["_tile_list_kernel"]), (MASK, ["_tile_work_kernel", "_list_by_class_kernel"])])
+@pytest.mark.parametrize("mask, kernels", [(None, ["_tile_list_kernel"]), (MASK, ["_tile_work_kernel", "_masked_list_kernel"])])
 def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, kernels, head_dim, capability):
     """The backward's dq takes the forward's list."""
     pytest.importorskip("triton")
@@ -104,5 +104,5 @@ def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, ker
     q = torch.zeros((800, 2, head_dim), dtype=torch.bfloat16, requires_grad=True)
     with recorded_launches(capability) as launches:
         functional.jagged_attention(q, q, q, offsets_of([200] * 4), mask=mask).sum().backward()
-    names = [launch.kernel for launch in launches if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_list_by_class_kernel")]
+    names = [launch.kernel for launch in launches if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_masked_list_kernel")]
     assert names == kernels * 2

@@ -15,7 +15,6 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from ..schedule.cost import LONG_KEYS
 from .configs import (
     AttentionTile,
     HopperConfig,
@@ -29,7 +28,6 @@ from .configs import (
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
 PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward
 PACKED_ROWS_PER_SM = 512
-ONE_PASS_SEQLEN = LONG_KEYS  # one_pass_is_faster: rows of a segment on average
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
 
 
@@ -197,13 +195,22 @@ def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> boo
 
 
 def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
-    """Whether one Hopper kernel for dq, dk and dv is faster than two or three. docs/decisions/one-pass-backward.md has figures.
+    """Whether one Hopper kernel for dq, dk and dv replaces two or three. docs/decisions/one-pass-backward.md has figures.
 
     It takes self- or cross-attention with one group of queries, without a bias, and no mask but the causal one: there, every key tile up to
     some tile visits a block of queries.
     """
     supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments and (p.causal or not p.masked)
-    return supported and q_seqlen is not None and kv_seqlen is not None and min(q_seqlen, kv_seqlen) >= ONE_PASS_SEQLEN
+    if not supported or q_seqlen is None or kv_seqlen is None:
+        return False
+    return min(q_seqlen, kv_seqlen) >= one_pass_seqlen(p.head_dim, p.masked)
+
+
+def one_pass_seqlen(head_dim: int, masked: bool) -> int:
+    """Mean rows of a segment from which on `one_pass_is_faster`."""
+    if padded_dim(head_dim) == 64:
+        return 2048
+    return 8192 if masked else 4096
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:

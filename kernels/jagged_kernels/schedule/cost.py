@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from ..attention.params import MaskParams
+from ..common.configs import padded_dim
 from ..common.device import cdiv
 
 SHORT = 64  # rows of a short segment at most; also those of a packed tile (packed.py)
 EXACT_WORK, WORK_CLASSES = 512, 958
-LONG_KEYS = 2048  # mean keys of a segment from which on unmasked key tiles are sorted by spread_class
-PARTS = 32  # of a segment, for spread_class
-HALF_OCTAVES = 22, 127 * 2, 28  # where an fp32 number's exponent and first bit of mantissa begin, those of 1, and the last class
+LONG_KEYS = 2048  # mean keys of a segment from which on key tiles are listed in groups of segments
+GROUP_ELEMENTS = 2**22  # of q in the segments of a group: with dO and fp32 sums of dq, 32 MiB, which the L2 cache of an H100 holds
 TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
 EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 
@@ -34,20 +34,17 @@ def work_class(work: Tensor) -> Tensor:
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
-def spread_class(work: Tensor, block: Tensor, num_blocks: Tensor, short: Tensor) -> Tensor:
-    """The class by which unmasked key tiles of long segments are sorted: by work, two classes for each power of two, then by the tile's
-    place in its segment, so that tiles of one segment and head do not follow one another. Hopper's one-pass backward adds the terms of dq
-    in the order of a segment's tiles: tiles that run at the same time would wait for one another. Of short segments: the work, as sort_key
-    wants it. `_spread_class` in device.py is the same.
+def segments_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim: int, mask: MaskParams | None) -> int:
+    """How many segments' key tiles are listed in turn, block by block; 0: all tiles are sorted by work.
+
+    Hopper's one-pass backward adds the terms of dq in the order of a segment's tiles. Tiles of one segment and head that run at the same
+    time wait for one another, and tiles of too many segments evict one another's rows from the L2 cache. Under a causal mask, a tile reads
+    half of a segment's rows on average. docs/decisions/one-pass-backward.md has figures.
     """
-    shift, one, last = HALF_OCTAVES
-    half_octave = ((work.float().view(torch.int32) >> shift) - one).clamp(0, last)
-    return torch.where(short, work, half_octave * PARTS + PARTS - 1 - block * PARTS // num_blocks)
-
-
-def spreads_key_tiles(num_keys: int, num_segments: int) -> bool:
-    """Whether the key tiles of so many keys, without a mask, are sorted by spread_class."""
-    return num_segments > 0 and num_keys >= LONG_KEYS * num_segments
+    if not head_dim or num_keys < max(1, LONG_KEYS * num_segments) or not (mask is None or mask.is_causal):
+        return 0
+    elements = GROUP_ELEMENTS if mask is None else 2 * GROUP_ELEMENTS
+    return min(num_segments, max(1, elements * num_segments // (num_keys * num_heads * padded_dim(head_dim))))
 
 
 def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:

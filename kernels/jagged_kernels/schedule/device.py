@@ -2,8 +2,10 @@
 
 Without a mask, one launch: all tiles of a segment cost the same, so ranking the segments ranks the tiles. Under a mask each tile has its
 own work, and two launches sort by counting. `_tile_work_kernel` computes the class of work of each tile of a head, and counts the tiles of
-each class in every CHUNK of tiles. From these counts `_list_by_class_kernel` computes each tile's place. Counts do not depend on the order
+each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
 of atomic additions, so the list does not either.
+
+Key tiles in groups of segments (cost.segments_per_group): one launch ranks the segments, another writes their tiles.
 """
 
 from __future__ import annotations
@@ -18,29 +20,21 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, HALF_OCTAVES, PARTS, SHORT, TOP_BITS, WORK_CLASSES, spreads_key_tiles
+from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, segments_per_group
 from .host import Segments, num_query_groups, tile_capacity
 
-CHUNK = 256  # tiles that a program of _list_by_class_kernel places
+CHUNK = 256  # tiles that a program of _masked_list_kernel places
 EXACT, CLASSES = tl.constexpr(EXACT_WORK), tl.constexpr(WORK_CLASSES)
 SHIFT_TO_TOP_BITS = tl.constexpr(TOP_BITS)
 CLASS_OF_TOP_BITS = tl.constexpr(EXACT_WORK - EXACT_TOP_BITS)  # added to them, from EXACT on
 BUCKETS = tl.constexpr(WORK_CLASSES + SHORT + 2)  # one for each sort key, after one for no tile; a power of 2
 SHORT_ROWS = tl.constexpr(SHORT)
-SHIFT_TO_HALF_OCTAVES, HALF_OCTAVE_OF_ONE, LAST_HALF_OCTAVE = (tl.constexpr(number) for number in HALF_OCTAVES)
-SPREAD = tl.constexpr(PARTS)
-
-
-@triton.jit
-def _is_short(rows, columns):
-    """`cost.is_short`."""
-    return (rows <= SHORT_ROWS) & (columns <= SHORT_ROWS)
 
 
 @triton.jit
 def _sort_key(work, rows, columns):
     """`cost.sort_key`."""
-    return tl.where(_is_short(rows, columns), work, work + (SHORT_ROWS + 1))
+    return tl.where((rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), work, work + (SHORT_ROWS + 1))
 
 
 @triton.jit
@@ -103,15 +97,7 @@ def _tile_list_kernel(
         tl.store(row_ptr + 2, within % blocks, mask=mask)
 
 
-# -- under a mask, and key tiles of long segments ------------------------------------------------------------------------------------
-
-
-@triton.jit
-def _spread_class(work, block, num_blocks, short):
-    """`cost.spread_class`."""
-    bits = work.to(tl.float32).to(tl.int32, bitcast=True) >> SHIFT_TO_HALF_OCTAVES
-    half_octave = tl.minimum(tl.maximum(bits - HALF_OCTAVE_OF_ONE, 0), LAST_HALF_OCTAVE)
-    return tl.where(short, work, half_octave * SPREAD + SPREAD - 1 - block * SPREAD // num_blocks)
+# -- under a mask -------------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -146,12 +132,7 @@ def _tile_work_kernel(
             first_target = first_target_column(num_targets_ptr, segment, other_length, MASK)
             last_row, shift = tl.minimum(row + BLOCK_M, length) - 1, other_length - length
             blocks = column_blocks(row + shift, last_row + shift, other_length, first_target, MASK, BLOCK_N)
-        work = num_masked_blocks(blocks) + blocks.full_count
-        if MASK is None:
-            tile_class = _spread_class(work, block, tl.cdiv(length, BLOCK_M), _is_short(length, other_length))
-        else:
-            tile_class = _work_class(work)
-        bucket = 1 + _sort_key(tile_class, length, other_length)
+        bucket = 1 + _sort_key(_work_class(num_masked_blocks(blocks) + blocks.full_count), length, other_length)
 
     chunk_ptr = chunks_ptr + tl.program_id(0) // CHUNK * (BUCKETS + 3 * CHUNK)
     tl.atomic_add(chunk_ptr + bucket, 1, sem="relaxed")
@@ -163,7 +144,7 @@ def _tile_work_kernel(
 
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_chunks", "capacity", "num_heads"])
-def _list_by_class_kernel(
+def _masked_list_kernel(
     chunks_ptr, tiles_ptr, num_tiles_ptr, num_chunks, capacity, num_heads, CHUNK: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """Each program writes the tiles of a chunk to their places in the list. Virtual tiles that are no tile come last, as zeros. Spare
@@ -204,15 +185,14 @@ def _list_by_class_kernel(
         tl.store(tile_ptr + head * 3 + 2, block, mask=listed)
 
 
-def _launch_list_by_class(
+def _launch_masked_list(
     offsets: Tensor, other_offsets: Tensor, tiles: Tensor, num_tiles: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
-    mask: MaskParams | None, num_targets: Tensor | None, key_tiles: bool,
+    mask: MaskParams, num_targets: Tensor | None, key_tiles: bool,
 ) -> None:  # fmt: skip
-    """Write `tiles` and `num_tiles`, of at least one segment. Without a mask: of key tiles, in the order of spread_class."""
-    has_targets = mask is not None and mask.has_targets
-    if has_targets and num_targets is None:
+    """Write `tiles` and `num_tiles`, of at least one segment."""
+    if mask.has_targets and num_targets is None:
         raise ValueError("num_targets must be given, as the mask has targets, got None")
-    num_targets = num_targets.contiguous() if has_targets else None
+    num_targets = num_targets.contiguous() if mask.has_targets else None
     num_segments, shift = offsets.shape[0] - 1, block_m.bit_length() - 1
     num_virtual = (total_rows >> shift) + num_segments + 1  # find_tile divides first and last rows, not lengths: hence one more
     num_chunks = triton.cdiv(num_virtual, CHUNK)
@@ -221,15 +201,93 @@ def _launch_list_by_class(
         offsets, other_offsets, num_targets, chunks, num_segments, MASK=mask, KEY_TILES=key_tiles, BLOCK_M=block_m, BLOCK_N=block_n,
         SHIFT=shift, CHUNK=CHUNK, num_warps=1,
     )  # fmt: skip
-    _list_by_class_kernel[(num_chunks,)](
+    _masked_list_kernel[(num_chunks,)](
         chunks, tiles, num_tiles, num_chunks, len(tiles) // num_heads, num_heads, CHUNK=CHUNK, ROWS=8, num_warps=8
     )
+
+
+# -- key tiles in groups of segments --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _num_blocks(offsets_ptr, segments, real, BLOCK_M: tl.constexpr):
+    return tl.cdiv(segment_lengths(offsets_ptr, segments, real).to(tl.int32), BLOCK_M)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments"])
+def _segment_order_kernel(
+    offsets_ptr, order_ptr, num_segments, BLOCK_M: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Writes the segments in a stable order by their numbers of blocks, most blocks first."""
+    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    real = segments < num_segments
+    blocks = _num_blocks(offsets_ptr, segments, real, BLOCK_M)
+    rank = tl.zeros([SEGMENTS], tl.int32)
+    for start in range(0, num_segments, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        other_blocks = tl.where(others < num_segments, _num_blocks(offsets_ptr, others, others < num_segments, BLOCK_M), -1)
+        earlier = (other_blocks[None, :] == blocks[:, None]) & (others[None, :] < segments[:, None])
+        rank += tl.sum(((other_blocks[None, :] > blocks[:, None]) | earlier).to(tl.int32), 1)
+    tl.store(order_ptr + rank, segments, mask=real)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments", "num_heads", "per_group"])
+def _grouped_list_kernel(
+    offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, per_group,
+    BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the tiles of the segment of its rank. MEMBERS: per_group rounded up to a power of two.
+
+    Before a tile come all tiles of earlier groups, the blocks with a smaller number of all members, and the same block of members of lower
+    rank, which all have it.
+    """
+    rank = tl.program_id(0)
+    first = rank // per_group * per_group
+    before, total = 0, 0
+    for start in range(0, num_segments, CHUNK):
+        ranks = start + tl.arange(0, CHUNK)
+        segments = tl.load(order_ptr + ranks, mask=ranks < num_segments, other=0)
+        blocks = _num_blocks(offsets_ptr, segments, ranks < num_segments, BLOCK_M)
+        before += tl.sum(tl.where(ranks < first, blocks, 0), 0)
+        total += tl.sum(blocks, 0)
+    if rank == 0:
+        tl.store(num_tiles_ptr, total * num_heads)
+        tl.store(num_tiles_ptr + 1, total * num_heads)
+
+    members = first + tl.arange(0, MEMBERS)
+    real = (members < first + per_group) & (members < num_segments)
+    of_members = _num_blocks(offsets_ptr, tl.load(order_ptr + members, mask=real, other=0), real, BLOCK_M)
+    segment = tl.load(order_ptr + rank)
+    num_blocks = tl.cdiv(load_segment(offsets_ptr, segment)[1], BLOCK_M)
+    for start in range(0, num_blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        place = before + tl.sum(tl.minimum(of_members[None, :], block[:, None]), 1) + rank - first
+        tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
+        for head in range(0, num_heads):
+            tl.store(tile_ptr + head * 3, segment, mask=block < num_blocks)
+            tl.store(tile_ptr + head * 3 + 1, head, mask=block < num_blocks)
+            tl.store(tile_ptr + head * 3 + 2, block, mask=block < num_blocks)
+
+
+def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, per_group: int) -> None:
+    """Write `tiles` and `num_tiles`, of at least one segment."""
+    num_segments, segments = offsets.shape[0] - 1, 32
+    order = offsets.new_empty((num_segments,), dtype=torch.int32)
+    _segment_order_kernel[(triton.cdiv(num_segments, segments),)](
+        offsets, order, num_segments, BLOCK_M=block_m, SEGMENTS=segments, CHUNK=256
+    )  # fmt: skip
+    _grouped_list_kernel[(num_segments,)](
+        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, per_group,
+        BLOCK_M=block_m, MEMBERS=triton.next_power_of_2(per_group), BLOCKS=32, CHUNK=256,
+    )  # fmt: skip
 
 
 # -- the operator -------------------------------------------------------------------------------------------------------------------
 
 
-def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *mask):
+def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *options):
     capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
     return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((2,), dtype=torch.int32)
 
@@ -237,14 +295,14 @@ def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n,
 @operator("tile_list", fake=_empty_list)
 def tile_list(
     offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
-    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False,
+    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False, head_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles of `host.zigzag_schedule`, from offsets on the device.
 
     Args:
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Queries
             may have several groups, as in `zigzag_schedule`.
-        num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
+        num_heads, block_m, block_n, key_tiles, head_dim: as in `zigzag_schedule`.
         mask: `MaskParams`, with num_targets `[B]` if it has targets.
 
     Returns:
@@ -256,10 +314,14 @@ def tile_list(
     sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
-    spread = mask is None and key_tiles and groups == 1 and spreads_key_tiles(total_rows, num_segments)
-    if (mask is not None or spread) and num_segments:
-        sizes, params = (total_rows, num_heads, block_m, block_n), None if mask is None else MaskParams(*mask)
-        _launch_list_by_class(offsets, other_offsets, tiles, num_tiles, *sizes, params, num_targets, key_tiles)
+    params = None if mask is None else MaskParams(*mask)
+    per_group = segments_per_group(total_rows, num_segments, num_heads, head_dim, params) if key_tiles and groups == 1 else 0
+    if per_group and num_segments:
+        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, per_group)
+        return tiles, num_tiles
+    if params is not None and num_segments:
+        sizes = total_rows, num_heads, block_m, block_n
+        _launch_masked_list(offsets, other_offsets, tiles, num_tiles, *sizes, params, num_targets, key_tiles)
         return tiles, num_tiles
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
@@ -271,15 +333,16 @@ def tile_list(
 
 
 def kernel_tiles(
-    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False
+    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_dim: int = 0
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys.
+    total_rows, num_heads: of the tiled side. key_dim: the head dim, if the tiled side is the keys; 0: it is the queries.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is None or block != config.tile:
         offsets = segments.q_offsets, segments.kv_offsets
-        offsets = reversed(offsets) if key_tiles else offsets
-        tiles, num_tiles = tile_list(*offsets, total_rows, num_heads, config.tile, config.block, params.mask, params.num_targets, key_tiles)
+        sizes = total_rows, num_heads, config.tile, config.block
+        offsets = reversed(offsets) if key_dim else offsets
+        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_dim > 0, key_dim)
     return tiles, num_tiles[1:] if segments.long_only else num_tiles

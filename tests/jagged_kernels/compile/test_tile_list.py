@@ -1,7 +1,5 @@
 """The kernels that list tiles on the device compile for the GPU generations that we support."""
 
-import itertools
-
 import pytest
 
 pytest.importorskip("triton")
@@ -22,17 +20,29 @@ def test_tile_list_kernel_compiles(capability, groups, other_groups):
     assert compile_for(capability, tile_list._tile_list_kernel, constants, types.get, aligned=()).asm["cubin"]
 
 
-@pytest.mark.parametrize("key_tiles, mask", [*itertools.product([False, True], filter(MASKS.get, MASKS)), (True, "none")])
+@pytest.mark.parametrize("mask", [name for name, mask in MASKS.items() if mask])
+@pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_tile_work_kernel_compiles(capability, key_tiles, mask):
     types = dict(offsets_ptr="*i64", other_offsets_ptr="*i32", chunks_ptr="*i32", num_targets_ptr="*i64")
     constants = dict(MASK=MASKS[mask], KEY_TILES=key_tiles, BLOCK_M=192, BLOCK_N=64, SHIFT=7, CHUNK=256)
-    if not (MASKS[mask] and MASKS[mask].has_targets):
+    if not MASKS[mask].has_targets:
         constants["num_targets_ptr"] = None
     assert compile_for(capability, tile_list._tile_work_kernel, constants, types.get, aligned=(), num_warps=1).asm["cubin"]
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
-def test_list_by_class_kernel_compiles(capability):
+def test_masked_list_kernel_compiles(capability):
     types = dict(chunks_ptr="*i32", tiles_ptr="*i32", num_tiles_ptr="*i32")
-    assert compile_for(capability, tile_list._list_by_class_kernel, dict(CHUNK=256, ROWS=8), types.get, num_warps=8).asm["cubin"]
+    assert compile_for(capability, tile_list._masked_list_kernel, dict(CHUNK=256, ROWS=8), types.get, num_warps=8).asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_grouped_list_kernels_compile(capability):
+    types = dict(offsets_ptr="*i64", order_ptr="*i32", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types |= dict(num_segments="i32", num_heads="i32", per_group="i32")
+    for kernel, constants in [
+        (tile_list._segment_order_kernel, dict(BLOCK_M=128, SEGMENTS=32, CHUNK=256)),
+        (tile_list._grouped_list_kernel, dict(BLOCK_M=128, MEMBERS=4, BLOCKS=32, CHUNK=256)),
+    ]:
+        assert compile_for(capability, kernel, constants, types.get, aligned=()).asm["cubin"]

@@ -6,7 +6,6 @@ from marks import slow_after
 
 import jagged_modules as jm
 
-cost = pytest.importorskip("jagged_kernels.schedule.cost")
 device = pytest.importorskip("jagged_kernels.schedule.device")
 SIZES = dict(num_heads=3, block_m=16, block_n=8)
 
@@ -35,6 +34,11 @@ def test_random_masked_tiles_are_the_hosts(check_random_tiles, seed):
     check_random_tiles(seed, 200, "cpu")
 
 
+@slow_after(12, "seed", range(40))
+def test_random_tiles_in_groups_of_segments_are_the_hosts(check_grouped_tiles, seed):
+    check_grouped_tiles(seed, 150, "cpu")
+
+
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
     """Tiles that visit more blocks than have a class of their own."""
@@ -46,14 +50,6 @@ def test_masked_tiles_of_many_chunks_are_the_hosts(check_tiles, monkeypatch):
     monkeypatch.setattr(device, "CHUNK", 32)
     lengths = torch.randint(0, 30, (150,)).tolist()
     check_tiles(lengths, lengths, "cpu", SIZES, jm.AttentionMask(causal=True))
-
-
-@pytest.mark.parametrize(
-    "lengths, others", [([90, 0, 33, 64, 64, 20], [10, 5, 0, 90, 64, 64]), ([0], [7]), ([5], [0]), ([700, 300], [900, 5])]
-)
-def test_key_tiles_of_long_segments_are_the_hosts(check_tiles, monkeypatch, lengths, others):
-    monkeypatch.setattr(cost, "LONG_KEYS", 0)
-    check_tiles(lengths, others, "cpu", SIZES, key_tiles=True)
 
 
 def test_masked_tiles_of_a_part_of_the_segments(offsets):
