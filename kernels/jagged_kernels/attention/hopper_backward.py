@@ -451,14 +451,8 @@ class _Launches:
 
     def one_pass(self, keys: Segments, segment_scale: Tensor | None) -> None:
         """dq, dk and dv in one kernel, and another that rounds dq."""
-        q, k, lse, grads, params, config = (
-            self.operands.q,
-            self.operands.k,
-            self.operands.lse,
-            self.grads,
-            self.params,
-            self.selection.one_pass,
-        )
+        q, k, lse, grads = self.operands.q, self.operands.k, self.operands.lse, self.grads
+        params, config = self.params, self.selection.one_pass
         if params.activation == "softmax":
             write_delta(grads.do, self.operands.out, grads.delta)
         q_desc, do_desc = self.row_descriptors(config.block)
