@@ -69,7 +69,15 @@ def host_schedule(
         q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, num_workers=workers, mask=mask
     )  # fmt: skip
     backward = zigzag_schedule(
-        kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, num_workers=workers, mask=mask, key_tiles=True
+        kv_lengths,
+        q_lengths,
+        num_heads=num_kv_heads,
+        block_m=tile.key,
+        block_n=tile.query,
+        num_workers=workers,
+        mask=mask,
+        key_tiles=True,
+        head_dim=head_dim,
     )
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
@@ -111,7 +119,8 @@ def device_schedule(
     def build(
         offsets: Tensor, other_offsets: Tensor, rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool = False
     ) -> TileSchedule:
-        tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, mask, num_targets, key_tiles)
+        options = mask, num_targets, key_tiles, problem.head_dim
+        tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, *options)
         return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS)
 
     schedule = build(q_offsets, kv_offsets, q_rows, num_heads, tile.query, tile.key)

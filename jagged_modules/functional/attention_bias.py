@@ -38,7 +38,7 @@ def check_bias(bias: RelativeBias, q: Tensor, k: Tensor, q_offsets: Tensor, kv_o
 def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -> AttentionParams:
     """params with the bias, its tables as `[H or 1, entries]` in fp32, or in fp64 with fp64 operands."""
     dtype = torch.promote_types(dtype, torch.float32)
-    position, time = (None if x is None else x.to(dtype).reshape(-1, x.shape[-1]).contiguous() for x in (bias.position, bias.time))
+    position, time = (None if x is None else _by_head(x.to(dtype).contiguous()) for x in (bias.position, bias.time))
     others = bias.timestamps, bias.boundaries, bias.query_timestamps, bias.query_shift
     timestamps, boundaries, query_timestamps, query_shift = (None if x is None else x.contiguous() for x in others)
     return params._replace(
@@ -50,3 +50,7 @@ def with_bias(params: AttentionParams, bias: RelativeBias, dtype: torch.dtype) -
         query_timestamps=query_timestamps,
         query_shift=query_shift,
     )
+
+
+def _by_head(table: Tensor) -> Tensor:
+    return table if table.dim() == 2 else table.unsqueeze(0)

@@ -33,11 +33,16 @@ class Instruction:
 
 def unwritten_registers(cubin: bytes) -> list[str]:
     """`find_unwritten` in a compiled kernel."""
+    return find_unwritten(disassembled(cubin))
+
+
+def disassembled(cubin: bytes) -> str:
+    """The machine code of a compiled kernel as nvdisasm prints it."""
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
         command = [knobs.nvidia.nvdisasm.path, "--print-code", file]
-        return find_unwritten(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 def find_unwritten(listing: str) -> list[str]:

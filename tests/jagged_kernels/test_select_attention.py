@@ -7,8 +7,10 @@ import pytest
 import torch
 from jagged_kernels.attention import select as module
 from jagged_kernels.attention.configs import attention_config, hopper_attention_config
+from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.attention.select import AttentionProblem, select
 
+import jagged_modules as jm
 from jagged_modules.activations import ACTIVATIONS
 
 A100, L4, H100, B200 = (8, 0), (8, 9), (9, 0), (10, 0)
@@ -242,3 +244,54 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
     assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
         problem(**SHORT_BATCH | change | dict(self_attention=False))
     )
+
+
+LONGEST = 8192  # rows of a segment from which on one kernel is faster for all head dims
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (dict(), True),
+        (sizes(LONGEST, 2047), False),
+        (sizes(2047, LONGEST), False),
+        (dict(masked=True), False),
+        (dict(masked=True, causal=True), True),
+        (dict(biased=True), False),
+        (dict(batch_invariant=True), False),
+        (dict(q_shared=True), False),
+        (dict(kv_shared=True, kv_segments=1), False),
+        (dict(q_segments=128, q_rows=128 * LONGEST), False),  # two groups of queries
+        (dict(capability=A100), False),
+        (dict(implementation="triton"), False),
+        (dict(implementation="hopper"), True),
+        (dict.fromkeys(LONG), False),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_kernel_for_all_gradients_of_long_segments(dim, change, expected):
+    selection = select(problem(dim, **(sizes(LONGEST, LONGEST) | change)))
+    assert (selection.one_pass is not None) == expected
+    if expected:
+        assert selection.one_pass.tile == selection.dkdv.tile == selection.tile.key
+
+
+@pytest.mark.parametrize(
+    "dim, masked, least", [(40, False, 2048), (64, True, 2048), (72, False, 4096), (128, False, 4096), (128, True, 8192)]
+)
+def test_how_long_segments_are_for_one_kernel(dim, masked, least):
+    for seqlen in (least - 1, least):
+        found = select(problem(dim, masked=masked, causal=masked, **sizes(seqlen, seqlen)))
+        assert (found.one_pass is not None) == (seqlen >= least)
+
+
+def test_the_causal_mask_hides_later_keys_alone():
+    masks = [jm.AttentionMask(causal=True, min_full_attn_seqlen=0)]
+    assert all(MaskParams(*mask.params).is_causal for mask in masks)
+    others = (
+        dict(), dict(causal=True, window=(5, None)), dict(causal=True, num_targets=torch.tensor([1])),
+        dict(causal=True, contextual_seqlen=2), dict(causal=True, max_attn_len=3), dict(causal=True, recent_history=5),
+        dict(causal=True, global_prefix=3, window=(9, None)),
+    )  # fmt: skip
+    assert not any(MaskParams(*jm.AttentionMask(**fields).params).is_causal for fields in others)

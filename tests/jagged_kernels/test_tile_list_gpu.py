@@ -33,6 +33,11 @@ def test_random_masked_tiles_are_the_hosts(check_random_tiles, seed):
     check_random_tiles(seed, 3000, "cuda")
 
 
+@pytest.mark.parametrize("seed", range(40))
+def test_random_tiles_in_groups_of_segments_are_the_hosts(check_grouped_tiles, seed):
+    check_grouped_tiles(seed, 3000, "cuda")
+
+
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
     """Tiles that visit more blocks than have a class of their own, and more than have a class at all."""

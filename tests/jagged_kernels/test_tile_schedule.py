@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from jagged_kernels.schedule import cost
 from jagged_kernels.schedule.cost import EXACT_WORK, SHORT, WORK_CLASSES, work_class
 from jagged_kernels.schedule.host import tile_capacity, zigzag_schedule
 
@@ -248,3 +249,33 @@ BAD = [
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=message):
         zigzag_schedule(**(dict(q_lengths=[1], kv_lengths=[1]) | SIZES | change))
+
+
+@pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
+def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
+    """The longest segments come first. A group has its segments' first blocks, then the second ones, and so on."""
+    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64
+    of_two_segments = int(2.2 * sum(lengths) / len(lengths) * heads * head_dim)
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", of_two_segments // (1 if mask is None else 2))
+    sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
+    schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
+    expected = []
+    for group in [(1, 2), (3, 0), (4,)]:
+        for block in range(64):
+            expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
+    assert schedule.tiles.tolist() == expected
+    assert schedule.num_tiles.tolist() == [len(expected)] * 2
+    assert schedule.work.tolist() == [-(-lengths[segment] // 64) - (2 * block if mask else 0) for segment, _, block in expected]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [dict(head_dim=0), dict(key_tiles=False), dict(lengths=[2047, 3000, 100]), dict(mask=jm.AttentionMask(window=(9, None)))],
+    ids=str,
+)
+def test_other_tiles_are_sorted_by_work(change):
+    options = dict(lengths=[2048, 4096, 2048], head_dim=64, key_tiles=True, mask=None) | change
+    lengths, sizes = options.pop("lengths"), dict(num_heads=2, block_m=128, block_n=64, num_workers=132)
+    schedule = zigzag_schedule(lengths, lengths, **sizes, **options)
+    assert torch.equal(schedule.tiles, zigzag_schedule(lengths, lengths, **sizes, **options | dict(head_dim=0)).tiles)
+    assert schedule.work.diff().max() <= 0

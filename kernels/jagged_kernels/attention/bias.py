@@ -27,7 +27,8 @@ class Bias(NamedTuple):
     time_ptr, time_stride: likewise. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
     first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. entries_ptr, entries_stride:
     for each head or all, and each value of these bits, four words: the first boundary that is not below all its distances, the table's
-    values below it and from it on, and the buckets, in halves of a word. Then a word that is 0 if any value has several boundaries.
+    values below it and from it on, and the buckets, in halves of a word. Then a word that is 0 if any value has several boundaries. Only
+    Hopper's kernels read entries; None with others.
     query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
     """
 
@@ -118,8 +119,9 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         time_ptr = bias.time_ptr + head.to(tl.int64) * bias.time_stride
         boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
         edges_ptr, leading_bits_ptr = bias.edges_ptr, bias.leading_bits_ptr
-        entries_ptr = bias.entries_ptr + head.to(tl.int64) * bias.entries_stride
         timestamps_ptr = bias.timestamps_ptr + kv_start
+    if bias.entries_ptr is not None:
+        entries_ptr = bias.entries_ptr + head.to(tl.int64) * bias.entries_stride
     if KIND.query_times:
         query_ptr = bias.query_timestamps_ptr + q_start
     return BiasOfTile(

@@ -2,88 +2,69 @@
 
 from __future__ import annotations
 
-import functools
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..common.configs import padded_dim
-from .bias import LEADING, LEADING_SHIFT, PAD, Bias, TableSums
+from ..common.device import cdiv
+from .bias import LEADING, PAD, Bias, TableSums
+from .bias_kernels import PADDED, SUMMED, bias_tables_kernel, sum_tables_kernel
 from .params import AttentionParams, empty_table_gradients
 
 _PAD = PAD.value
-_LARGEST = torch.iinfo(torch.int32).max
 
 
-def kernel_bias(params: AttentionParams) -> Bias | None:
-    """The bias of a call as a kernel argument."""
+def kernel_bias(params: AttentionParams, entries: bool) -> Bias | None:
+    """The bias of a call as a kernel argument. One launch makes its tables. entries: whether the kernel reads them, as Hopper's do."""
     if not params.has_bias:
         return None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
-    edges = leading_bits = entries = None
+    padded = None if position is None else position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
+    edges = leading_bits = entry_table = None
     if boundaries is not None:
-        edges, leading_bits, last = _bucket_tables(boundaries)
-        entries = _entries(time, edges, leading_bits[:-1], last)
-    if position is not None:
-        position = pad(position, (_PAD, _PAD), mode="replicate")
-    return Bias(
-        position_ptr=position,
-        position_stride=None if position is None else _head_stride(position),
-        num_positions=None if position is None else position.shape[1],
+        edges = boundaries.new_empty(boundaries.shape[0] + 1, dtype=torch.int32)
+        leading_bits = boundaries.new_empty(LEADING.value + 1, dtype=torch.int32)
+        if entries:
+            entry_table = boundaries.new_empty((time.shape[0], 4 * LEADING.value + 4), dtype=torch.int32)
+    bias = Bias(
+        position_ptr=padded,
+        position_stride=_head_stride(padded),
+        num_positions=None if padded is None else padded.shape[1],
         time_ptr=time,
-        time_stride=None if time is None else _head_stride(time),
+        time_stride=_head_stride(time),
         boundaries_ptr=boundaries,
         num_boundaries=None if boundaries is None else boundaries.shape[0],
         edges_ptr=edges,
         leading_bits_ptr=leading_bits,
-        entries_ptr=entries,
-        entries_stride=None if entries is None else _head_stride(entries),
+        entries_ptr=entry_table,
+        entries_stride=_head_stride(entry_table),
         timestamps_ptr=params.timestamps,
         query_timestamps_ptr=params.query_timestamps,
         query_shift_ptr=params.query_shift,
         inverse_scale=1 / params.scale,
     )
+    bucket_programs = 0 if boundaries is None else entry_table.shape[0] if entries else 1
+    padding_programs = 0 if padded is None else padded.shape[0] * cdiv(padded.shape[1], PADDED.value)
+    bits = 0 if boundaries is None else boundaries.shape[0].bit_length()
+    bias_tables_kernel[(bucket_programs + padding_programs,)](position, bias, bucket_programs, BITS=bits, num_warps=8)
+    return bias
 
 
-def _bucket_tables(boundaries: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """edges and leading_bits of a `Bias`, and the last bucket for each value of the leading bits."""
-    edges = pad(boundaries.clamp(max=_LARGEST), (0, 1), value=_LARGEST).int()
-    lowest, highest = _ranges(boundaries.device)
-    buckets = torch.searchsorted(boundaries, lowest, right=True, out_int32=True)
-    last = torch.maximum(torch.searchsorted(boundaries, highest, right=True, out_int32=True), buckets)
-    return edges, torch.cat([buckets, (last - buckets).amax(0, keepdim=True)]), last
-
-
-def _entries(time: Tensor, edges: Tensor, first: Tensor, last: Tensor) -> Tensor:
-    """entries of a `Bias`, int32 `[H or 1, 4 · LEADING + 4]`, of a time table `[H or 1, buckets]`. first, last: buckets for each value of
-    the leading bits."""
-    edge = edges[first]
-    one_boundary = ((edge == edges[(last - 1).clamp(min=0)]) | (first == last)).all()
-    shared = torch.stack([edge, first | last << 16]).expand(time.shape[0], 2, -1)
-    values = torch.stack([time[:, first], time[:, last]], 1).view(torch.int32)
-    entries = torch.cat([shared[:, :1], values, shared[:, 1:]], 1).transpose(1, 2).flatten(1)
-    return torch.cat([entries, one_boundary.int().expand(time.shape[0], 4)], 1)
-
-
-@functools.cache
-def _ranges(device: torch.device) -> tuple[Tensor, Tensor]:
-    """The least and the greatest distance, int64 `[LEADING]`, that may have given leading bits. Rounding to fp32 may move a distance up, by
-    2^-24 of itself, to the next bits; never down, as fp32 has every number at which bits begin. Bits of fractions have no distance: the
-    greatest is below the least."""
-    bits = torch.arange(LEADING.value + 1, dtype=torch.int32) << LEADING_SHIFT.value
-    values = bits.view(torch.float32).double()
-    lowest, highest = (values[:-1] * (1 - 2**-22)).ceil(), values[1:].ceil() - 1
-    return lowest.long().to(device), highest.long().to(device)
-
-
-def _head_stride(table: Tensor) -> int:
+def _head_stride(table: Tensor | None) -> int | None:
+    """Elements from one head's row to the next, 0 if heads share it; None without a table."""
+    if table is None:
+        return None
     return 0 if table.shape[0] == 1 else table.stride(0)
 
 
 class TableGradients(NamedTuple):
-    """Sums that the programs of a launch write, or their warpgroups or warps, each in its own part, so that their order is fixed."""
+    """Sums that the programs of a launch write, or their warpgroups, each in its own part, so that their order is fixed.
+
+    position: `[parts, H or 1, entries + 2 · PAD]`. time: `[parts, H or 1, entries, threads]`; without threads, one of each of the entries,
+    padded to a power of two. scratch: `[parts, scores of a block]`.
+    """
 
     position: Tensor | None
     time: Tensor | None
@@ -102,7 +83,7 @@ class TableGradients(NamedTuple):
             scratch = None if block is None else torch.empty(parts, block, device=device)
         if params.time_bias is not None:
             heads, entries = params.time_bias.shape
-            sizes = (padded_dim(entries),) if threads is None else (entries, threads)
+            sizes = (padded_dim(entries), 1) if threads is None else (entries, threads)
             time = torch.zeros(parts, heads, *sizes, device=device)
         return cls(position, time, scratch)
 
@@ -114,20 +95,18 @@ class TableGradients(NamedTuple):
     def argument(self) -> TableSums:
         """The kernel's argument."""
         position_stride, time_stride = (None if x is None else x.stride(0) for x in (self.position, self.time))
-        time_head_stride = None if self.time is None else _head_stride(self.time[0])
+        time_head_stride = None if self.time is None else 0 if self.time.shape[1] == 1 else self.time.stride(1)
         return TableSums(self.position, position_stride, self.time, time_stride, time_head_stride, self.scratch)
 
     def results(self, params: AttentionParams, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients in the shapes of the tables; `[0]` for a table without one."""
+        """Gradients in the shapes of the tables, by one launch; `[0]` for a table without one."""
         dposition, dtime = empty_table_gradients(params, like)
-        if self.position is not None:
-            total = self.position.sum(0)
-            if dposition.shape[1] == 1:
-                dposition = total.sum(1, keepdim=True)
-            else:  # the padding's sums belong to the first and last entries
-                first, last = total[:, : _PAD + 1].sum(1, keepdim=True), total[:, -_PAD - 1 :].sum(1, keepdim=True)
-                dposition = torch.cat([first, total[:, _PAD + 1 : -_PAD - 1], last], dim=1)
-        if self.time is not None:
-            total = self.time.sum(0 if self.time.dim() == 3 else (0, 3))
-            dtime = total[:, : dtime.shape[1]].contiguous()
+        num_positions, num_buckets, threads = dposition.shape[-1], dtime.shape[-1], 1 if self.time is None else self.time.shape[3]
+        position_programs = dposition.shape[0] * cdiv(num_positions, SUMMED.value)
+        time_programs = dtime.shape[0] * (cdiv(num_buckets, SUMMED.value) if threads == 1 else num_buckets)
+        parts = (self.time if self.position is None else self.position).shape[0]
+        sum_tables_kernel[(position_programs + time_programs,)](
+            self.argument(), dposition, num_positions, dtime, num_buckets, position_programs, parts,
+            BUCKETS=self.buckets, THREADS=threads, num_warps=8,
+        )  # fmt: skip
         return dposition, dtime

@@ -131,7 +131,7 @@ def hopper_attention_config(
     knows no more; but with a time table, whose arithmetic takes longer than another list of tiles.
 
     Args:
-        kernel: "fwd", "dq", "dkdv", or "dq_from_ds", whose tiles are dq's.
+        kernel: "fwd", "dq", "dkdv", "dq_from_ds", whose tiles are dq's, or "one_pass", whose tiles are dkdv's.
         head_dim: of q and k, or of v: both are padded to the same size.
         biased, timed: whether there is a RelativeBias, and a time table in it.
         long: whether "fwd" loops over blocks of 128 keys instead of 64 (`select.long_key_blocks_are_faster`).
@@ -145,6 +145,10 @@ def hopper_attention_config(
         # With a mask, a bias or an activation, blocks of 128 rows would need too many registers.
         return two(block=128, stages=2, row_stages=2) if softmax and not masked and not biased else two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
+    if kernel == "one_pass":
+        if narrow and (masked or not softmax):
+            return two(block=64, stages=3, row_stages=2)
+        return two(block=128 if narrow else 64, stages=2, row_stages=1)
     if timed and narrow and kernel in ("fwd", "dq"):  # buckets take more registers than three warpgroups have
         return two(block=64, stages=4, row_stages=2 if kernel == "fwd" else 1)
     if kernel == "dq":

@@ -6,7 +6,8 @@
 
 The kernel for dk and dv is in hopper_dkdv.py. Both compute S again, so that each output tile has one owner and results are deterministic.
 Where memory allows, the dk, dv kernel runs first and stores dS, and the kernel in hopper_ds.py computes dq from it. With a RelativeBias,
-the dq kernel also sums dS for the gradients of the tables (hopper_bias.py).
+the dq kernel also sums dS for the gradients of the tables (hopper_bias.py). For long segments, one kernel computes all three gradients
+(hopper_one_pass.py).
 
 Roles, at head dim 128 | 64:
     warps 0–3, 4–7 | 0–3, 4–7, 8–11   consumers: MMA, dS, epilogue. `_dq_consume`
@@ -47,6 +48,7 @@ from ..common.pipeline import (
     Output,
     Ring,
     Tail,
+    TensorDescriptor,
     consumer_release,
     consumer_wait,
     consumer_wait_ahead,
@@ -99,8 +101,10 @@ from .hopper_ds import (
     attention_bwd_dq_from_ds_hopper_kernel,
     dq_from_ds_constants,
     plan_workspace,
+    workspace_limit,
     write_delta,
 )
+from .hopper_one_pass import DqSums, attention_bwd_hopper_kernel, one_pass_constants
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands, empty_table_gradients
 from .scales import output_factor, score_factor
@@ -395,10 +399,16 @@ class _Launches:
         self.grads = grads._replace(do=do)
         self.operands = operands._replace(out=do if out is None else out.contiguous())
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
-        self.bias = kernel_bias(params)
+        self.bias = kernel_bias(params, entries=True)
         self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
         self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
+
+    def row_descriptors(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+        """Of q and dO, for blocks of so many rows."""
+        if rows == 64:
+            return self.q_desc, self.do_desc
+        return head_descriptor(self.operands.q, rows), head_descriptor(self.grads.do, rows)
 
     def query_tiles(self, segments: Segments) -> TileList:
         dq, config = self.grads.dq, self.selection.dq
@@ -428,10 +438,8 @@ class _Launches:
         q, lse, delta = self.operands.q, self.operands.lse, self.grads.delta
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
-        q_desc, do_desc = self.q_desc, self.do_desc
-        if config.block != 64:
-            q_desc, do_desc = head_descriptor(q, config.block), head_descriptor(self.grads.do, config.block)
-        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_tiles=True)
+        q_desc, do_desc = self.row_descriptors(config.block)
+        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_dim=dk.shape[2])
         if blocks := grid(tiles):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
@@ -440,6 +448,24 @@ class _Launches:
                 HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 BIAS=params.bias_kind, **launch_constants(config, self.operands, params),
             )  # fmt: skip
+
+    def one_pass(self, keys: Segments, segment_scale: Tensor | None) -> None:
+        """dq, dk and dv in one kernel, and another that rounds dq."""
+        q, k, lse, grads = self.operands.q, self.operands.k, self.operands.lse, self.grads
+        params, config = self.params, self.selection.one_pass
+        if params.activation == "softmax":
+            write_delta(grads.do, self.operands.out, grads.delta)
+        q_desc, do_desc = self.row_descriptors(config.block)
+        sums = DqSums.empty(q, keys.q_offsets.shape[0] - 1, config.block)
+        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, key_dim=k.shape[2])
+        if blocks := grid(tiles):
+            attention_bwd_hopper_kernel[blocks](
+                q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, sums.descriptor(), grads.dk, grads.dv, lse,
+                grads.delta, sums.added, sums.next_tile, keys.q_offsets, keys.kv_offsets, tiles, num_tiles, segment_scale,
+                params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), sums.num_blocks,
+                HEAD_DIM=q.shape[2], **one_pass_constants(config, self.operands, params),
+            )  # fmt: skip
+        sums.write(grads.dq, keys, segment_scale, params.scale * self.dact_factor, params.output_scale)
 
     def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor) -> None:
         """dq of the segments whose dS is stored. Tiles: query_tiles."""
@@ -456,9 +482,15 @@ def backward(
     operands: Operands, grads: Gradients, queries: Segments, keys: Segments, params: AttentionParams, kv_shared: bool,
     selection: Selection, workspace: int | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Launch the kernels for dq and for dk, dv. If a workspace of at most `workspace` bytes has room for dS, the dk, dv kernel stores dS
-    there, and dq is computed from it; not with a bias, whose tables' gradients the dq kernel computes. Returns these gradients."""
+    """Launch the kernel for all gradients, if it is selected and `workspace_limit` has room for its sums, else those for dq and for dk, dv.
+    If the limit has room for dS, the dk, dv kernel stores dS, and dq is computed from it; not with a bias, whose tables' gradients the dq
+    kernel computes. Returns these gradients."""
     launches = _Launches(operands, grads, params, kv_shared, selection)
+    if selection.one_pass is not None:
+        num_bytes = DqSums.num_bytes(operands.q, keys.q_offsets.shape[0] - 1, selection.one_pass.block)
+        if num_bytes <= workspace_limit(workspace, grads.dq, grads.dk, grads.dv):
+            launches.one_pass(keys, params.segment_scale)
+            return empty_table_gradients(params, operands.q)
     num_blocks, parts = 0, []
     if params.mask is None and not params.has_bias and queries.query_groups == 1 and not (params.q_shared or kv_shared):
         num_blocks, parts = plan_workspace(

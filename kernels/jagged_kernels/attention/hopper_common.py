@@ -146,7 +146,7 @@ def push_tile(queue, wave, tile):
 
 @gluon.jit
 def _load_word(queue, i):
-    return gl.sum(queue.slots.index(i).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
+    return gl.sum(queue.slots.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit

@@ -115,7 +115,7 @@ class _Rings(NamedTuple):
     tail: gl.shared_memory_descriptor
 
 
-class _Stats(NamedTuple):
+class Stats(NamedTuple):
     lse_ptr: gl.tensor
     delta_ptr: gl.tensor
     stride_lse: gl.tensor
@@ -129,7 +129,7 @@ class _Outputs(NamedTuple):
     buffers: gl.shared_memory_descriptor
 
 
-class _Scales(NamedTuple):
+class Scales(NamedTuple):
     scale: gl.tensor
     act_factor: gl.tensor
     dact_factor: gl.tensor
@@ -146,9 +146,9 @@ class _Kernel(NamedTuple):
     v_desc: gl.tensor
     schedule: Schedule
     rings: _Rings
-    stats: _Stats
+    stats: Stats
     outputs: _Outputs
-    scales: _Scales
+    scales: Scales
     bias: Bias
     ds_ptr: gl.tensor
     ds_blocks_ptr: gl.tensor
@@ -164,7 +164,7 @@ class _Keys(NamedTuple):
     ds_ptr: gl.tensor
 
 
-class _Rows(NamedTuple):
+class Rows(NamedTuple):
     """The query rows of a block: the first one, its column, number of rows from there on in the segment, and its first target column."""
 
     first: gl.tensor
@@ -245,7 +245,7 @@ def _visited_rows(schedule, tile, number, visited, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _load_stats(stats, head, q_start, q_len, first, lanes):
+def load_stats(stats, head, q_start, q_len, first, lanes):
     """lse and delta of the segment's query rows first + lanes. Rows past the segment add nothing: exp2(score - inf) = 0."""
     offsets = head.to(gl.int64) * stats.stride_lse + q_start + first + lanes
     lse = gl.load(stats.lse_ptr + offsets, mask=lanes < q_len - first, other=float("inf"))
@@ -254,7 +254,7 @@ def _load_stats(stats, head, q_start, q_len, first, lanes):
 
 
 @gluon.jit
-def _put_stats(rings, step, lse, delta):
+def put_stats(rings, step, lse, delta):
     """Write lse and delta to the buffers of a step, before producer_load fills that of q and marks it as full."""
     producer_wait(rings.q, step)
     slot = step % rings.q.buffers.shape[0]
@@ -290,8 +290,8 @@ def _dkdv_produce(kernel, OPTIONS: gl.constexpr):
                 head = tile.head * OPTIONS.group + group_head
                 first = block * OPTIONS.block
                 if OPTIONS.activation is None:
-                    lse, delta = _load_stats(kernel.stats, head, q_start, q_len, first, lanes)
-                    _put_stats(rings, step + number, lse, delta)
+                    lse, delta = load_stats(kernel.stats, head, q_start, q_len, first, lanes)
+                    put_stats(rings, step + number, lse, delta)
                 row = q_start + first
                 q_row = row
                 if OPTIONS.q_shared:
@@ -305,7 +305,7 @@ def _dkdv_produce(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _visible_rows(keys, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
+def visible_rows(keys, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
     """Which query rows of a block see the consumer's keys, `[64, BLOCK]`: transposed, as the scores are."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     key_columns = keys.column + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
@@ -314,7 +314,7 @@ def _visible_rows(keys, rows, MASK: gl.constexpr, BLOCK: gl.constexpr):
 
 
 @gluon.jit
-def _zero_tails(rings, step, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+def zero_tails(rings, step, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
     """Zero the rows of q and dO past their segment. All consumers take part."""
     zero_tail(consumer_wait(rings.q, step), num_rows, tail, consumer, CONSUMERS)
     zero_tail(consumer_wait(rings.do, step), num_rows, tail, consumer, CONSUMERS)
@@ -326,7 +326,7 @@ def _skip_rows(rings, step, num_rows, tail_phase, consumer: gl.constexpr, CONSUM
     """Skip a block that does not see this consumer's keys, but take part in zeroing its tail; returns the next tail phase."""
     has_tail = num_rows < rings.q.buffers.shape[2]
     if has_tail:
-        _zero_tails(rings, step, num_rows, Tail(rings.tail, tail_phase), consumer, CONSUMERS)
+        zero_tails(rings, step, num_rows, Tail(rings.tail, tail_phase), consumer, CONSUMERS)
     skip_stage(rings.q, step)
     skip_stage(rings.do, step)
     return tail_phase + has_tail.to(gl.int32)
@@ -343,7 +343,7 @@ def _dkdv_block(
     if MASKED:
         has_tail = rows.num_rows < q.shape[0]
         if has_tail:
-            _zero_tails(rings, step, rows.num_rows, Tail(rings.tail, tail_phase), consumer, OPTIONS.consumers)
+            zero_tails(rings, step, rows.num_rows, Tail(rings.tail, tail_phase), consumer, OPTIONS.consumers)
         tail_phase += has_tail.to(gl.int32)
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
@@ -366,7 +366,7 @@ def _dkdv_block(
     else:
         p, dact = OPTIONS.activation(scores, scale)
     if MASKED and OPTIONS.mask is not None:
-        visible = _visible_rows(keys, rows, OPTIONS.mask, BLOCK)
+        visible = visible_rows(keys, rows, OPTIONS.mask, BLOCK)
         p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
     p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
@@ -435,7 +435,7 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 if consumer_visits(tile, block, query_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
-                        keys, rings, step + number, dk, dv, _Rows(row, row + tile.kv_len - q_len, q_len - row, first_target),
+                        keys, rings, step + number, dk, dv, Rows(row, row + tile.kv_len - q_len, q_len - row, first_target),
                         score_factor(scales.scale, OPTIONS.activation), bias, tail_phase, ds_block, consumer, OPTIONS, True,
                     )  # fmt: skip
                 else:
@@ -448,7 +448,7 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                     _, _, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
                     bias, row = bias_of_keys(kernel.bias, tile, tile.head * OPTIONS.group + group_head, first, OPTIONS.bias), block * BLOCK
                 dk, dv, tail_phase = _dkdv_block(
-                    keys, rings, step + number, dk, dv, _Rows(row, 0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
+                    keys, rings, step + number, dk, dv, Rows(row, 0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
                     bias, tail_phase, ds_block, consumer, OPTIONS, False,
                 )  # fmt: skip
             consumer_release(rings.k, wave)
@@ -496,9 +496,9 @@ def attention_bwd_dkdv_hopper_kernel(
     delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], PLAIN)
     # Each consumer arrives twice a block: for its share of q, and for its share of dO.
     rings = _Rings(q_ring, do_ring, k_rings, v_rings, lse, delta, make_barriers(1, 2 * CONSUMERS))
-    stats = _Stats(lse_ptr, delta_ptr, stride_lse)
+    stats = Stats(lse_ptr, delta_ptr, stride_lse)
     outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr, make_epilogue_buffers(k_desc, 2 * CONSUMERS))
-    scales = _Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
+    scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(
         q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, bias, ds_ptr, ds_blocks_ptr, queue

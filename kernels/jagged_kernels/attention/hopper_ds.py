@@ -130,20 +130,24 @@ def assign_ds_blocks(
     return ds_blocks, num_other_tiles
 
 
+def workspace_limit(workspace: int | None, *gradients: Tensor) -> int:
+    """How many bytes a backward may take besides its results: `workspace`; if it is None, `WORKSPACE` or the size of the gradients,
+    whichever is larger."""
+    return max(WORKSPACE, sum(x.nbytes for x in gradients)) if workspace is None else workspace
+
+
 def plan_workspace(
     q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor, workspace: int | None, *gradients: Tensor
 ) -> tuple[int, list[tuple[int, int]]]:  # fmt: skip
     """The number of blocks to allocate, and the parts of the batch, (first segment, end), that use them one after the other.
 
-    It follows from shapes, without a sync: as many blocks as segments of uniform lengths up to twice the mean would need. The limit is
-    `workspace` bytes; if it is None, `WORKSPACE` or the size of the gradients, whichever is larger. (0, []) where storing dS is not faster,
-    or a few segments exceed the limit.
+    It follows from shapes, without a sync: as many blocks as segments of uniform lengths up to twice the mean would need, within
+    `workspace_limit`. (0, []) where storing dS is not faster, or a few segments exceed the limit.
     """
     num_segments = q_offsets.shape[0] - 1
     queries, keys = launch.mean_seqlen(q.shape[0], q_offsets) / 64, launch.mean_seqlen(k.shape[0], kv_offsets) / 64
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
-    most = max(WORKSPACE, sum(x.nbytes for x in gradients)) if workspace is None else workspace
-    room = most // BLOCK_BYTES
+    room = workspace_limit(workspace, *gradients) // BLOCK_BYTES
     if not storing_ds_is_faster(num_blocks, 64 * min(queries, keys), q.shape[2]) or PART * num_blocks > room * num_segments:
         return 0, []
     parts = math.ceil(num_blocks / room)

@@ -500,6 +500,6 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
-            params.segment_scale, kernel_bias(params), params.scale, act_factor, params.output_scale, lse.stride(0),
+            params.segment_scale, kernel_bias(params, entries=True), params.scale, act_factor, params.output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, **constants,
         )  # fmt: skip

@@ -28,6 +28,12 @@ class MaskParams(NamedTuple):
     global_prefix: int = 0
     recent_history: int = 0
 
+    @property
+    def is_causal(self) -> bool:
+        """Whether rows see exactly the columns up to their own."""
+        limits = self.has_targets, self.context, self.max_attn_len, self.global_prefix, self.recent_history
+        return bool(self.causal) and self.left < 0 and self.right < 0 and not any(limits)
+
 
 class BiasKind(NamedTuple):
     """What a RelativeBias has, as a constant of a launch. boundaries: a power of 2 not below their number; 0 without a time table."""

@@ -41,6 +41,7 @@ class AttentionProblem(NamedTuple):
         capability: compute capability of the GPU; None: there is none (Triton's interpreter).
         implementation: "auto", "triton" or "hopper".
         activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a time table in it.
+        causal: whether the mask hides exactly the later keys. Only the backward asks.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
@@ -59,6 +60,7 @@ class AttentionProblem(NamedTuple):
     masked: bool = False
     biased: bool = False
     timed: bool = False
+    causal: bool = False
     batch_invariant: bool = False
     q_rows: int | None = None
     q_segments: int | None = None
@@ -81,6 +83,7 @@ class Selection:
         backend: "triton", the portable kernels, or "hopper".
         fwd, dq, dkdv: their launch configurations, each with its tile: query rows, or key rows of dkdv.
         dq_from_ds: configuration of the Hopper kernel that reads dS; None with the portable kernels.
+        one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq, dkdv and dq_from_ds; None: they run.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
         query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each chunk reads all keys.
         packed_fwd, packed_bwd: configurations of the kernels for short segments, which the others then leave out; None: they do not.
@@ -91,6 +94,7 @@ class Selection:
     dq: LaunchConfig | HopperConfig
     dkdv: LaunchConfig | HopperConfig
     dq_from_ds: HopperConfig | None = None
+    one_pass: HopperConfig | None = None
     tma: bool = False
     query_chunks: int = 1
     packed_fwd: LaunchConfig | None = None
@@ -121,6 +125,8 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed  # buckets take many registers
         selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long, p.timed)
+        if one_pass_is_faster(p, q_seqlen, kv_seqlen):
+            selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
 
     tile = _triton_tile(p, q_seqlen)
@@ -186,6 +192,25 @@ def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> boo
     empty; that was not measured.
     """
     return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and seqlen >= 128
+
+
+def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
+    """Whether one Hopper kernel for dq, dk and dv replaces two or three. docs/decisions/one-pass-backward.md has figures.
+
+    It takes self- or cross-attention with one group of queries, without a bias, and no mask but the causal one: there, every key tile up to
+    some tile visits a block of queries.
+    """
+    supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments and (p.causal or not p.masked)
+    if not supported or q_seqlen is None or kv_seqlen is None:
+        return False
+    return min(q_seqlen, kv_seqlen) >= one_pass_seqlen(p.head_dim, p.masked)
+
+
+def one_pass_seqlen(head_dim: int, masked: bool) -> int:
+    """Mean rows of a segment from which on `one_pass_is_faster`."""
+    if padded_dim(head_dim) == 64:
+        return 2048
+    return 8192 if masked else 4096
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:

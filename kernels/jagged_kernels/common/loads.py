@@ -60,7 +60,14 @@ def load_tile(tiles_ptr, wave, waves, worker, num_workers, q_offsets_ptr, kv_off
 
     num_segments: number of key segments if there are several query groups; None: one query group.
     """
-    tile_ptr = tiles_ptr + zigzag_position(tl.maximum(tl.minimum(wave, waves - 1), 0), worker, num_workers) * 3
+    position = zigzag_position(tl.maximum(tl.minimum(wave, waves - 1), 0), worker, num_workers)
+    return load_listed_tile(tiles_ptr, position, q_offsets_ptr, kv_offsets_ptr, num_segments)
+
+
+@triton.jit
+def load_listed_tile(tiles_ptr, position, q_offsets_ptr, kv_offsets_ptr, num_segments):
+    """The ScheduledTile at a position of the list."""
+    tile_ptr = tiles_ptr + position * 3
     segment, head, block = tl.load(tile_ptr), tl.load(tile_ptr + 1), tl.load(tile_ptr + 2)
     kv_segment = segment
     if num_segments is not None:

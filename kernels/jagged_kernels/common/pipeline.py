@@ -19,6 +19,7 @@ from .descriptors import Box, Described, fill, shape_and_strides
 from .gluon_api import load_tile, store_tile, thread_barrier
 
 WARPGROUP_ROWS = gl.constexpr(64)  # rows of the MMA of a warpgroup
+ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 LOAD_REGISTERS = gl.constexpr(24)  # registers per thread of the producer: the fewest that setmaxnreg takes
 
 
@@ -181,18 +182,23 @@ def skip_stage(ring, step):
 
 
 @gluon.jit
-def zero_tail(buffer, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
-    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on. They are rows of another segment, and 0 · NaN is NaN. All
-    consumers take part, also those without rows in the tile."""
+def zero_rows(buffer, num_rows, share: gl.constexpr, SHARES: gl.constexpr):
+    """Write 0 to this warpgroup's share of a buffer's rows from num_rows on. They are rows of another segment, and 0 · NaN is NaN."""
     CHUNK: gl.constexpr = 16
     L: gl.constexpr = vector_layout(buffer.shape[1])
     rows = gl.arange(0, CHUNK, layout=gl.SliceLayout(1, L))[:, None]
-    for chunk in gl.static_range(consumer, buffer.shape[0] // CHUNK, CONSUMERS):
+    for chunk in gl.static_range(share, buffer.shape[0] // CHUNK, SHARES):
         if num_rows < CHUNK * (chunk + 1):
             part = buffer.slice(CHUNK * chunk, CHUNK)
             part.store(gl.where(CHUNK * chunk + rows < num_rows, part.load(L), 0.0))
     fence_async_shared()
     thread_barrier()
+
+
+@gluon.jit
+def zero_tail(buffer, num_rows, tail, consumer: gl.constexpr, CONSUMERS: gl.constexpr):
+    """zero_rows of this consumer's share, and tell the others. All consumers take part, also those without rows in the tile."""
+    zero_rows(buffer, num_rows, consumer, CONSUMERS)
     mbarrier.arrive(tail.barrier.index(0), count=1)
 
 
@@ -337,5 +343,5 @@ def _head_box(dtype: torch.dtype, rows: int, dim: int) -> Box:
 
 @functools.cache
 def _box(dtype: torch.dtype, *shape: int) -> Box:
-    layout = gl.NVMMASharedLayout.get_default_for(list(shape), gl.bfloat16 if dtype == torch.bfloat16 else gl.float16)
+    layout = gl.NVMMASharedLayout.get_default_for(list(shape), ELEMENTS[dtype])
     return Box(dtype, list(shape), layout)

@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from ..attention.params import MaskParams
+from ..common.configs import padded_dim
 from ..common.device import cdiv
 
 SHORT = 64  # rows of a short segment at most; also those of a packed tile (packed.py)
 EXACT_WORK, WORK_CLASSES = 512, 958
+LONG_KEYS = 2048  # mean keys of a segment from which on key tiles are listed in groups of segments
+GROUP_ELEMENTS = 2**22  # of q in the segments of a group: with dO and fp32 sums of dq, 32 MiB, which the L2 cache of an H100 holds
 TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
 EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 
@@ -29,6 +32,19 @@ def work_class(work: Tensor) -> Tensor:
     """
     top_bits = work.float().view(torch.int32) >> TOP_BITS
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
+
+
+def segments_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim: int, mask: MaskParams | None) -> int:
+    """How many segments' key tiles are listed in turn, block by block; 0: all tiles are sorted by work.
+
+    Hopper's one-pass backward adds the terms of dq in the order of a segment's tiles. Tiles of one segment and head that run at the same
+    time wait for one another, and tiles of too many segments evict one another's rows from the L2 cache. Under a causal mask, a tile reads
+    half of a segment's rows on average. docs/decisions/one-pass-backward.md has figures.
+    """
+    if not head_dim or num_keys < max(1, LONG_KEYS * num_segments) or not (mask is None or mask.is_causal):
+        return 0
+    elements = GROUP_ELEMENTS if mask is None else 2 * GROUP_ELEMENTS
+    return min(num_segments, max(1, elements * num_segments // (num_keys * num_heads * padded_dim(head_dim))))
 
 
 def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:

@@ -4,6 +4,8 @@ Without a mask, one launch: all tiles of a segment cost the same, so ranking the
 own work, and two launches sort by counting. `_tile_work_kernel` computes the class of work of each tile of a head, and counts the tiles of
 each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
 of atomic additions, so the list does not either.
+
+Key tiles in groups of segments (cost.segments_per_group): one launch ranks the segments, another writes their tiles.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES
+from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, segments_per_group
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
@@ -204,10 +206,88 @@ def _launch_masked_list(
     )
 
 
+# -- key tiles in groups of segments --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _num_blocks(offsets_ptr, segments, real, BLOCK_M: tl.constexpr):
+    return tl.cdiv(segment_lengths(offsets_ptr, segments, real).to(tl.int32), BLOCK_M)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments"])
+def _segment_order_kernel(
+    offsets_ptr, order_ptr, num_segments, BLOCK_M: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """Writes the segments in a stable order by their numbers of blocks, most blocks first."""
+    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    real = segments < num_segments
+    blocks = _num_blocks(offsets_ptr, segments, real, BLOCK_M)
+    rank = tl.zeros([SEGMENTS], tl.int32)
+    for start in range(0, num_segments, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        other_blocks = tl.where(others < num_segments, _num_blocks(offsets_ptr, others, others < num_segments, BLOCK_M), -1)
+        earlier = (other_blocks[None, :] == blocks[:, None]) & (others[None, :] < segments[:, None])
+        rank += tl.sum(((other_blocks[None, :] > blocks[:, None]) | earlier).to(tl.int32), 1)
+    tl.store(order_ptr + rank, segments, mask=real)
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments", "num_heads", "per_group"])
+def _grouped_list_kernel(
+    offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, per_group,
+    BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the tiles of the segment of its rank. MEMBERS: per_group rounded up to a power of two.
+
+    Before a tile come all tiles of earlier groups, the blocks with a smaller number of all members, and the same block of members of lower
+    rank, which all have it.
+    """
+    rank = tl.program_id(0)
+    first = rank // per_group * per_group
+    before, total = 0, 0
+    for start in range(0, num_segments, CHUNK):
+        ranks = start + tl.arange(0, CHUNK)
+        segments = tl.load(order_ptr + ranks, mask=ranks < num_segments, other=0)
+        blocks = _num_blocks(offsets_ptr, segments, ranks < num_segments, BLOCK_M)
+        before += tl.sum(tl.where(ranks < first, blocks, 0), 0)
+        total += tl.sum(blocks, 0)
+    if rank == 0:
+        tl.store(num_tiles_ptr, total * num_heads)
+        tl.store(num_tiles_ptr + 1, total * num_heads)
+
+    members = first + tl.arange(0, MEMBERS)
+    real = (members < first + per_group) & (members < num_segments)
+    of_members = _num_blocks(offsets_ptr, tl.load(order_ptr + members, mask=real, other=0), real, BLOCK_M)
+    segment = tl.load(order_ptr + rank)
+    num_blocks = tl.cdiv(load_segment(offsets_ptr, segment)[1], BLOCK_M)
+    for start in range(0, num_blocks, BLOCKS):
+        block = start + tl.arange(0, BLOCKS)
+        place = before + tl.sum(tl.minimum(of_members[None, :], block[:, None]), 1) + rank - first
+        tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
+        for head in range(0, num_heads):
+            tl.store(tile_ptr + head * 3, segment, mask=block < num_blocks)
+            tl.store(tile_ptr + head * 3 + 1, head, mask=block < num_blocks)
+            tl.store(tile_ptr + head * 3 + 2, block, mask=block < num_blocks)
+
+
+def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, per_group: int) -> None:
+    """Write `tiles` and `num_tiles`, of at least one segment."""
+    num_segments, segments = offsets.shape[0] - 1, 32
+    order = offsets.new_empty((num_segments,), dtype=torch.int32)
+    _segment_order_kernel[(triton.cdiv(num_segments, segments),)](
+        offsets, order, num_segments, BLOCK_M=block_m, SEGMENTS=segments, CHUNK=256
+    )  # fmt: skip
+    _grouped_list_kernel[(num_segments,)](
+        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, per_group,
+        BLOCK_M=block_m, MEMBERS=triton.next_power_of_2(per_group), BLOCKS=32, CHUNK=256,
+    )  # fmt: skip
+
+
 # -- the operator -------------------------------------------------------------------------------------------------------------------
 
 
-def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *mask):
+def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n, *options):
     capacity = tile_capacity(total_rows, offsets.shape[0] - 1, num_heads, block_m)
     return offsets.new_empty((capacity, 3), dtype=torch.int32), offsets.new_empty((2,), dtype=torch.int32)
 
@@ -215,14 +295,14 @@ def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n,
 @operator("tile_list", fake=_empty_list)
 def tile_list(
     offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
-    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False,
+    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False, head_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles of `host.zigzag_schedule`, from offsets on the device.
 
     Args:
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Queries
             may have several groups, as in `zigzag_schedule`.
-        num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
+        num_heads, block_m, block_n, key_tiles, head_dim: as in `zigzag_schedule`.
         mask: `MaskParams`, with num_targets `[B]` if it has targets.
 
     Returns:
@@ -234,9 +314,14 @@ def tile_list(
     sides = ("offsets", num_segments), ("other_offsets", other_offsets.shape[0] - 1)
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
-    if mask is not None and num_segments:
+    params = None if mask is None else MaskParams(*mask)
+    per_group = segments_per_group(total_rows, num_segments, num_heads, head_dim, params) if key_tiles and groups == 1 else 0
+    if per_group and num_segments:
+        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, per_group)
+        return tiles, num_tiles
+    if params is not None and num_segments:
         sizes = total_rows, num_heads, block_m, block_n
-        _launch_masked_list(offsets, other_offsets, tiles, num_tiles, *sizes, MaskParams(*mask), num_targets, key_tiles)
+        _launch_masked_list(offsets, other_offsets, tiles, num_tiles, *sizes, params, num_targets, key_tiles)
         return tiles, num_tiles
     segments = 32
     _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
@@ -248,15 +333,16 @@ def tile_list(
 
 
 def kernel_tiles(
-    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False
+    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_dim: int = 0
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys.
+    total_rows, num_heads: of the tiled side. key_dim: the head dim, if the tiled side is the keys; 0: it is the queries.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is None or block != config.tile:
         offsets = segments.q_offsets, segments.kv_offsets
-        offsets = reversed(offsets) if key_tiles else offsets
-        tiles, num_tiles = tile_list(*offsets, total_rows, num_heads, config.tile, config.block, params.mask, params.num_targets, key_tiles)
+        sizes = total_rows, num_heads, config.tile, config.block
+        offsets = reversed(offsets) if key_dim else offsets
+        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_dim > 0, key_dim)
     return tiles, num_tiles[1:] if segments.long_only else num_tiles

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import is_short, key_tile_work, query_tile_work, sort_key, work_class
+from .cost import is_short, key_tile_work, query_tile_work, segments_per_group, sort_key, work_class
 
 
 class TileList(NamedTuple):
@@ -50,7 +50,8 @@ class Segments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first.
+    """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first. Key tiles of long
+    histories may be listed in groups of segments instead (cost.segments_per_group); then all count as tiles of long segments.
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
@@ -124,6 +125,7 @@ def zigzag_schedule(
     num_workers: int,
     mask: Any = None,
     key_tiles: bool = False,
+    head_dim: int = 0,
 ) -> TileSchedule:
     """Build the zigzag schedule on the host.
 
@@ -136,6 +138,7 @@ def zigzag_schedule(
         num_workers: thread blocks that the tiles are assigned to.
         mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
+        head_dim: of the queries, for key tiles, which may then be listed in groups of segments. 0: they are sorted by work.
 
     Returns:
         TileSchedule with host tensors.
@@ -159,11 +162,18 @@ def zigzag_schedule(
     num_targets = None if mask is None else mask.num_targets
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
-    if mask is None or not len(q_lengths):
+    params = None if mask is None else MaskParams(*mask.params)
+    per_group = 0
+    if key_tiles and groups == 1:
+        per_group = segments_per_group(int(q_lengths.sum()), len(q_lengths), num_heads, head_dim, params)
+    if per_group:
+        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, num_heads, block_m, block_n, params, per_group)
+        num_long = len(tiles)
+    elif mask is None or not len(q_lengths):
         tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
     else:
         num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, mask.params, num_targets, key_tiles)
+        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
         num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32),
@@ -223,21 +233,49 @@ def _masked_tiles(
 
     lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
     """
-    blocks = cdiv(lengths, block_m)
-    segment = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), blocks)
-    first = (blocks.cumsum(0) - blocks).to(torch.int32)
-    block = torch.arange(len(segment), dtype=torch.int32) - first[segment]
+    segment, block = _blocks_of_segments(cdiv(lengths, block_m))
     targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
     sides = lengths[segment], other_lengths[segment]
     count_blocks = key_tile_work if key_tiles else query_tile_work
     work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
     short = is_short(*sides)
     order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
-    tiles = torch.empty(len(order), num_heads, 3, dtype=torch.int32)
-    tiles[:, :, 0] = segment[order, None]
+    return _with_heads(segment[order], block[order], num_heads), work[order].repeat_interleave(num_heads), int((~short).sum()) * num_heads
+
+
+def _tiles_in_groups(
+    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None, per_group: int
+) -> tuple[Tensor, Tensor]:
+    """Key tiles in groups of `per_group` segments, longest segments first, and the work of each. A group lists the first blocks of its
+    segments, then the second ones, and so on. The heads of a block follow one another."""
+    blocks = cdiv(lengths, block_m)
+    rank = torch.empty_like(blocks)
+    rank[torch.argsort(blocks, descending=True, stable=True)] = torch.arange(len(blocks), dtype=blocks.dtype)
+    segment, block = _blocks_of_segments(blocks)
+    group, member = torch.div(rank, per_group, rounding_mode="floor").long(), rank % per_group
+    order = torch.argsort((group[segment] * (blocks.max() + 1) + block) * per_group + member[segment])
+    segment, block = segment[order], block[order]
+    columns = other_lengths[segment]
+    work = cdiv(columns, block_n)
+    if mask is not None:
+        work = key_tile_work(block, columns, lengths[segment], 0, mask, block_m, block_n)
+    return _with_heads(segment, block, num_heads), work.repeat_interleave(num_heads)
+
+
+def _blocks_of_segments(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Segment and block of each block, given the number of blocks of each segment."""
+    segment = torch.repeat_interleave(torch.arange(len(blocks), dtype=torch.int32), blocks)
+    first = (blocks.cumsum(0) - blocks).to(torch.int32)
+    return segment, torch.arange(len(segment), dtype=torch.int32) - first[segment]
+
+
+def _with_heads(segment: Tensor, block: Tensor, num_heads: int) -> Tensor:
+    """Tiles: each block, for one head after another."""
+    tiles = torch.empty(len(segment), num_heads, 3, dtype=torch.int32)
+    tiles[:, :, 0] = segment[:, None]
     tiles[:, :, 1] = torch.arange(num_heads, dtype=torch.int32)
-    tiles[:, :, 2] = block[order, None]
-    return tiles.flatten(0, 1), work[order].repeat_interleave(num_heads), int((~short).sum()) * num_heads
+    tiles[:, :, 2] = block[:, None]
+    return tiles.flatten(0, 1)
 
 
 def tile_capacity(total_q: int, num_segments: int, num_heads: int, block_m: int) -> int:

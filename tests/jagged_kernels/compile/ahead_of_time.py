@@ -60,8 +60,9 @@ def compile_source(capability: int, source: ASTSource, **options):
 
 
 def gluon_descriptor(dtype: str, box: list[int]) -> str:
-    """The type of a tensor descriptor for Gluon, of "bf16" or "fp16"."""
-    layout = gl.NVMMASharedLayout.get_default_for(box, gl.bfloat16 if dtype == "bf16" else gl.float16)
+    """The type of a tensor descriptor for Gluon, of "bf16", "fp16" or "fp32"."""
+    element = {"bf16": gl.bfloat16, "fp16": gl.float16, "fp32": gl.float32}[dtype]
+    layout = gl.NVMMASharedLayout.get_default_for(box, element)
     return f"tensordesc<{dtype}{box},{layout!r}>"
 
 
@@ -72,8 +73,9 @@ def bias_constants(kind: BiasKind | None, sums: bool) -> dict:
     return constants | ({} if kind else dict(bias=None)) | ({} if has_sums else dict(sums=None))
 
 
-def bias_types(arg: str, kind: BiasKind, scratch: bool) -> tuple | None:
-    """The types of the arguments "bias" and "sums"; None for any other argument. scratch: sums need scratch memory."""
+def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple | None:
+    """The types of the arguments "bias" and "sums"; None for any other argument. scratch: sums need scratch memory. entries: a bias by time
+    has entries."""
 
     def given(*types: str, by: bool) -> list[str]:
         return list(types) if by else ["constexpr"] * len(types)
@@ -82,7 +84,9 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool) -> tuple | None:
     if arg == "bias":
         tables = (
             *given("*fp32", "i32", "i32", by=position),
-            *given("*fp32", "i32", "*i64", "i32", "*i32", "*i32", "*i32", "i32", "*i64", by=time),
+            *given("*fp32", "i32", "*i64", "i32", "*i32", "*i32", by=time),
+            *given("*i32", "i32", by=time and entries),
+            *given("*i64", by=time),
         )
         return Bias(*tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), "fp32")
     if arg == "sums":

@@ -64,7 +64,7 @@ def compile_attention(
 
     def type_of(arg):
         if arg in ("bias", "sums"):
-            return bias_types(arg, bias, scratch=True)
+            return bias_types(arg, bias, scratch=True, entries=False)
         if arg in ("lse_ptr", "delta_ptr", "segment_scale_ptr"):
             return "*fp32"
         if arg.endswith("offsets_ptr") or arg == "num_targets_ptr":

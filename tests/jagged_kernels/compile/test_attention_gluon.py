@@ -11,18 +11,23 @@ from jagged_kernels.attention import hopper_backward as attention_backward  # no
 from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
 from jagged_kernels.attention import hopper_ds as attention_ds  # noqa: E402
 from jagged_kernels.attention import hopper_forward as attention  # noqa: E402
+from jagged_kernels.attention import hopper_one_pass as attention_one_pass  # noqa: E402
 from jagged_kernels.attention.configs import hopper_attention_config  # noqa: E402
 from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
+from jagged_kernels.attention.params import MaskParams  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
 from jagged_kernels.common.gluon_api import reinterprets_padding  # noqa: E402
 
+from ..sass import disassembled  # noqa: E402
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
 
 # KiB of buffers in shared memory, from the headers of the kernels' files, without lse and delta.
 BUFFERS = {
     ("fwd", 64): 152, ("fwd", 128): 224, ("long fwd", 64): 168, ("long fwd", 128): 224, ("dq", 64): 168, ("dq", 128): 224,
-    ("dkdv", 64): 160, ("dkdv", 128): 224, ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
+    ("dkdv", 64): 160, ("dkdv", 128): 224,
+    ("one_pass", 64): 208, ("large one_pass", 64): 192, ("one_pass", 128): 224,
+    ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
 }  # fmt: skip
 
 
@@ -45,6 +50,7 @@ def compile_hopper_attention(
         "dq": attention_backward.attention_bwd_dq_hopper_kernel,
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
         "dq_from_ds": attention_ds.attention_bwd_dq_from_ds_hopper_kernel,
+        "one_pass": attention_one_pass.attention_bwd_hopper_kernel,
     }[name]
     timed = bias is not None and bias.boundaries > 0
     config = hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long, timed)
@@ -56,14 +62,25 @@ def compile_hopper_attention(
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= bias_constants(bias, sums=name == "dq")
     constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
-    types = dict(lse_ptr="*fp32", delta_ptr="*fp32", ds_blocks_ptr="*i32", num_targets_ptr="*i64", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types = dict(
+        lse_ptr="*fp32",
+        delta_ptr="*fp32",
+        ds_blocks_ptr="*i32",
+        added_ptr="*i32",
+        next_tile_ptr="*i32",
+        num_targets_ptr="*i64",
+        tiles_ptr="*i32",
+        num_tiles_ptr="*i32",
+    )
     types |= dict.fromkeys(("dq_ptr", "dk_ptr", "dv_ptr") if shared else (), "*fp32")
 
     def type_of(arg):
         if arg in ("bias", "sums"):
-            return bias_types(arg, bias, scratch=not reinterprets_padding)
+            return bias_types(arg, bias, scratch=not reinterprets_padding, entries=True)
+        if arg == "sums_desc":
+            return gluon_descriptor("fp32", [1, 64, 64])
         if arg.endswith("_desc"):
-            looped = ("q_desc", "do_desc") if name == "dkdv" else ("k_desc", "v_desc")
+            looped = ("q_desc", "do_desc") if name in ("dkdv", "one_pass") else ("k_desc", "v_desc")
             return gluon_descriptor(dtype, [1, config.block if arg in looped else 64, 64 if arg == "ds_desc" else padded_dim(dim)])
         default = "*i64" if arg.endswith("offsets_ptr") else f"*{dtype}" if arg.endswith("_ptr") else "i32"
         return types.get(arg, "fp32" if arg.endswith(("scale", "factor")) else default)
@@ -157,6 +174,42 @@ def test_hopper_attention_kernels_that_store_ds_compile(dim, dtype, activation, 
     assert_shared_memory(from_ds, "dq_from_ds", dim)
     others = compile_hopper_attention("dq", dim, dtype, activation, group=group, has_ds=True)
     assert max(x.metadata.shared for x in (storing, others)) <= 227 * 1024
+
+
+CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)
+
+
+@slow_after(
+    3,
+    "dim, dtype, activation, mask, group",
+    [
+        (64, "bf16", "softmax", None, 1),
+        (64, "bf16", "silu", CAUSAL, 1),
+        (128, "bf16", "softmax", CAUSAL, 2),
+        (64, "fp16", "softmax", CAUSAL, 4),
+        (96, "fp16", "gelu_tanh", None, 1),
+        (128, "bf16", "softmax", None, 1),
+        (128, "bf16", "silu", CAUSAL, 1),
+        (40, "bf16", "gelu", None, 2),
+    ],
+)
+def test_hopper_kernel_of_all_gradients_compiles(dim, dtype, activation, mask, group):
+    """Its MMAs overlap: ptxas has not put a wait after each of them, as it does if it cannot follow their registers."""
+    compiled = compile_hopper_attention("one_pass", dim, dtype, activation, mask, group=group)
+    large = activation == "softmax" and mask is None and dim <= 64
+    stats = 0.0 if activation != "softmax" else 2.0 if large else 1.5 if dim <= 64 else 1.0
+    assert_shared_memory(compiled, "large one_pass" if large else "one_pass", dim, stats)
+    for instruction in ("wgmma.mma_async", "cp.reduce.async.bulk.tensor.3d.global", "setmaxnreg", "ld.acquire.gpu.global"):
+        assert instruction in compiled.asm["ptx"]
+    machine_code = disassembled(compiled.asm["cubin"])
+    assert machine_code.count("WARPGROUP.DEPBAR") < machine_code.count("HGMMA") / 3
+
+
+def test_kernel_that_rounds_dq_of_hopper_compiles():
+    types = dict(sums_ptr="*fp32", added_ptr="*i32", dq_ptr="*bf16", q_offsets_ptr="*i64", factor="fp32", output_scale="fp32")
+    types |= dict(num_segments="i32", num_blocks="i32")
+    constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6, PARTS=2)
+    compile_for(90, attention_one_pass.attention_dq_kernel, constants, types.get, aligned=())
 
 
 def test_kernels_beside_stored_ds_compile():

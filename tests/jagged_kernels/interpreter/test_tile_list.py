@@ -34,6 +34,11 @@ def test_random_masked_tiles_are_the_hosts(check_random_tiles, seed):
     check_random_tiles(seed, 200, "cpu")
 
 
+@slow_after(12, "seed", range(40))
+def test_random_tiles_in_groups_of_segments_are_the_hosts(check_grouped_tiles, seed):
+    check_grouped_tiles(seed, 150, "cpu")
+
+
 @pytest.mark.parametrize("key_tiles", [False, True], ids=["queries", "keys"])
 def test_masked_tiles_of_much_work_are_the_hosts(check_tiles, key_tiles):
     """Tiles that visit more blocks than have a class of their own."""

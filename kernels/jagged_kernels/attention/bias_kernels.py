@@ -1,0 +1,155 @@
+"""Small kernels of RelativeBias, for any GPU: the tables that a call makes before its attention kernels run, and the final sums of the
+gradients."""
+
+import triton
+import triton.language as tl
+
+from ..common.ptxas import safe_ptxas
+from .bias import LEADING, LEADING_SHIFT, NEAR, PAD
+
+VALUES = tl.constexpr(triton.next_power_of_2(LEADING.value))  # lanes, one for each value of the leading bits
+PADDED = tl.constexpr(1024)  # entries of a padded position table that a program writes
+SUMMED = tl.constexpr(32)  # entries of a table's gradient that a program sums
+TERMS = tl.constexpr(8192)  # that a program adds at a time
+
+
+# -- tables -------------------------------------------------------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["bucket_programs"])
+def bias_tables_kernel(position_ptr, bias, bucket_programs, BITS: tl.constexpr):
+    """Write the tables of a `Bias`: the padded copy of the position table, and what finds buckets.
+
+    bucket_programs: one for each head's entries, or one alone; the others pad. BITS: of the number of boundaries.
+    """
+    program = tl.program_id(0)
+    if bias.boundaries_ptr is not None:
+        if program < bucket_programs:
+            _make_bucket_tables(program.to(tl.int64), bias, BITS)
+    if bias.position_ptr is not None:
+        if program >= bucket_programs:
+            _pad_positions(position_ptr, program - bucket_programs, bias.position_ptr, bias.num_positions)
+
+
+@triton.jit
+def _pad_positions(position_ptr, program, padded_ptr, num_positions):
+    """num_positions: with the padding."""
+    blocks = tl.cdiv(num_positions, PADDED)
+    head = (program // blocks).to(tl.int64)
+    entries = program % blocks * PADDED + tl.arange(0, PADDED)
+    given = num_positions - 2 * PAD
+    values = tl.load(position_ptr + head * given + tl.minimum(tl.maximum(entries - PAD, 0), given - 1))
+    tl.store(padded_ptr + head * num_positions + entries, values, mask=entries < num_positions)
+
+
+@triton.jit
+def _make_bucket_tables(head, bias, BITS: tl.constexpr):
+    """edges and leading_bits, which the first program stores, and the entries of a head. Each program finds all buckets."""
+    boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
+    lanes = tl.arange(0, VALUES)
+    is_value, bits = lanes < LEADING, tl.minimum(lanes, LEADING - 1)
+    # The least and the greatest distance that may have given these bits. Rounding to fp32 may move a distance up, by 2^-24 of itself, to
+    # the next bits; never down, as fp32 has every number at which bits begin. Bits of fractions have no distance: the greatest is below
+    # the least, and the last bucket then is the first.
+    lowest = tl.ceil(_first_number(bits) * (1 - 2**-22)).to(tl.int64)
+    highest = tl.ceil(_first_number(bits + 1)).to(tl.int64) - 1
+    first = _count_reached(boundaries_ptr, num_boundaries, lowest, BITS)
+    last = tl.maximum(_count_reached(boundaries_ptr, num_boundaries, highest, BITS), first)
+    if head == 0:
+        numbers = tl.arange(0, 1 << BITS)
+        tl.store(bias.edges_ptr + numbers, _load_edges(boundaries_ptr, num_boundaries, numbers), mask=numbers <= num_boundaries)
+        tl.store(bias.leading_bits_ptr + bits, first, mask=is_value)
+        tl.store(bias.leading_bits_ptr + LEADING, tl.max(last - first, 0))
+    if bias.entries_ptr is not None:
+        time_ptr, entries_ptr = bias.time_ptr + head * bias.time_stride, bias.entries_ptr + head * bias.entries_stride
+        edge = _load_edges(boundaries_ptr, num_boundaries, first)
+        tl.store(entries_ptr + 4 * bits, edge, mask=is_value)
+        tl.store(entries_ptr + 4 * bits + 1, tl.load(time_ptr + first).to(tl.int32, bitcast=True), mask=is_value)
+        tl.store(entries_ptr + 4 * bits + 2, tl.load(time_ptr + last).to(tl.int32, bitcast=True), mask=is_value)
+        tl.store(entries_ptr + 4 * bits + 3, first | last << 16, mask=is_value)
+        last_edge = _load_edges(boundaries_ptr, num_boundaries, tl.maximum(last - 1, 0))
+        one_boundary = tl.min(((edge == last_edge) | (first == last)).to(tl.int32), 0)
+        tl.store(entries_ptr + 4 * LEADING + tl.arange(0, 4), one_boundary)
+
+
+@triton.jit
+def _first_number(bits):
+    """The least number, fp64, with these leading bits."""
+    return (bits << LEADING_SHIFT).to(tl.float32, bitcast=True).to(tl.float64)
+
+
+@triton.jit
+def _count_reached(boundaries_ptr, num_boundaries, distances, BITS: tl.constexpr):
+    """How many boundaries are at most each distance, int32: one bit of the count after the other. BITS: of num_boundaries."""
+    count = tl.zeros([VALUES], tl.int32)
+    for bit in tl.static_range(BITS):
+        more = count + (1 << (BITS - 1 - bit))
+        boundary = tl.load(boundaries_ptr + more - 1, mask=more <= num_boundaries, other=0x7FFFFFFFFFFFFFFF)
+        count = tl.where(boundary <= distances, more, count)
+    return count
+
+
+@triton.jit
+def _load_edges(boundaries_ptr, num_boundaries, numbers):
+    """Boundaries as int32, at most NEAR, which also is the edge after the last."""
+    return tl.minimum(tl.load(boundaries_ptr + numbers, mask=numbers < num_boundaries, other=NEAR), NEAR).to(tl.int32)
+
+
+# -- gradients ----------------------------------------------------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_positions", "num_buckets", "position_programs", "parts"])
+def sum_tables_kernel(
+    sums, dposition_ptr, num_positions, dtime_ptr, num_buckets, position_programs, parts, BUCKETS: tl.constexpr, THREADS: tl.constexpr
+):  # fmt: skip
+    """The gradients of the tables, `[H or 1, num_positions]` and `[H or 1, num_buckets]`: the sums of the parts of a `TableSums`.
+
+    position_programs: as many sum the position table; the others sum the time table. BUCKETS: entries of a head of the time table in a
+    part; THREADS: sums of each.
+    """
+    program = tl.program_id(0)
+    if sums.position_ptr is not None:
+        if program < position_programs:
+            _sum_entries(
+                sums.position_ptr, sums.position_stride, parts, num_positions + 2 * PAD, program, dposition_ptr, num_positions, PAD
+            )
+    if sums.time_ptr is not None:
+        if program >= position_programs:
+            if THREADS == 1:
+                _sum_entries(sums.time_ptr, sums.time_stride, parts, BUCKETS, program - position_programs, dtime_ptr, num_buckets, 0)
+            else:
+                bucket = (program - position_programs).to(tl.int64)
+                total = _add_parts(sums.time_ptr + bucket * THREADS, sums.time_stride, parts, tl.arange(0, THREADS), THREADS)
+                tl.store(dtime_ptr + bucket, tl.sum(total))
+
+
+@triton.jit
+def _sum_entries(ptr, stride, parts, head_stride, program, gradient_ptr, num_entries, PADDING: tl.constexpr):
+    """SUMMED entries of a head. The sums of PADDING entries before the first entry and after the last belong to these two."""
+    blocks = tl.cdiv(num_entries, SUMMED)
+    head, block = (program // blocks).to(tl.int64), program % blocks
+    entries = block * SUMMED + tl.arange(0, SUMMED)
+    ptr += head * head_stride
+    total = tl.sum(_add_parts(ptr + PADDING, stride, parts, entries, num_entries), 0)
+    if PADDING > 0:
+        if block == 0:
+            before = tl.sum(_add_parts(ptr, stride, parts, tl.arange(0, PADDING), PADDING))
+            total += tl.where(entries == 0, before, 0.0)
+        if block == blocks - 1:
+            after = tl.sum(_add_parts(ptr + PADDING + num_entries, stride, parts, tl.arange(0, PADDING), PADDING))
+            total += tl.where(entries == num_entries - 1, after, 0.0)
+    tl.store(gradient_ptr + head * num_entries + entries, total, mask=entries < num_entries)
+
+
+@triton.jit
+def _add_parts(ptr, stride, parts, columns, num_columns):
+    """The sums of every ROWS-th part, `[ROWS, columns]`, in the order of the parts."""
+    ROWS: tl.constexpr = TERMS // columns.shape[0]
+    total = tl.zeros([ROWS, columns.shape[0]], tl.float32)
+    for first in range(0, parts, ROWS):
+        part = (first + tl.arange(0, ROWS))[:, None]
+        inside = (part < parts) & (columns < num_columns)[None, :]
+        total += tl.load(ptr + part.to(tl.int64) * stride + columns[None, :], mask=inside, other=0.0)
+    return total

@@ -1,0 +1,653 @@
+"""dq, dk and dv of jagged attention for Hopper in one kernel over tiles of keys. hopper_backward.py launches it, for long segments.
+
+    Sᵀ = scale · k qᵀ,  dPᵀ = v dOᵀ,  dV = Pᵀ dO,  dK = scale · dSᵀ q,  dQ = scale · dS k
+    per segment and key head, over the heads of its group
+    softmax:    dS = P ∘ (dP − delta),  P = exp2(S − lse),  delta = rowsum(dO ∘ O)
+    pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
+
+dk and dv stay in registers. dq of a block of query rows is a sum over tiles of keys. It is added up in fp32 in global memory by bulk
+reductions, in the order of the tiles in the segment, so results are deterministic. A counter for each block, or for each half of it, holds
+the number of tiles added. The first tile stores its term. Each later tile waits for its predecessor. `attention_dq_kernel` rounds the sums.
+
+No deadlock: thread blocks take tiles from the list one by one, through a counter, so a tile starts after all tiles before it in the list.
+The tiles of a segment and head are listed in ascending order, and a tile waits for its predecessors alone. docs/decisions/one-pass-backward.md
+says which order of the list is fast.
+
+Roles:
+    warps 0–3, 4–7   consumers: MMA, P and dS, dq, epilogue. `_consume`
+    warp 8           producer: tiles, TMA loads, lse and delta. `_produce`
+    warps 9, 10      writers: each adds a consumer's dq to global memory. `_write`
+Registers per thread: consumers 240, others 24.
+
+Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask. Blocks are visited in
+descending order: then tiles of a segment that begin at the same time follow one another at a distance of one addition.
+dq of a block needs dS of both consumers. Each computes half of it: half of the columns at head dim 128, half of the rows of a block of 128.
+With blocks of 64 rows at head dim 64, they take turns.
+
+Barriers, one per stage s:
+    q.full[s], do.full[s], q.empty[s], do.empty[s], v[i].full[s], v[i].empty[s], tail   as in hopper_dkdv.py
+    k[i].full[s], k[i].empty[s]       arrive counts 1, the TMA load, and 2: both consumers read the keys of both, for dq
+    ds.full[s], ds.empty[s]           arrive counts 2, both consumers' dS of a step, and 2: both have read it, or 1 if they take turns
+    dq[i].full[s], dq[i].empty[s]     arrive counts 1 and 1: from consumer i to its writer
+    queue.full[s], queue.empty[s]     arrive counts 1 and 4: the words of a tile; segment -1 ends the list
+
+Shared memory in KiB, plus 1.5 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
+    head dim 128: 225 = q 2 × 16 + dO 2 × 16 + k 2 × 16 + v 2 × 16 + dS 2 × 16 + dq 4 × 16 + lse, delta 1
+    head dim  64: 209.5 = q 3 × 8 + dO 3 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + dS 2 × 16 + dq 4 × 16 + lse, delta 1.5
+    ... blocks of 128 rows: 194 = q 2 × 16 + dO 2 × 16 + k 2 × 8 + v 2 × 8 + dS 2 × 32 + dq 2 × 16 + lse, delta 2
+The epilogue uses the buffers of v.
+
+An MMA that is under way at the end of a loop's body, or too many at a time, make ptxas wait after every MMA. So the MMA of the next block's
+scores begins behind the others and ends with the body, and dK reads dS from shared memory. test_attention_gluon.py checks it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+from ..common.configs import padded_dim
+from ..common.gluon_api import add_tile, reinterpret, store_tile, thread_barrier
+from ..common.loads import find_tile, load_listed_tile
+from ..common.pipeline import (
+    LOAD_REGISTERS,
+    WARPGROUP_ROWS,
+    Output,
+    Ring,
+    Tail,
+    TensorDescriptor,
+    consumer_release,
+    consumer_wait,
+    consumer_wait_ahead,
+    descriptor,
+    make_barriers,
+    make_ring,
+    make_rings,
+    mma_abt,
+    mma_layout,
+    opaque,
+    producer_load,
+    producer_wait,
+    ring_rows,
+    store_epilogue,
+    to_mma_operand,
+    zero_rows,
+)
+from ..common.ptxas import safe_ptxas
+from ..schedule.host import Segments
+from .configs import HopperConfig
+from .hopper_common import (
+    Schedule,
+    Tile,
+    TileQueue,
+    first_target_of,
+    launch_constants,
+    make_tile_queue,
+    pop_tile,
+    push_tile,
+    query_blocks,
+    release_tile,
+)
+from .hopper_dkdv import Rows, Scales, Stats, load_stats, put_stats, visible_rows, zero_tails
+from .mask import first_target_column
+from .params import AttentionParams, Operands
+from .scales import output_factor, score_factor
+
+
+class _Options(NamedTuple):
+    """Constants of a launch."""
+
+    heads: gl.constexpr
+    group: gl.constexpr  # query heads per key head
+    head_dim: gl.constexpr
+    v_dim: gl.constexpr
+    activation: gl.constexpr  # function of activations.py; None: softmax
+    mask: gl.constexpr
+    consumers: gl.constexpr
+    block: gl.constexpr  # query rows of a block
+    splits: gl.constexpr  # whether each consumer computes half of a block's dq
+
+
+class _Exchange(NamedTuple):
+    """Buffers in shared memory between the consumers, and from each consumer to its writer.
+
+    ds: `[4, 64, rows]`, dSᵀ of consumer i at step s in 2 (s % 2) + i. dq: a ring of fp32 `[1, 64, 64]` per consumer; in a writer, its own.
+    """
+
+    ds: gl.shared_memory_descriptor
+    ds_full: gl.shared_memory_descriptor
+    ds_empty: gl.shared_memory_descriptor
+    dq: Ring
+
+
+class _Rings(NamedTuple):
+    """Buffers in shared memory. k, v: a ring per consumer. lse, delta: fp32 `[stages, rows]`, guarded by the barriers of q. tail: barrier
+    of the tails of q and dO."""
+
+    q: Ring
+    do: Ring
+    k: Ring
+    v: Ring
+    lse: gl.shared_memory_descriptor
+    delta: gl.shared_memory_descriptor
+    tail: gl.shared_memory_descriptor
+
+
+class _Outputs(NamedTuple):
+    dk_desc: gl.tensor
+    dv_desc: gl.tensor
+    dk_ptr: gl.tensor
+    dv_ptr: gl.tensor
+
+
+class _Sums(NamedTuple):
+    """dq in global memory. desc: fp32 `[H, blocks · rows, D]`. added_ptr: int32 `[H, blocks]`, how many tiles have been added."""
+
+    desc: gl.tensor
+    added_ptr: gl.tensor
+    blocks: gl.tensor
+
+
+class _Kernel(NamedTuple):
+    """What the kernel hands to its warps."""
+
+    q_desc: gl.tensor
+    do_desc: gl.tensor
+    k_desc: gl.tensor
+    v_desc: gl.tensor
+    schedule: Schedule
+    next_tile_ptr: gl.tensor
+    rings: _Rings
+    exchange: _Exchange
+    stats: Stats
+    outputs: _Outputs
+    sums: _Sums
+    scales: Scales
+    queue: TileQueue
+
+
+class _Keys(NamedTuple):
+    """A consumer's keys of a tile: column of the first one, and number of keys from there on in the segment."""
+
+    column: gl.tensor
+    num_keys: gl.tensor
+
+
+class _Visited(NamedTuple):
+    """The blocks of query rows that a tile of keys visits in each head, in descending order from `last` on: `tail` masked blocks at the end
+    of the segment, `full` full ones, and the rest of `count` masked ones at the diagonal."""
+
+    last: gl.tensor
+    tail: gl.tensor
+    full: gl.tensor
+    count: gl.tensor
+
+
+@gluon.jit
+def _visited_blocks(tile, OPTIONS: gl.constexpr):
+    blocks, count = query_blocks(tile, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block)
+    first = gl.where(blocks.count > 0, blocks.first, blocks.second_first)
+    tail = gl.where(blocks.full_count > 0, count - blocks.full_index - blocks.full_count, count)
+    return _Visited(first + count - 1, tail, blocks.full_count, count)
+
+
+# -- producer -----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _take_tile(kernel, MASK: gl.constexpr):
+    """The next Tile of the list; segment -1 past its end."""
+    schedule = kernel.schedule
+    position = gl.atomic_add(kernel.next_tile_ptr, 1, sem="relaxed")
+    count = gl.load(schedule.num_tiles_ptr)
+    tile = load_listed_tile(
+        schedule.tiles_ptr, gl.maximum(gl.minimum(position, count - 1), 0), schedule.q_offsets_ptr, schedule.kv_offsets_ptr, None
+    )  # fmt: skip
+    first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+    segment = gl.where(position < count, tile.segment, -1)
+    return Tile(segment, tile.head, tile.block, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, first_target)
+
+
+@gluon.jit
+def _produce(kernel, OPTIONS: gl.constexpr):
+    """Loads the first query blocks of a tile before its keys: the buffers of keys may be in use until the previous tile ends."""
+    rings = kernel.rings
+    ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
+    lanes = gl.arange(0, OPTIONS.block, layout=gl.BlockedLayout([OPTIONS.block // 32], [32], [1], [0]))
+    step, wave = 0, 0
+    tile = _take_tile(kernel, OPTIONS.mask)
+    push_tile(kernel.queue, wave, tile)
+    while tile.segment >= 0:
+        visited = _visited_blocks(tile, OPTIONS)
+        key_row = tile.kv_start + tile.block * ROWS
+        count = OPTIONS.group * visited.count
+        for number in range(count + 1):
+            if number == gl.minimum(count, rings.q.buffers.shape[0]):
+                for consumer in gl.static_range(OPTIONS.consumers):
+                    producer_load(rings.k[consumer], kernel.k_desc, wave, tile.head, key_row + consumer * WARPGROUP_ROWS)
+                    producer_load(rings.v[consumer], kernel.v_desc, wave, tile.head, key_row + consumer * WARPGROUP_ROWS)
+            if number < count:
+                head, first = tile.head, (visited.last - number) * OPTIONS.block
+                if OPTIONS.group > 1:
+                    head = tile.head * OPTIONS.group + number // visited.count
+                    first = (visited.last - number % visited.count) * OPTIONS.block
+                if OPTIONS.activation is None:
+                    lse, delta = load_stats(kernel.stats, head, tile.q_start, tile.q_len, first, lanes)
+                    put_stats(rings, step + number, lse, delta)
+                producer_load(rings.q, kernel.q_desc, step + number, head, tile.q_start + first)
+                producer_load(rings.do, kernel.do_desc, step + number, head, tile.q_start + first)
+        step += count
+        wave += 1
+        tile = _take_tile(kernel, OPTIONS.mask)
+        push_tile(kernel.queue, wave, tile)
+
+
+# -- consumers ----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def splits_blocks(block, width):
+    """Whether each consumer computes half of a block's dq: half of the columns, or of 128 rows. Otherwise they take turns."""
+    return width == 128 or block == 128
+
+
+@gluon.jit
+def _share_ds(exchange, step, ds, consumer: gl.constexpr):
+    """Give this consumer's dSᵀ of a step to both."""
+    mbarrier.wait(exchange.ds_empty.index(step % 2), step // 2 & 1 ^ 1)
+    exchange.ds.index(2 * (step % 2) + consumer).store(ds)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(exchange.ds_full.index(step % 2), count=1)
+
+
+@gluon.jit
+def _operands_of_dq(rings, exchange, slot, step, i: gl.constexpr, consumer: gl.constexpr):
+    """dS `[64 queries, 64 keys]` and k `[64 keys, 64]` of consumer i, for this consumer's part of dq."""
+    BLOCK: gl.constexpr = exchange.ds.shape[2]
+    DTYPE: gl.constexpr = exchange.ds.dtype
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, 64], DTYPE)
+    ds = exchange.ds.index(2 * (step & 1) + i)
+    k = ring_rows(rings.k[i], slot)
+    if k.shape[1] == 128:  # in shared memory, 64 columns follow 64 columns
+        k = reinterpret(k, DTYPE, [2, WARPGROUP_ROWS, 64], L).index(consumer)
+    elif BLOCK == 128:
+        ds = reinterpret(ds, DTYPE, [2, WARPGROUP_ROWS, 64], L).index(consumer)
+    return ds.permute((1, 0)), k
+
+
+@gluon.jit
+def _start_dq(rings, exchange, wave, step, consumer: gl.constexpr):
+    """Start two MMAs: this consumer's part of dq of a step, `[64, 64]`."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, 64)
+    slot = opaque(wave % rings.k[0].buffers.shape[0])
+    ds, k = _operands_of_dq(rings, exchange, slot, step, 0, consumer)
+    dq = warpgroup_mma(ds, k, gl.zeros([WARPGROUP_ROWS, 64], gl.float32, L), use_acc=False, is_async=True)
+    ds, k = _operands_of_dq(rings, exchange, slot, step, 1, consumer)
+    return warpgroup_mma(ds, k, dq, is_async=True)
+
+
+@gluon.jit
+def _finish_dq(exchange, step, dq_step, dq, consumer: gl.constexpr):
+    """Release dS of a step, and pass dq to the writer."""
+    mbarrier.arrive(exchange.ds_empty.index(step % 2), count=1)
+    ring = exchange.dq[consumer]
+    producer_wait(ring, dq_step)
+    ring_rows(ring, dq_step % ring.buffers.shape[0]).store(dq)
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(ring.full.index(dq_step % ring.buffers.shape[0]), count=1)
+
+
+@gluon.jit
+def _wait_for_ds(exchange, step, wanted):
+    mbarrier.wait(exchange.ds_full.index(step & 1), step // 2 & 1, pred=wanted)
+
+
+@gluon.jit
+def _dq_of_step(rings, exchange, wave, step, consumer: gl.constexpr, OPTIONS: gl.constexpr):
+    """This consumer's part of dq of a step, all at once."""
+    if OPTIONS.splits:
+        _wait_for_ds(exchange, step, True)
+        dq = warpgroup_mma_wait(0, deps=(_start_dq(rings, exchange, wave, step, consumer),))
+        _finish_dq(exchange, step, step, dq, consumer)
+    elif step % 2 == consumer:
+        _wait_for_ds(exchange, step, True)
+        dq = warpgroup_mma_wait(0, deps=(_start_dq(rings, exchange, wave, step, consumer),))
+        _finish_dq(exchange, step, step // 2, dq, consumer)
+
+
+@gluon.jit
+def _block(
+    rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer: gl.constexpr, OPTIONS: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """One query block, transposed: dv += Pᵀ dO, dk += dSᵀ q, and dq of the previous block if this one `follows` another of the tile. Rows
+    past the segment are 0 and add nothing. scores: the block's, whose MMA is under way. Returns dk, dv, and the scores of the next block
+    if `more` follow."""
+    STAGES: gl.constexpr = rings.q.buffers.shape[0]
+    BLOCK: gl.constexpr = rings.q.buffers.shape[2]
+    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
+    SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
+    STATS: gl.constexpr = gl.SliceLayout(0, SCORES)
+    slot = opaque(wave % rings.v[0].buffers.shape[0])
+    do = consumer_wait(rings.do, step)
+    dp = mma_abt(ring_rows(rings.v[consumer], slot), do)
+    if OPTIONS.activation is None:
+        p = gl.exp2(scores * scale - rings.lse.index(step % STAGES).load(STATS)[None, :])
+        dact = p
+    else:
+        p, dact = OPTIONS.activation(scores, scale)
+    if MASKED and OPTIONS.mask is not None:
+        visible = visible_rows(keys, rows, OPTIONS.mask, BLOCK)
+        p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
+    p = to_mma_operand(p, do.dtype, WIDTH)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    if OPTIONS.activation is None:
+        dp = dp - rings.delta.index(step % STAGES).load(STATS)[None, :]
+    ds = dact * dp
+    if keys.num_keys < WARPGROUP_ROWS:  # dq sums over keys
+        lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
+        ds = gl.where((lanes < keys.num_keys)[:, None], ds, 0.0)
+    _share_ds(exchange, step, ds.to(do.dtype), consumer)
+    dk = warpgroup_mma(exchange.ds.index(2 * (step % 2) + consumer), ring_rows(rings.q, step % STAGES), dk, is_async=True)
+    dv, p = warpgroup_mma_wait(1, deps=(dv, p))
+    if OPTIONS.splits:
+        _wait_for_ds(exchange, step - 1, follows)
+        dq = _start_dq(rings, exchange, wave, step - 1, consumer)
+    consumer_wait_ahead(rings.q, step + 1, more)
+    next_q = ring_rows(rings.q, (step + more.to(gl.int32)) % STAGES)
+    scores = mma_abt(ring_rows(rings.k[consumer], slot), next_q)
+    if OPTIONS.splits:
+        dk = warpgroup_mma_wait(3, deps=(dk,))
+    else:
+        dk = warpgroup_mma_wait(1, deps=(dk,))
+    consumer_release(rings.q, step)
+    consumer_release(rings.do, step)
+    if OPTIONS.splits:
+        dq = warpgroup_mma_wait(1, deps=(dq,))
+        if follows:
+            _finish_dq(exchange, step - 1, step - 1, dq, consumer)
+    elif follows:
+        _dq_of_step(rings, exchange, wave, step - 1, consumer, OPTIONS)
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    return dk, dv, scores
+
+
+@gluon.jit
+def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    rings, exchange, outputs, scales, queue = kernel.rings, kernel.exchange, kernel.outputs, kernel.scales, kernel.queue
+    CONSUMERS: gl.constexpr = OPTIONS.consumers
+    BLOCK: gl.constexpr = rings.q.buffers.shape[2]
+    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
+    KV_HEADS: gl.constexpr = OPTIONS.heads // OPTIONS.group
+    scale = score_factor(scales.scale, OPTIONS.activation)
+    step, tail_phase, wave = 0, 0, 0
+    tile = pop_tile(queue, wave)
+    while tile.segment >= 0:
+        first_target = first_target_of(tile, OPTIONS.mask)
+        visited = _visited_blocks(tile, OPTIONS)
+        first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+        keys = _Keys(first, tile.kv_len - first)
+        slot = wave % rings.k[0].buffers.shape[0]
+        consumer_wait(rings.k[0], wave)
+        consumer_wait(rings.k[1], wave)
+        consumer_wait(rings.v[consumer], wave)
+        if keys.num_keys < WARPGROUP_ROWS:  # dq is a sum over keys
+            zero_rows(ring_rows(rings.k[consumer], slot), keys.num_keys, 0, 1)
+        dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+        dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
+        start, shift, count = step, tile.kv_len - tile.q_len, visited.count
+        for _ in range(gl.where(count > 0, OPTIONS.group, 0)):
+            q = consumer_wait(rings.q, step)
+            num_rows = tile.q_len - visited.last * BLOCK
+            if num_rows < BLOCK:  # only the last block, which comes first
+                zero_tails(rings, step, num_rows, Tail(rings.tail, tail_phase), consumer, CONSUMERS)
+                tail_phase += 1
+            scores = warpgroup_mma_wait(0, deps=(mma_abt(ring_rows(rings.k[consumer], slot), q),))
+            for number in range(visited.tail):
+                row = (visited.last - number) * BLOCK
+                rows = Rows(row, row + shift, tile.q_len - row, first_target)
+                dk, dv, scores = _block(
+                    rings, exchange, wave, step + number, step + number > start, number + 1 < count, scores, dk, dv, keys, rows, scale,
+                    consumer, OPTIONS, True,
+                )  # fmt: skip
+            for number in range(visited.tail, visited.tail + visited.full):
+                dk, dv, scores = _block(
+                    rings, exchange, wave, step + number, step + number > start, number + 1 < count, scores, dk, dv, keys,
+                    Rows(0, 0, BLOCK, first_target), scale, consumer, OPTIONS, False,
+                )  # fmt: skip
+            if OPTIONS.mask is not None:
+                for number in range(visited.tail + visited.full, count):
+                    row = (visited.last - number) * BLOCK
+                    rows = Rows(row, row + shift, tile.q_len - row, first_target)
+                    dk, dv, scores = _block(
+                        rings, exchange, wave, step + number, step + number > start, number + 1 < count, scores, dk, dv, keys, rows,
+                        scale, consumer, OPTIONS, True,
+                    )  # fmt: skip
+            step += count
+        if step > start:
+            _dq_of_step(rings, exchange, wave, step - 1, consumer, OPTIONS)
+        thread_barrier()
+        consumer_release(rings.k[0], wave)
+        consumer_release(rings.k[1], wave)
+        if keys.num_keys > 0:
+            factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
+            row, buffer = tile.kv_start + first, rings.v[consumer].buffers.index(slot)
+            dv *= scales.act_factor * factor
+            store_epilogue(
+                dv, Output(outputs.dv_desc, outputs.dv_ptr), buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.v_dim
+            )  # fmt: skip
+            dk *= scales.scale * scales.dact_factor * factor
+            store_epilogue(
+                dk, Output(outputs.dk_desc, outputs.dk_ptr), buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.head_dim
+            )  # fmt: skip
+        tma.store_wait(0)
+        thread_barrier()
+        consumer_release(rings.v[consumer], wave)
+        release_tile(queue, wave)
+        wave += 1
+        tile = pop_tile(queue, wave)
+
+
+# -- writer -------------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _load_acquire(ptr):
+    return gl.inline_asm_elementwise("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_tiles(added_ptr, count):
+    """Wait until `count` tiles have been added to a block."""
+    added = _load_acquire(added_ptr)
+    while added < count:
+        added = _load_acquire(added_ptr)
+    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_writes(zero):
+    """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until shared memory has been read."""
+    return gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _write(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    """Adds a consumer's terms of dq. The order of the tiles of a segment and head is that of their blocks."""
+    sums, queue, ring = kernel.sums, kernel.queue, kernel.exchange.dq[writer]
+    WIDTH: gl.constexpr = kernel.q_desc.block_type.shape[2]
+    STAGES: gl.constexpr = ring.buffers.shape[0]
+    start, step, wave = 0, 0, 0
+    tile = pop_tile(queue, wave)
+    while tile.segment >= 0:
+        visited = _visited_blocks(tile, OPTIONS)
+        first_block = (tile.q_start // OPTIONS.block).to(gl.int32) + tile.segment
+        count = OPTIONS.group * visited.count
+        first, stride = 0, 1
+        if not OPTIONS.splits:
+            first, stride = (start + writer) % 2, 2
+        for number in range(first, count, stride):
+            head, block = tile.head, first_block + visited.last - number
+            if OPTIONS.group > 1:
+                head = tile.head * OPTIONS.group + number // visited.count
+                block = first_block + visited.last - number % visited.count
+            row, column, part = block * OPTIONS.block, 0, head * sums.blocks + block
+            if OPTIONS.splits:
+                part = 2 * part + writer
+                if WIDTH == 128:
+                    column = 64 * writer
+                else:
+                    row += 64 * writer
+            added_ptr = sums.added_ptr + part
+            _wait_for_tiles(added_ptr, tile.block)
+            consumer_wait(ring, step)
+            buffer = ring.buffers.index(step % STAGES)
+            if tile.block == 0:
+                store_tile(sums.desc, [head, row, column], buffer)
+            else:
+                add_tile(sums.desc, [head, row, column], buffer)
+            tma.store_wait(0)
+            thread_barrier()
+            consumer_release(ring, step)
+            added = 1 + _wait_for_writes(0 * step)
+            thread_barrier()
+            gl.atomic_add(added_ptr, added, sem="release")
+            step += 1
+        start += count
+        release_tile(queue, wave)
+        wave += 1
+        tile = pop_tile(queue, wave)
+
+
+@safe_ptxas
+@gluon.jit(do_not_specialize=["stride_lse", "sum_blocks"], do_not_specialize_on_alignment=["num_tiles_ptr", "added_ptr", "next_tile_ptr"])
+def attention_bwd_hopper_kernel(
+    q_desc, do_desc, k_desc, v_desc, dk_desc, dv_desc, sums_desc, dk_ptr, dv_ptr, lse_ptr, delta_ptr, added_ptr, next_tile_ptr,
+    q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, segment_scale_ptr,
+    scale, act_factor, dact_factor, output_scale, stride_lse, sum_blocks,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, HEAD_DIM: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr,
+    CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """dk and dv of a tile of key rows, and its terms of dq."""
+    BLOCK: gl.constexpr = q_desc.block_type.shape[1]
+    WIDTH: gl.constexpr = q_desc.block_type.shape[2]
+    SPLITS: gl.constexpr = splits_blocks(BLOCK, WIDTH)
+    DQ_STAGES: gl.constexpr = 1 if BLOCK == 128 else 2
+    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, BLOCK, SPLITS)
+    schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
+    q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
+    k_rings = make_ring(k_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, ROW_STAGES, CONSUMERS)
+    v_rings = make_rings(v_desc, ROW_STAGES, CONSUMERS)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], PLAIN)
+    delta = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK], PLAIN)
+    # Each consumer arrives twice a block: for its share of q, and for its share of dO.
+    rings = _Rings(q_ring, do_ring, k_rings, v_rings, lse, delta, make_barriers(1, 2 * CONSUMERS))
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, BLOCK], q_desc.dtype)
+    ds = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, WARPGROUP_ROWS, BLOCK], DS)
+    READERS: gl.constexpr = CONSUMERS if SPLITS else 1
+    exchange = _Exchange(ds, make_barriers(2, CONSUMERS), make_barriers(2, READERS), make_rings(sums_desc, DQ_STAGES, CONSUMERS))
+    stats = Stats(lse_ptr, delta_ptr, stride_lse)
+    outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr)
+    sums = _Sums(sums_desc, added_ptr, sum_blocks)
+    scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
+    queue = make_tile_queue(CONSUMERS + 2)
+    kernel = _Kernel(
+        q_desc, do_desc, k_desc, v_desc, schedule, next_tile_ptr, rings, exchange, stats, outputs, sums, scales, queue
+    )  # fmt: skip
+    gl.warp_specialize([
+        (_consume, (0, kernel, OPTIONS)),
+        (_consume, (1, kernel, OPTIONS)),
+        (_produce, (kernel, OPTIONS)),
+        (_write, (0, kernel, OPTIONS)),
+        (_write, (1, kernel, OPTIONS)),
+    ], [4, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+
+
+# -- rounding -----------------------------------------------------------------------------------------------------------------------
+
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments", "num_blocks"])
+def attention_dq_kernel(
+    sums_ptr, added_ptr, dq_ptr, q_offsets_ptr, segment_scale_ptr, factor, output_scale, num_segments, num_blocks,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits it."""
+    index, head = tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32), tl.program_id(1)
+    segment, start, num_rows, first = find_tile(index, q_offsets_ptr, num_segments, SHIFT)
+    if first < num_rows:
+        added = tl.load(added_ptr + (head * num_blocks + index) * PARTS)
+        rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
+        real = (first + rows < num_rows) & (columns < DIM)
+        sums = sums_ptr + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH) + rows * WIDTH + columns
+        dq = tl.load(sums, mask=real & (added > 0), other=0.0)
+        dq *= factor * output_factor(output_scale, segment_scale_ptr, segment)
+        tl.store(dq_ptr + ((start + first + rows) * HEADS + head) * DIM + columns, dq, mask=real)
+
+
+class DqSums(NamedTuple):
+    """The sums of dq over tiles of keys, before they are rounded. Each segment begins with a block of its own.
+
+    Attributes:
+        sums: fp32 `[H, blocks, rows, width]`, not initialised.
+        added: int32 `[H · blocks · parts]`, the number of tiles added to each part of a block; zeros.
+        next_tile: int32 `[1]`, the number of tiles taken from the list; zero.
+    """
+
+    sums: Tensor
+    added: Tensor
+    next_tile: Tensor
+
+    @classmethod
+    def empty(cls, q: Tensor, num_segments: int, block: int) -> DqSums:
+        """For the rows of q, in blocks of `block` rows."""
+        heads, num_blocks, _, width = shape = cls._shape(q, num_segments, block)
+        parts = heads * num_blocks * (2 if splits_blocks(block, width) else 1)
+        added, next_tile = torch.zeros(parts + 1, dtype=torch.int32, device=q.device).split([parts, 1])
+        return cls(torch.empty(shape, dtype=torch.float32, device=q.device), added, next_tile)
+
+    @classmethod
+    def num_bytes(cls, q: Tensor, num_segments: int, block: int) -> int:
+        """The memory that `empty` takes for the sums."""
+        return 4 * math.prod(cls._shape(q, num_segments, block))
+
+    @staticmethod
+    def _shape(q: Tensor, num_segments: int, block: int) -> tuple[int, int, int, int]:
+        num_rows, heads, dim = q.shape
+        return heads, num_rows // block + num_segments + 1, block, max(64, padded_dim(dim))
+
+    @property
+    def num_blocks(self) -> int:
+        return self.sums.shape[1]
+
+    def descriptor(self) -> TensorDescriptor:
+        """For TMA stores and additions of 64 rows and 64 columns."""
+        return descriptor(self.sums.flatten(1, 2), 1, 64, 64)
+
+    def write(self, dq: Tensor, segments: Segments, segment_scale: Tensor | None, factor: float, output_scale: float) -> None:
+        """Launch attention_dq_kernel."""
+        heads, num_blocks, block, width = self.sums.shape
+        attention_dq_kernel[(num_blocks, heads)](
+            self.sums, self.added, dq, segments.q_offsets, segment_scale, factor, output_scale, segments.q_offsets.shape[0] - 1, num_blocks,
+            HEADS=heads, DIM=dq.shape[2], WIDTH=width, BLOCK=block, SHIFT=block.bit_length() - 1,
+            PARTS=self.added.shape[0] // (heads * num_blocks),
+        )  # fmt: skip
+
+
+def one_pass_constants(config: HopperConfig, operands: Operands, params: AttentionParams) -> dict:
+    """Constant arguments and launch options of attention_bwd_hopper_kernel, without HEAD_DIM."""
+    constants = dict(launch_constants(config, operands, params))
+    del constants["Q_SHARED"]
+    return constants

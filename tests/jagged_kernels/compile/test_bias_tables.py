@@ -1,0 +1,35 @@
+"""The small kernels of RelativeBias compile for the GPU generations that we support."""
+
+import pytest
+
+pytest.importorskip("triton")
+
+from jagged_kernels.attention.bias_kernels import bias_tables_kernel, sum_tables_kernel  # noqa: E402
+from jagged_kernels.attention.params import BiasKind  # noqa: E402
+
+from .ahead_of_time import BIASES, bias_types, compile_for  # noqa: E402
+
+CAPABILITIES = [80, 90, 100]
+KINDS = BIASES | {"time": BiasKind(position=False, boundaries=128, query_times=False, shift=False)}
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize(
+    "kind, num_boundaries, entries", [("both", 128, True), ("time", 0, True), ("all", 300, False), ("position", 0, False)]
+)
+def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
+    def type_of(arg):
+        return "*fp32" if arg == "position_ptr" else bias_types(arg, KINDS[kind], scratch=False, entries=entries)
+
+    constants = dict(BITS=num_boundaries.bit_length()) | (dict(position_ptr=None) if kind == "time" else {})
+    assert compile_for(capability, bias_tables_kernel, constants, type_of, aligned=(), num_warps=8).asm["cubin"]
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+@pytest.mark.parametrize("kind, buckets, threads", [("both", 129, 128), ("both", 256, 1), ("time", 129, 128), ("position", 1, 1)])
+def test_sum_tables_kernel_compiles(capability, kind, buckets, threads):
+    def type_of(arg):
+        return "*fp32" if arg.endswith("_ptr") else bias_types(arg, KINDS[kind], scratch=threads == 1, entries=False)
+
+    constants = dict(BUCKETS=buckets, THREADS=threads)
+    assert compile_for(capability, sum_tables_kernel, constants, type_of, aligned=(), num_warps=8).asm["cubin"]

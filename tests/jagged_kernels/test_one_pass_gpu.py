@@ -1,0 +1,157 @@
+"""Hopper's kernel for all three gradients of attention. It serves long segments; here it also gets short ones."""
+
+import pytest
+import torch
+from jagged_kernels.attention import hopper_backward, select
+from jagged_kernels.schedule import cost
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules.schedule import host_schedule
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
+]
+SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400, 1000]
+CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Selects the kernel for all lengths, and lists key tiles in groups of few segments. Counts the kernel's calls."""
+    counts = dict(one_pass=0)
+    launch = hopper_backward._Launches.one_pass
+
+    def counted(*args):
+        counts["one_pass"] += 1
+        return launch(*args)
+
+    monkeypatch.setattr(hopper_backward._Launches, "one_pass", counted)
+    monkeypatch.setattr(select, "one_pass_seqlen", lambda *_: 0)
+    monkeypatch.setattr(cost, "LONG_KEYS", 0)
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 2**16)
+    return counts
+
+
+@pytest.fixture
+def check(check_attention, calls):
+    def check(lengths, dtype=torch.bfloat16, dims=(64, 64), **options):
+        check_attention(lengths, dtype, "cuda", dims=dims, kernels="hopper", **options)
+        assert calls["one_pass"] == 1
+
+    return check
+
+
+@pytest.mark.parametrize("mask", [None, "causal"])
+@pytest.mark.parametrize("dims", [(40, 64), (64, 64), (96, 96), (128, 72), (128, 128)], ids=str)
+def test_head_dims(check, dims, mask):
+    check((SELF, SELF), dims=dims, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "lengths", ["mixed", "empty-ends", "skewed", ([3000], [2500]), ([4, 130, 5], [0, 0, 70]), ([0, 0, 9], [4, 130, 200])], ids=str
+)
+@pytest.mark.parametrize("case, mask", [(CASES[0], None), (CASES[0], "causal"), (CASES[1], None), (CASES[1], "causal")], ids=str)
+def test_lengths(check, lengths, case, mask):
+    check(lengths, case[1], case[0], mask=mask)
+
+
+@pytest.mark.parametrize("heads, mask", [((1, 1), "causal"), ((6, 6), None), ((8, 1), None), ((6, 3), "causal")], ids=str)
+def test_heads(check, heads, mask):
+    check((SELF, SELF), heads=heads, mask=mask)
+
+
+@pytest.mark.parametrize(
+    "case, activation, mask",
+    [
+        (CASES[0], "silu", "causal"),
+        (CASES[0], "gelu_tanh", None),
+        (CASES[1], "silu", None),
+        (CASES[1], "gelu_tanh", "causal"),
+        (CASES[1], "sigmoid", None),
+    ],
+    ids=str,
+)
+def test_activations(check, activation, mask, case):
+    output_scale = torch.rand(len(SELF), device="cuda") + 0.1
+    check((SELF, SELF), case[1], case[0], activation=activation, mask=mask, scale=0.3, output_scale=output_scale)
+
+
+@pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
+def test_scale(check, scale):
+    check((SELF, SELF), scale=scale)
+
+
+@pytest.mark.parametrize("activation", ["softmax", "silu"])
+@pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activation):
+    q, k, v = (torch.randn(300, heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    for x in (q, k, v):
+        x[:70], x[170:] = float("nan"), float("nan")
+        x.requires_grad_()
+    out = F.jagged_attention(q, k, v, offsets([70, 100, 130], "cuda"), activation=activation, mask=mask, implementation="hopper")
+    grad = torch.randn_like(out)
+    grad[:70], grad[170:] = float("nan"), float("nan")
+    for x in torch.autograd.grad(out, (q, k, v), grad):
+        assert x[70:170].isfinite().all() and x[:70].isnan().all() and x[170:].isnan().all()
+    assert calls["one_pass"] == 1
+
+
+def test_a_workspace_without_room_for_its_sums(check_attention, calls):
+    with jm.backward_workspace(2**16):
+        check_attention((SELF, SELF), torch.bfloat16, "cuda", dims=(64, 64), kernels="hopper")
+    assert calls["one_pass"] == 0
+
+
+def random_batch(seed, num_segments, longest, dim):
+    random = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, longest + 1, (num_segments,), generator=random)
+    q, k, v = (torch.randn(int(lengths.sum()), heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    return lengths, [x.requires_grad_() for x in (q, k, v)]
+
+
+@pytest.mark.parametrize("num_segments, longest", [(1, 9000), (5, 3000), (64, 400), (300, 130)])
+@pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None), (128, "causal")])
+def test_the_same_bits_beside_other_kernels(offsets, calls, dim, mask, num_segments, longest):
+    """Steps at once, with and without a schedule, while two other streams run the same kernel and matrix multiplications. Thread blocks
+    of a launch then run in any number and order, and wait for one another."""
+    mask = None if mask is None else jm.AttentionMask(causal=True)
+    lengths, leaves = random_batch(dim, num_segments, longest, dim)
+    segments, do = offsets(lengths.tolist(), "cuda"), torch.randn_like(leaves[0])
+    schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=dim, dtype=torch.bfloat16, mask=mask).to("cuda")
+    streams, matrix = [torch.cuda.Stream() for _ in range(3)], torch.randn(3000, 3000, device="cuda", dtype=torch.bfloat16)
+    torch.cuda.synchronize()
+    runs = []
+    for step in range(30):
+        for stream in streams[:2]:
+            with torch.cuda.stream(stream):
+                out = F.jagged_attention(*leaves, segments, mask=mask, schedule=schedule if step % 2 else None, implementation="hopper")
+                runs.append(torch.autograd.grad(out, leaves, do))
+        with torch.cuda.stream(streams[2]):
+            matrix @ matrix
+    torch.cuda.synchronize()
+    assert calls["one_pass"] == len(runs) == 60
+    assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0]))
+
+
+def test_a_graph_serves_other_lengths(offsets, calls):
+    """A captured step, replayed with new offsets."""
+    leaves = [torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (4, 2, 2)]
+    segments, do = offsets([70, 100, 130], "cuda"), torch.randn_like(leaves[0])
+
+    def step():
+        return torch.autograd.grad(F.jagged_attention(*leaves, segments, implementation="hopper"), leaves, do)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
+        segments.copy_(offsets(lengths, "cuda"))
+        graph.replay()
+        assert all(torch.equal(x, y) for x, y in zip(captured, step()))
+    assert calls["one_pass"] == 5
