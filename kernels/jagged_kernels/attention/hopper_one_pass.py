@@ -10,8 +10,8 @@ reductions, in the order of the tiles in the segment, so results are determinist
 the number of tiles added. The first tile stores its term. Each later tile waits for its predecessor. `attention_dq_kernel` rounds the sums.
 
 No deadlock: thread blocks take tiles from the list one by one, through a counter, so a tile starts after all tiles before it in the list.
-The tiles of a segment and head are listed in ascending order, and a tile waits for its predecessors alone. docs/decisions/one-pass-backward.md
-says which order of the list is fast.
+The tiles of a segment and head are listed in ascending order, and a tile waits for its predecessors alone.
+docs/decisions/one-pass-backward.md says which order of the list is fast.
 
 Roles:
     warps 0–3, 4–7   consumers: MMA, P and dS, dq, epilogue. `_consume`
