@@ -54,6 +54,10 @@ def attention() -> str:
         'activation "gelu"': dict(activation="gelu"),
         'activation "gelu", head dim 64': dict(activation="gelu", head_dim=64, v_dim=64),
         "a mask": dict(masked=True),
+        "segments of 4096 rows": dict(q_rows=64 * 4096, kv_rows=64 * 4096),
+        "segments of 4096 rows, head dim 64, causal": dict(
+            q_rows=64 * 4096, kv_rows=64 * 4096, head_dim=64, v_dim=64, masked=True, causal=True
+        ),
         'implementation="triton"': dict(implementation="triton"),
     }
     on_h100 = [[case, _kernels(select(AttentionProblem(**(h100 | change))))] for case, change in cases.items()]
@@ -61,7 +65,7 @@ def attention() -> str:
 
 `jagged_kernels.attention.select` decides. A cell names the kernels ("hopper": `attention/hopper_*.py`, "triton":
 `attention/triton_kernels.py`) and their tiles: rows of a tile × rows of the blocks that it loops over, for the forward, for dq, and for dk
-and dv.
+and dv. Where one kernel computes all three gradients, it has one entry.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
@@ -74,7 +78,8 @@ On an H100, bf16, head dim 128:
 
 
 def _kernels(selection: Selection) -> str:
-    tiles = ", ".join(f"{config.tile}×{config.block}" for config in (selection.fwd, selection.dq, selection.dkdv))
+    backward = [selection.one_pass] if selection.one_pass else [selection.dq, selection.dkdv]
+    tiles = ", ".join(f"{config.tile}×{config.block}" for config in (selection.fwd, *backward))
     return f"{selection.backend} {tiles}"
 
 
