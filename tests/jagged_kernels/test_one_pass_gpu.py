@@ -18,8 +18,8 @@ CASES = [((64, 64), torch.float16), ((128, 128), torch.bfloat16)]
 
 
 @pytest.fixture
-def calls(monkeypatch):
-    """Selects the kernel for all lengths, and lists key tiles in groups of few segments. Counts the kernel's calls."""
+def counts(monkeypatch):
+    """Counts the kernel's calls."""
     counts = dict(one_pass=0)
     launch = hopper_backward._Launches.one_pass
 
@@ -28,6 +28,12 @@ def calls(monkeypatch):
         return launch(*args)
 
     monkeypatch.setattr(hopper_backward._Launches, "one_pass", counted)
+    return counts
+
+
+@pytest.fixture
+def calls(monkeypatch, counts):
+    """Selects the kernel for all lengths, and lists key tiles in groups of few segments."""
     monkeypatch.setattr(select, "one_pass_seqlen", lambda *_: 0)
     monkeypatch.setattr(cost, "LONG_KEYS", 0)
     monkeypatch.setattr(cost, "GROUP_ELEMENTS", 2**16)
@@ -97,6 +103,14 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activatio
     for x in torch.autograd.grad(out, (q, k, v), grad):
         assert x[70:170].isfinite().all() and x[:70].isnan().all() and x[170:].isnan().all()
     assert calls["one_pass"] == 1
+
+
+@pytest.mark.large_memory
+@pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None)])
+def test_long_segments_take_it(check_attention, counts, dim, mask):
+    lengths = [5000, 3400] if dim == 128 else [1, 3000, 4000, 2500]
+    check_attention((lengths, lengths), torch.bfloat16, "cuda", dims=(dim, dim), heads=(1, 1), mask=mask, kernels="hopper")
+    assert counts["one_pass"] == 1
 
 
 def test_a_workspace_without_room_for_its_sums(check_attention, calls):
