@@ -42,8 +42,11 @@ def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Ten
 
 
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
-    """The candidates by user, for all attentions of a graph. `users` has one row per user."""
-    return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0])
+    """The candidates by user, for all attentions of a graph. `users` has one row per user.
+
+    The index has one more user without candidates, to whom the hidden keys belong.
+    """
+    return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 
 def attend_in_place(
@@ -61,8 +64,8 @@ def attend_in_place(
     Args:
         query: `[C, H, Lq, D]`, or `[C · H, Lq, D]` with num_heads = H.
         key, value: `[U, H, T, D]` or `[U · H, T, D]`.
-        hidden: bool `[U, T]`, keys that no query sees: they are left out before the attention, so a mask need not be a prefix. None: all
-            are visible.
+        candidates: of the users and of one more, see `group_candidates`.
+        hidden: bool `[U, T]`, keys that no query sees. A mask need not be a prefix. None: all are visible.
         empty: the result of the candidates of a user without visible keys.
 
     Returns:
@@ -72,14 +75,28 @@ def attend_in_place(
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
-        offsets = torch.arange(num_users + 1, device=key.device) * num_keys
+        ends = torch.arange(num_users + 1, device=key.device) * num_keys
     else:
-        visible = ~hidden
-        rows = visible.flatten().nonzero()[:, 0]
+        rows, ends = visible_first(hidden)
         key, value = key[rows], value[rows]
-        offsets = torch.nn.functional.pad(visible.sum(1).cumsum(0), (1, 0))
+    offsets = torch.cat([ends, torch.full_like(ends[:1], key.shape[0])])
     out = target_attention(query.transpose(1, 2), key, value, candidates, offsets, scale=scale).transpose(1, 2)
     if empty != 0:  # target_attention gives 0
         lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
         out = out.masked_fill(lost[:, None, None, None], empty)
     return out.flatten(0, 1) if num_heads else out
+
+
+def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """An order of keys in which each user's visible ones follow one another, and the users' offsets in it. All sizes are known.
+
+    Args:
+        hidden: bool `[U, T]`.
+
+    Returns:
+        rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 1]`.
+    """
+    counts = (~hidden).flatten().cumsum(0)
+    wanted = torch.arange(1, counts.shape[0] + 1, device=counts.device)
+    rows = torch.searchsorted(counts, wanted).clamp(max=counts.shape[0] - 1)
+    return rows, torch.nn.functional.pad((~hidden).sum(1).cumsum(0), (1, 0))
