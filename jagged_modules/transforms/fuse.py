@@ -17,6 +17,7 @@ from .bags import find_bags, is_keyed_jagged, num_rows
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
 from .compress import Compression, find_compressions
+from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
 from .emit import Batch, Emitter
 from .lineage import USERS, Size, shape_of
@@ -38,7 +39,8 @@ def fuse_broadcasts(
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
-    and FLOPs. All others stay as they are. The model itself is not changed.
+    and FLOPs. All others stay as they are. The model itself is not changed. A call with no fewer users than candidates runs the model's own
+    forward. Copies of the result and exported programs always run the new graph.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -78,6 +80,13 @@ def fuse_broadcasts(
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)  # pyright: ignore[reportArgumentType]
+    if batch is None:
+        replication = own_replication(captured, plan.analysis)
+    else:
+        keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
+        replication = Replication(names, tuple(batch.candidates.values()), keyed)
+    if replication is not None:
+        with_fallback(module, model, replication)
     return module
 
 

@@ -30,7 +30,7 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
         if x.shape[0] != candidate_to_user.shape[0]:
             raise ValueError(f"{name} must have one row per candidate, {candidate_to_user.shape[0]} as candidate_to_user, got {x.shape[0]}")
     if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
-        low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
+        low, high = map(int, candidate_to_user.aminmax())
         if low < 0 or high >= num_users:
             raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
     return candidate_to_user
