@@ -104,7 +104,7 @@ def test_compiled_and_exported(case):
     shapes = dict(profile=dict(profile={0: users}), item={0: candidates}, candidate_to_user={0: candidates})
     keywords = dict(candidate_to_user=torch.arange(9) % 3)
     exported = torch.export.export(fused, (inputs(3)[0], torch.randn(9, 4)), keywords, dynamic_shapes=shapes).module()
-    for num_users, index in ((3, [1, 0, 1, 2]), (5, [1, 0, 2]), (6, [1, 0, 1, 2, 3, 5, 2]), (7, [4, 2])):
+    for num_users, index in ((3, [1, 0, 1, 2, 0]), (5, [1, 0, 2]), (6, [1, 0, 1, 2, 3, 5, 2]), (7, [4, 2])):
         index, (profile, _), item = torch.tensor(index), inputs(num_users), torch.randn(len(index), 4)
         expected = model(dict(profile=profile["profile"][index]), item)
         torch.testing.assert_close(compiled(profile, item, candidate_to_user=index), expected)
