@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ from .bags import Bags
 from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
+from .own_operators import SegmentAttention
 from .report import Decisions
-from .runtime import attend_in_place, checked_map, compress, group_candidates
+from .runtime import attend_in_place, attend_segments_in_place, checked_map, compress, group_candidates
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
+Fusion = TargetAttention | SegmentAttention | Compression
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Emitter:
         graph: fx.Graph,
         analysis: Analysis,
         moved: set[fx.Node],
-        fusions: dict[fx.Node, TargetAttention | Compression],
+        fusions: dict[fx.Node, Fusion],
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
@@ -108,8 +111,7 @@ class Emitter:
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
             self._plain[node] = self._size(*node.args)  # pyright: ignore[reportArgumentType]
         elif node in self.fusions:
-            match = self.fusions[node]
-            self._plain[node] = self._attention(match) if isinstance(match, TargetAttention) else self._compression(match)
+            self._plain[node] = self._fused(self.fusions[node])
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
             if node.target in (aten.view.default, aten._unsafe_view.default):  # the strides of a gathered operand may be others
@@ -219,6 +221,18 @@ class Emitter:
             )
         return self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
 
+    def _fused(self, match: Fusion) -> fx.Node:
+        if isinstance(match, TargetAttention):
+            return self._attention(match)
+        return self._segment_attention(match) if isinstance(match, SegmentAttention) else self._compression(match)
+
+    def _segment_attention(self, match: SegmentAttention) -> fx.Node:
+        """As `_attention`, of this project's operator."""
+        key, value = (self.operand(x, match.lineage) for x in match.operands)
+        candidates = self._candidates(match.lineage.maps, match.node, value, self.analysis.lineages[match.key])
+        options = {name: x for name, x in match.options.items() if name != "mask"}
+        return self.call(attend_segments_in_place, self.value(match.query), key, value, candidates, **options)
+
     def _attention(self, match: TargetAttention) -> fx.Node:
         """The attention on the bases of its keys, values and mask."""
         assert match.lineage is not None
@@ -262,6 +276,8 @@ class Emitter:
         target: Any = moved.target or node.target
         in_full = moved.in_full
         arguments = map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
+        if not isinstance(target, torch._ops.OpOverload):
+            return self.call(target, **{name: arguments[name] for name in inspect.signature(target).parameters})
         if moved.target is not None:
             arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
         args, kwargs = unbind(target, arguments)

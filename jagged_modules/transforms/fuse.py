@@ -12,15 +12,16 @@ from torch.utils import _pytree as pytree
 
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
-from .attention import TargetAttention, find_attentions
+from .attention import find_attentions
 from .bags import find_bags, is_keyed_jagged, num_rows
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
-from .compress import Compression, find_compressions
+from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
-from .emit import Batch, Emitter
+from .emit import Batch, Emitter, Fusion
 from .lineage import USERS, Size, shape_of
+from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, by_cost
 from .report import Decisions, Report, make_report
 
@@ -108,7 +109,7 @@ class Plan:
     batch: Batch | None
     analysis: Analysis
     costs: Costs
-    fusions: dict[fx.Node, TargetAttention | Compression]
+    fusions: dict[fx.Node, Fusion]
     before: Cost
     moved: set[fx.Node]
 
@@ -140,7 +141,8 @@ def make_plan(
     if Distributor(captured.graph, analysis, costs).run():
         analysis = analyse(captured.graph, inputs, estimate, known)
         costs = Costs(analysis, estimate)
-    fusions = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    fusions: dict[fx.Node, Fusion] = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    fusions |= find_segment_attentions(captured.graph, analysis, estimate)
     read_in_place = {read for match in fusions.values() for read in match.reads}
     return Plan(captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place))
 

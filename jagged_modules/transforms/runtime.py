@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
-from ..functional import linear_compress, target_attention
+from ..functional import jagged_attention, linear_compress, target_attention
+from ..masks import AttentionMask
 from ..validation import check_integers, values_are_checkable
 
 
@@ -75,16 +78,66 @@ def attend_in_place(
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
-        ends = torch.arange(num_users + 1, device=key.device) * num_keys
+        ends = _equal_segments(num_users, num_keys, key.device)
     else:
         rows, ends = visible_first(hidden)
         key, value = key[rows], value[rows]
-    offsets = torch.cat([ends, torch.full_like(ends[:1], key.shape[0])])
+    offsets = _with_one_more(ends, key.shape[0])
     out = target_attention(query.transpose(1, 2), key, value, candidates, offsets, scale=scale).transpose(1, 2)
     if empty != 0:  # target_attention gives 0
         lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
         out = out.masked_fill(lost[:, None, None, None], empty)
     return out.flatten(0, 1) if num_heads else out
+
+
+def attend_equal_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_rows: int,
+    kv_rows: int,
+    scale: float,
+    activation: str,
+    mask: list[int] | None,
+    output_scale: float,
+    implementation: str,
+) -> tuple[Tensor]:
+    """`jagged_attention` of segments of q_rows queries `[B · q_rows, H, D]` and kv_rows keys each. mask: `MaskParams`."""
+    num_segments = k.shape[0] // kv_rows
+    kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
+    q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)
+    rule = None if mask is None else AttentionMask.from_params(MaskParams(*mask), None)
+    out = jagged_attention(
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        scale=scale,
+        activation=activation,
+        mask=rule,
+        output_scale=output_scale,
+        implementation=implementation,
+    )
+    return (out,)
+
+
+def attend_segments_in_place(
+    q: Tensor, k: Tensor, v: Tensor, candidates: CandidateIndex, q_rows: int, kv_rows: int, **options: Any
+) -> tuple[Tensor]:
+    """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows keys, `[U · kv_rows, H, D]`."""
+    offsets = _with_one_more(_equal_segments(k.shape[0] // kv_rows, kv_rows, k.device), k.shape[0])
+    return (target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options).flatten(0, 1),)
+
+
+def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:
+    """Offsets of segments of equal length."""
+    return torch.arange(number + 1, device=device) * rows
+
+
+def _with_one_more(offsets: Tensor, num_rows: int) -> Tensor:
+    """Offsets with one more segment, of the rows behind the others, see `group_candidates`."""
+    return torch.cat([offsets, torch.full_like(offsets[:1], num_rows)])
 
 
 def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
