@@ -87,7 +87,7 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
 
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
-    return given if all(_size(given, before) >= _size(given, after) > 0 for before, after in replication.pairs) else None
+    return given if all([_size(given, before) >= _size(given, after) > 0 for before, after in replication.pairs]) else None
 
 
 def _size(given: Mapping[str, Any], rows: Rows) -> int:

@@ -39,6 +39,19 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
     return candidate_to_user
 
 
+def without_negative(index: Tensor, name: str) -> Tensor:
+    """The map itself. It is shared by tensors of different sizes, from whose ends negative entries would count.
+
+    Raises:
+        ValueError: an entry of a host map is negative. RuntimeError: the same in a compiled graph; for device maps, at a later call.
+    """
+    if not values_are_checkable(index):
+        torch._assert_async((index >= 0).all(), f"{name} must not have negative entries: it indexes tensors of different sizes")
+    elif index.numel() and (low := int(index.min())) < 0:
+        raise ValueError(f"{name} must not have negative entries, because it indexes tensors of different sizes, got {low}")
+    return index
+
+
 def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Tensor, candidate_to_user: Tensor) -> Tensor:
     """user_weight @ users[candidate_to_user] + weight @ candidates."""
     return linear_compress((user_weight, weight), (users, candidates), (candidate_to_user,))

@@ -176,3 +176,41 @@ def test_no_loss_where_there_are_as_many_users_as_candidates():
     assert {site.decision for site in fused.report.sites} == {"kept"}
     gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
     assert [node.args[0].name for node in gathers] == ["history", "profile"]
+
+
+class Sum(nn.Module):
+    """Rows of two tensors by one map."""
+
+    def forward(self, x, y, index):
+        return (x[index] + y[index]).exp().sum(1)
+
+
+def test_negative_indices_of_tensors_of_different_sizes():
+    """They would be the rows of one tensor only: an error, eager, compiled and exported."""
+    x, y, index = torch.randn(4, WIDTH), torch.randn(3, WIDTH), torch.tensor([2, 0, 2, 2, 0, 1, 1])
+    fused = fuse_broadcasts(Sum().eval(), (x, y, index))
+    torch._dynamo.reset()
+    dims = [{0: torch.export.Dim(name)} for name in ("first", "second", "rows")]
+    exported = torch.export.export(fused, (x, y, index), dynamic_shapes=dims).module()
+    for module in (fused, torch.compile(fused, backend="eager"), exported):
+        torch.testing.assert_close(module(x, y, index), Sum()(x, y, index))
+        with pytest.raises(
+            (ValueError, RuntimeError), match="index must not have negative entries.* it indexes tensors of different sizes"
+        ):
+            module(x, y, index - 1)
+
+
+def test_negative_indices_in_fusions():
+    class Compress(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 18))
+
+        def forward(self, user, item, index):
+            return self.weight @ torch.cat([user[index], item], 1)
+
+    model, index = Compress().eval(), torch.tensor([-1, 0, -3, 2] * 20)
+    inputs = torch.randn(3, 16, 8), torch.randn(80, 2, 8), index
+    fused = fuse_broadcasts(model, inputs)
+    assert any(site.decision == "fused" for site in fused.report.sites)
+    torch.testing.assert_close(fused(*inputs), model(*inputs))
