@@ -46,7 +46,7 @@ def without_negative(index: Tensor, name: str) -> Tensor:
         ValueError: an entry of a host map is negative. RuntimeError: the same in a compiled graph; for device maps, at a later call.
     """
     if not values_are_checkable(index):
-        torch._assert_async((index >= 0).all(), f"{name} must not have negative entries: it indexes tensors of different sizes")
+        torch.ops.aten._assert_async.msg((index >= 0).all(), f"{name} must not have negative entries: it indexes tensors of different sizes")
     elif index.numel() and (low := int(index.min())) < 0:
         raise ValueError(f"{name} must not have negative entries, because it indexes tensors of different sizes, got {low}")
     return index
