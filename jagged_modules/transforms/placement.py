@@ -79,6 +79,11 @@ class Costs:
         """Of the base of a value."""
         return self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)))
 
+    def fused(self, node: fx.Node) -> Cost:
+        """Of a value that is computed in full from the bases of its operands, read in place."""
+        full = self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)) if x is not node else 1.0)
+        return Cost(self.full(node).flops, full.bytes)
+
     def gather(self, node: fx.Node) -> Cost:
         """Of the gather from a base to the value."""
         lineage = self.analysis.lineages[node]

@@ -45,10 +45,11 @@ def without_negative(index: Tensor, name: str) -> Tensor:
     Raises:
         ValueError: an entry of a host map is negative. RuntimeError: the same in a compiled graph; for device maps, at a later call.
     """
+    rule = f"{name} must not have negative entries, because it indexes tensors of different sizes"
     if not values_are_checkable(index):
-        torch.ops.aten._assert_async.msg((index >= 0).all(), f"{name} must not have negative entries: it indexes tensors of different sizes")
+        torch.ops.aten._assert_async.msg((index >= 0).all(), rule)
     elif index.numel() and (low := int(index.min())) < 0:
-        raise ValueError(f"{name} must not have negative entries, because it indexes tensors of different sizes, got {low}")
+        raise ValueError(f"{rule}, got {low}")
     return index
 
 

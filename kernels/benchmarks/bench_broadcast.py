@@ -8,9 +8,9 @@
 
 "left in": the rows of users are gathered for the candidates, then the model runs. "split": a net of users and a net of candidates, cut by
 hand where the rows were repeated. "fused": jm.transforms.fuse_broadcasts of the model, placed for 1,024 candidates of 15 users in all
-cases. Each form is measured eager, under torch.compile with these sizes, and as a CUDA graph of the eager call. Times are wall times of host
-and device together. The tables' speed-ups are over "left in, eager"; the lines above them compare within each mode. Models come without
-embedding lookups.
+cases. Each form is measured eager, under torch.compile with these sizes, and as a CUDA graph of the eager call. Times are wall times of
+host and device together. The speed-ups in tables are over "left in, eager"; the lines above them compare within each mode. Models come
+without embedding lookups.
 """
 
 import copy
