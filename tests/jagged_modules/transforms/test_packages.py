@@ -104,6 +104,31 @@ def test_compile(model_and_fused, backend):
     assert counter.frame_count == 1
 
 
+class Compress(nn.Module):
+    """A head over a compression of users' and items' features."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.over = nn.Parameter(torch.randn(5, 18)), nn.Linear(5 * WIDTH, 1)
+
+    def forward(self, user, item):
+        return self.over((self.weight @ torch.cat([user, item], 1)).flatten(1))
+
+
+def test_without_attention_there_are_only_torch_operators():
+    """On the CPU. So packages of such models need no Python."""
+    example = torch.randn(64, 16, WIDTH), torch.randn(64, 2, WIDTH)
+    fused = fuse_broadcasts(Compress().eval(), example, request_only=("user",))
+    assert any(getattr(node.target, "__name__", "") == "compress" for node in fused.graph.nodes)
+    users, candidates = torch.export.Dim("users"), torch.export.Dim("candidates")
+    shapes = dict(user={0: users}, item={0: candidates}, candidate_to_user={0: candidates})
+    index = dict(candidate_to_user=torch.arange(20) % 3)
+    program = torch.export.export(fused, (example[0][:3], example[1][:20]), index, dynamic_shapes=shapes)
+    called = {node.target for node in program.graph.nodes if node.op == "call_function"}
+    assert {x.namespace for x in called if isinstance(x, torch._ops.OpOverload)} == {"aten"}
+    assert {x.__module__ for x in called if not isinstance(x, torch._ops.OpOverload)} <= {"_operator"}
+
+
 LOAD = """
     import sys
     import torch
