@@ -15,6 +15,7 @@ from .layers.gdpa import GDPABlock, GDPAConfig, JaggedGDPA
 from .layers.hstu import HSTUCache, HSTUConfig, HSTULayer, HSTUStack
 from .layers.linear_compress import LinearCompressEmbedding
 from .layers.mlp import JaggedMLP
+from .layers.self_target_attention import JaggedSelfTargetAttention
 from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
 from .rotary import Rotary
@@ -36,6 +37,7 @@ __all__ = [
     "Jagged",
     "JaggedGDPA",
     "JaggedMLP",
+    "JaggedSelfTargetAttention",
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
     "RelativeBias",

@@ -106,14 +106,18 @@ class JaggedTargetAttention(nn.Module):
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
-        """The targets' queries `[..., H, D]`. Errors give `shape` as the expected shape."""
-        if not isinstance(targets, Tensor):
-            raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
-        check_dense("targets", targets)
-        if targets.dim() != dim or targets.shape[-1] != self.target_dim:
-            raise ValueError(f"targets must have shape {shape} with E_t = {self.target_dim}, got {list(targets.shape)}")
-        check_layer_input("targets", targets, self.q_proj)
-        return self.q_proj(targets).unflatten(-1, (self.num_heads, self.head_dim))
+        return project_targets(self.q_proj, self.target_dim, self.num_heads, targets, dim, shape)
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"
+
+
+def project_targets(projection: nn.Module, target_dim: int, num_heads: int, targets: Any, dim: int, shape: str) -> Tensor:
+    """The queries `[..., H, D]` of targets with `dim` dimensions. Errors give `shape` as the expected shape."""
+    if not isinstance(targets, Tensor):
+        raise TypeError(f"targets must be a torch.Tensor {shape}, got {type(targets).__name__}")
+    check_dense("targets", targets)
+    if targets.dim() != dim or targets.shape[-1] != target_dim:
+        raise ValueError(f"targets must have shape {shape} with E_t = {target_dim}, got {list(targets.shape)}")
+    check_layer_input("targets", targets, projection)
+    return projection(targets).unflatten(-1, (num_heads, -1))

@@ -11,7 +11,7 @@ from torch import fx
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
 from . import shape_rules as _shape_rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
-from .calls import RULES, Call, Moved, Rule, first_of, is_operator
+from .calls import Call, Moved, Rule, first_of, is_operator, rule_of
 from .lineage import Lineage, Size, is_known
 from .sources import Source, find_source, find_uniform
 
@@ -64,7 +64,7 @@ def _item(node: fx.Node, result: Analysis) -> None:
 
 
 def _operator(node: fx.Node, result: Analysis, estimate: Callable[[Size], int], known: Set[Size]) -> None:
-    call, rule = Call(node, result.lineages), RULES.get(node.target)
+    call, rule = Call(node, result.lineages), rule_of(node.target)
     operands = result.operands(node)
     source = find_source(call, estimate)
     if source is not None and (len(source.lineage.maps) > 1 or source.operand not in result.lineages):

@@ -19,7 +19,7 @@ class Moved:
     Attributes:
         lineage: of the result.
         edits: arguments, by name, that differ in the call on the bases: sizes, where -1 stands for the rows of the base.
-        target: another operator for the call on the bases, with the same arguments.
+        target: another operator or function for the call on the bases, with arguments of the same names.
         broadcasts: an operand of one row (a uniform one) need not be expanded to the rows of the others.
         in_full: operands that are used in full although they have a lineage.
     """
@@ -124,6 +124,22 @@ def is_operator(node: fx.Node) -> bool:
 
 Rule = Callable[[Call], "Moved | None"]
 RULES: dict[Any, Rule] = {}
+OWN_RULES: dict[str, Rule] = {}  # by name: operators of this project are registered when their modules are imported
+
+
+def rule_of(target: Any) -> Rule | None:
+    """The rule of an operator."""
+    return RULES.get(target) or OWN_RULES.get(str(target))
+
+
+def own_rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers a rule for operators `namespace.name.overload` of this project."""
+
+    def register(function: Rule) -> Rule:
+        OWN_RULES.update(dict.fromkeys(names, function))
+        return function
+
+    return register
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:

@@ -20,6 +20,7 @@ from torch.fx.node import map_arg
 from .analysis import Analysis
 from .calls import RULES, Call, is_operator, is_tensor, positional
 from .lineage import Lineage, shape_of
+from .own_operators import LINEAR_COMPRESS
 from .placement import FLOPS_PER_BYTE, Costs
 from .rules import pointwise
 
@@ -74,7 +75,7 @@ class Distributor:
         if node.target is aten.linear.default:
             return self._sum_of_products(node, call["input"], -1, call["weight"], 1, call["bias"])
         if node.target in (aten.matmul.default, aten.bmm.default, aten.mm.default):
-            left, right = positional(node)[:2]
+            left, right = map(self._unexpanded, positional(node)[:2])
             if self._is_weight(right):
                 return self._sum_of_products(node, left, -1, right, 0)
             if self._is_weight(left):
@@ -82,9 +83,16 @@ class Distributor:
             return self._self_interaction(node, left, right)
         if node.target is aten.addmm.default and call["beta"] == call["alpha"] == 1 and self._is_weight(call["mat2"]):
             return self._sum_of_products(node, call["mat1"], -1, call["mat2"], 0, call["self"])
+        if str(node.target) == LINEAR_COMPRESS and len(call["weights"]) == 1 and self._is_weight(call["weights"][0]):
+            return self._sum_of_products(node, call["embeddings"][0], -2, call["weights"][0], 1)
         if node.target is aten.sum.dim_IntList:
             return self._sum_of_sums(node, call)
         return None
+
+    def _unexpanded(self, x: Any) -> Any:
+        """The weight that is expanded to a batch of matrices, else x itself."""
+        expanded = is_tensor(x) and x.target is aten.expand.default and x.meta["val"].dim() == 3 and self._is_weight(x.args[0])
+        return x.args[0] if expanded else x
 
     def _is_weight(self, x: Any) -> bool:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -17,11 +18,13 @@ from .bags import Bags
 from .calls import Call, flat, is_tensor, positional, unbind
 from .compress import Compression
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
+from .own_operators import SegmentAttention
 from .report import Decisions
-from .runtime import attend_in_place, checked_map, compress, group_candidates
+from .runtime import attend_in_place, attend_segments_in_place, checked_map, compress, group_candidates, without_negative
 
 aten = torch.ops.aten
 ASSERTIONS = (aten._assert_tensor_metadata.default,)
+Fusion = TargetAttention | SegmentAttention | Compression
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Emitter:
         graph: fx.Graph,
         analysis: Analysis,
         moved: set[fx.Node],
-        fusions: dict[fx.Node, TargetAttention | Compression],
+        fusions: dict[fx.Node, Fusion],
         batch: Batch | None,
     ) -> None:
         self.source, self.analysis, self.moved, self.batch = graph, analysis, moved, batch
@@ -108,8 +111,7 @@ class Emitter:
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
             self._plain[node] = self._size(*node.args)  # pyright: ignore[reportArgumentType]
         elif node in self.fusions:
-            match = self.fusions[node]
-            self._plain[node] = self._attention(match) if isinstance(match, TargetAttention) else self._compression(match)
+            self._plain[node] = self._fused(self.fusions[node])
         elif node.target not in ASSERTIONS:
             self._plain[node] = self.graph.node_copy(node, self.value)
             if node.target in (aten.view.default, aten._unsafe_view.default):  # the strides of a gathered operand may be others
@@ -184,7 +186,8 @@ class Emitter:
             sizes[dim] = self._expression(outermost.rows_out)
             x = self.call(aten.expand.default, x, sizes)
         else:
-            x = self.select(x, dim, self._composed(maps, node), wraps=len(maps) > 1 or self._may_wrap(outermost))
+            wraps = len(maps) > 1 or self._may_wrap(outermost) and not outermost.is_narrowed
+            x = self.select(x, dim, self._composed(maps, node), wraps)
         return self.call(aten.flatten.using_ints, x, dim - 1, dim + 1) if lineage.is_folded else x
 
     def _composed(self, maps: tuple[Map, ...], like: fx.Node) -> fx.Node:
@@ -193,6 +196,14 @@ class Emitter:
         for other in outer:
             index = self.call(aten.index.Tensor, other, [index])
         return index
+
+    def _row_numbers(self, maps: tuple[Map, ...], like: fx.Node) -> fx.Node:
+        """As `_composed`, without negative entries: they count from the end."""
+        index = self._composed(maps, like)
+        if not any(map(self._may_wrap, maps)):
+            return index
+        from_end = self.call(aten.add.Tensor, index, self._expression(maps[0].rows_in))
+        return self.call(aten.where.self, self.call(aten.lt.Scalar, index, 0), from_end, index)
 
     def select(self, x: fx.Node, dim: int, index: fx.Node, wraps: bool) -> fx.Node:
         """x[index] along a dimension. wraps: whether negative indices count from the end, as they do for index.Tensor."""
@@ -203,9 +214,10 @@ class Emitter:
 
     def index(self, map_: Map, like: fx.Node) -> fx.Node:
         """The rows of G for each row of the value."""
-        if map_ not in self._indices:
-            self._indices[map_] = self._index(map_, flat(like.meta["val"])[0].device)
-        return self._indices[map_]
+        key = map_, map_.is_narrowed
+        if key not in self._indices:
+            self._indices[key] = self._index(map_, flat(like.meta["val"])[0].device)
+        return self._indices[key]
 
     def _index(self, map_: Map, device: torch.device) -> fx.Node:
         if map_.kind == "repeat":
@@ -217,7 +229,20 @@ class Emitter:
             return self.call(
                 aten.repeat_interleave.Tensor, self.value(map_.node), output_size=self._expression(map_.rows_out) if known else None
             )
-        return self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
+        index = self._bases[map_.node] if map_.kind == "base" else self.value(map_.node)
+        return self.call(without_negative, index, map_.node.name) if map_.is_narrowed and self._may_wrap(map_) else index
+
+    def _fused(self, match: Fusion) -> fx.Node:
+        if isinstance(match, TargetAttention):
+            return self._attention(match)
+        return self._segment_attention(match) if isinstance(match, SegmentAttention) else self._compression(match)
+
+    def _segment_attention(self, match: SegmentAttention) -> fx.Node:
+        """As `_attention`, of this project's operator."""
+        key, value = (self.operand(x, match.lineage) for x in match.operands)
+        candidates = self._candidates(match.lineage.maps, match.node, value, self.analysis.lineages[match.key])
+        options = {name: x for name, x in match.options.items() if name != "mask"}
+        return self.call(attend_segments_in_place, self.value(match.query), key, value, candidates, **options)
 
     def _attention(self, match: TargetAttention) -> fx.Node:
         """The attention on the bases of its keys, values and mask."""
@@ -233,13 +258,13 @@ class Emitter:
         return self.call(attend_in_place, query, key, value, candidates, hidden[0] if hidden else None, heads, match.scale, match.empty)
 
     def _compression(self, match: Compression) -> fx.Node:
-        users, index = self.operand(match.user_embeddings, match.lineage), self._composed(match.lineage.maps, match.user_embeddings)
+        users, index = self.operand(match.user_embeddings, match.lineage), self._row_numbers(match.lineage.maps, match.user_embeddings)
         return self.call(compress, self.value(match.user_weight), users, self.value(match.weight), self.value(match.embeddings), index)
 
     def _candidates(self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage) -> fx.Node:
         """The index of the candidates by user, one for all attentions with these maps."""
         if maps not in self._groups:
-            index = self._composed(maps, node)
+            index = self._row_numbers(maps, node)
             users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
             self._groups[maps] = self.call(group_candidates, index, users)
         return self._groups[maps]
@@ -262,6 +287,8 @@ class Emitter:
         target: Any = moved.target or node.target
         in_full = moved.in_full
         arguments = map_arg(arguments, lambda x: self.value(x) if x in in_full else self.operand(x, moved.lineage, rows))
+        if not isinstance(target, torch._ops.OpOverload):
+            return self.call(target, **{name: arguments[name] for name in inspect.signature(target).parameters})
         if moved.target is not None:
             arguments = {x.name: arguments[x.name] for x in target._schema.arguments}
         args, kwargs = unbind(target, arguments)

@@ -12,14 +12,16 @@ from torch.utils import _pytree as pytree
 
 from ..scalars import check_kind, check_size
 from .analysis import Analysis, analyse
-from .attention import TargetAttention, find_attentions
+from .attention import find_attentions
 from .bags import find_bags, is_keyed_jagged, num_rows
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
-from .compress import Compression, find_compressions
+from .compress import find_compressions
+from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
-from .emit import Batch, Emitter
+from .emit import Batch, Emitter, Fusion
 from .lineage import USERS, Size, shape_of
+from .own_operators import find_segment_attentions
 from .placement import Cost, Costs, by_cost
 from .report import Decisions, Report, make_report
 
@@ -38,7 +40,8 @@ def fuse_broadcasts(
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
-    and FLOPs. All others stay as they are. The model itself is not changed.
+    and FLOPs. All others stay as they are. The model itself is not changed. A call with no fewer users than candidates runs the model's own
+    forward. Copies of the result and exported programs always run the new graph.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -78,6 +81,13 @@ def fuse_broadcasts(
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)  # pyright: ignore[reportArgumentType]
+    if batch is None:
+        replication = own_replication(captured, plan.analysis)
+    else:
+        keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
+        replication = Replication(names, tuple(batch.candidates.values()), keyed)
+    if replication is not None:
+        with_fallback(module, model, replication)
     return module
 
 
@@ -99,7 +109,7 @@ class Plan:
     batch: Batch | None
     analysis: Analysis
     costs: Costs
-    fusions: dict[fx.Node, TargetAttention | Compression]
+    fusions: dict[fx.Node, Fusion]
     before: Cost
     moved: set[fx.Node]
 
@@ -131,7 +141,8 @@ def make_plan(
     if Distributor(captured.graph, analysis, costs).run():
         analysis = analyse(captured.graph, inputs, estimate, known)
         costs = Costs(analysis, estimate)
-    fusions = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    fusions: dict[fx.Node, Fusion] = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
+    fusions |= find_segment_attentions(captured.graph, analysis, estimate)
     read_in_place = {read for match in fusions.values() for read in match.reads}
     return Plan(captured, batch, analysis, costs, fusions, before, place(analysis, costs, read_in_place))
 

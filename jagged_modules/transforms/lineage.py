@@ -38,6 +38,11 @@ class Map:
     rows_in: Size = field(default=sympy.Integer(1), compare=False)
     rows_out: Size = field(default=sympy.Integer(1), compare=False)
 
+    @property
+    def is_narrowed(self) -> bool:
+        """Whether the map is shared by tensors of different sizes. Then negative entries would count from different ends."""
+        return self.rows_in.has(sympy.Min)
+
 
 @dataclass(frozen=True)
 class Lineage:

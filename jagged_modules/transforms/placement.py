@@ -18,6 +18,7 @@ from torch import fx
 from .analysis import Analysis
 from .calls import Call, first_of, flat, is_operator, is_tensor
 from .lineage import Lineage, Size, product, shape_of
+from .own_operators import ATTENTIONS, LINEAR_COMPRESS, attention_flops
 
 FLOPS_PER_BYTE = 16  # fp32 FLOPs that a processor computes while it moves a byte: 10 to 20 on CPUs and GPUs, more with 16-bit MMAs
 aten = torch.ops.aten
@@ -78,6 +79,11 @@ class Costs:
         """Of the base of a value."""
         return self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)))
 
+    def fused(self, node: fx.Node) -> Cost:
+        """Of a value that is computed in full from the bases of its operands, read in place."""
+        full = self._operator(node, lambda x: self.share(self.analysis.lineages.get(x)) if x is not node else 1.0)
+        return Cost(self.full(node).flops, full.bytes)
+
     def gather(self, node: fx.Node) -> Cost:
         """Of the gather from a base to the value."""
         lineage = self.analysis.lineages[node]
@@ -105,6 +111,10 @@ class Costs:
         if node.target is aten.scaled_dot_product_attention.default:
             keys, width = (self.estimate(size) for size in shape_of(arguments["key"].meta["val"])[-2:])
             return 2 * elements * keys + 2 * elements / max(value.shape[-1], 1) * keys * width
+        if str(target) in ATTENTIONS:
+            return attention_flops(node, self.estimate)
+        if str(target) == LINEAR_COMPRESS:
+            return 2 * elements * sum(self.estimate(shape_of(x.meta["val"])[1]) for x in arguments["weights"])
         return elements
 
 

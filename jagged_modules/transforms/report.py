@@ -97,6 +97,8 @@ def make_report(
 def _after(node: fx.Node, costs: Costs, decisions: Decisions) -> Cost:
     if node in decisions.dead:
         return Cost()
+    if node in decisions.fused:
+        return costs.fused(node)
     return costs.base(node) if node in decisions.moved else costs.full(node)
 
 

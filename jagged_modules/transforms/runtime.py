@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
+from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
-from ..functional import linear_compress, target_attention
+from ..functional import jagged_attention, linear_compress, target_attention
+from ..masks import AttentionMask
 from ..validation import check_integers, values_are_checkable
 
 
@@ -30,10 +33,24 @@ def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidat
         if x.shape[0] != candidate_to_user.shape[0]:
             raise ValueError(f"{name} must have one row per candidate, {candidate_to_user.shape[0]} as candidate_to_user, got {x.shape[0]}")
     if values_are_checkable(candidate_to_user) and candidate_to_user.numel():
-        low, high = int(candidate_to_user.min()), int(candidate_to_user.max())
+        low, high = map(int, candidate_to_user.aminmax())
         if low < 0 or high >= num_users:
             raise ValueError(f"candidate_to_user must be 0 to {num_users - 1}, the rows of {owner}, got values {low} to {high}")
     return candidate_to_user
+
+
+def without_negative(index: Tensor, name: str) -> Tensor:
+    """The map itself. It is shared by tensors of different sizes, from whose ends negative entries would count.
+
+    Raises:
+        ValueError: an entry of a host map is negative. RuntimeError: the same in a compiled graph; for device maps, at a later call.
+    """
+    rule = f"{name} must not have negative entries, because it indexes tensors of different sizes"
+    if not values_are_checkable(index):
+        torch.ops.aten._assert_async.msg((index >= 0).all(), rule)
+    elif index.numel() and (low := int(index.min())) < 0:
+        raise ValueError(f"{rule}, got {low}")
+    return index
 
 
 def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Tensor, candidate_to_user: Tensor) -> Tensor:
@@ -42,8 +59,11 @@ def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Ten
 
 
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
-    """The candidates by user, for all attentions of a graph. `users` has one row per user."""
-    return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0])
+    """The candidates by user, for all attentions of a graph. `users` has one row per user.
+
+    The index has one more user without candidates, to whom the hidden keys belong.
+    """
+    return CandidateIndex.from_map(candidate_to_user.long(), users.shape[0] + 1)
 
 
 def attend_in_place(
@@ -61,8 +81,8 @@ def attend_in_place(
     Args:
         query: `[C, H, Lq, D]`, or `[C · H, Lq, D]` with num_heads = H.
         key, value: `[U, H, T, D]` or `[U · H, T, D]`.
-        hidden: bool `[U, T]`, keys that no query sees: they are left out before the attention, so a mask need not be a prefix. None: all
-            are visible.
+        candidates: of the users and of one more, see `group_candidates`.
+        hidden: bool `[U, T]`, keys that no query sees. A mask need not be a prefix. None: all are visible.
         empty: the result of the candidates of a user without visible keys.
 
     Returns:
@@ -72,14 +92,78 @@ def attend_in_place(
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
-        offsets = torch.arange(num_users + 1, device=key.device) * num_keys
+        ends = _equal_segments(num_users, num_keys, key.device)
     else:
-        visible = ~hidden
-        rows = visible.flatten().nonzero()[:, 0]
+        rows, ends = visible_first(hidden)
         key, value = key[rows], value[rows]
-        offsets = torch.nn.functional.pad(visible.sum(1).cumsum(0), (1, 0))
+    offsets = _with_one_more(ends, key.shape[0])
     out = target_attention(query.transpose(1, 2), key, value, candidates, offsets, scale=scale).transpose(1, 2)
     if empty != 0:  # target_attention gives 0
         lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
         out = out.masked_fill(lost[:, None, None, None], empty)
     return out.flatten(0, 1) if num_heads else out
+
+
+def attend_equal_segments(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_rows: int,
+    kv_rows: int,
+    scale: float,
+    activation: str,
+    mask: list[int] | None,
+    output_scale: float,
+    implementation: str,
+) -> tuple[Tensor]:
+    """`jagged_attention` of segments of q_rows queries `[B · q_rows, H, D]` and kv_rows keys each. mask: `MaskParams`."""
+    num_segments = k.shape[0] // kv_rows
+    kv_offsets = _equal_segments(num_segments, kv_rows, k.device)
+    q_offsets = kv_offsets if q_rows == kv_rows else _equal_segments(num_segments, q_rows, k.device)
+    rule = None if mask is None else AttentionMask.from_params(MaskParams(*mask), None)
+    out = jagged_attention(
+        q,
+        k,
+        v,
+        q_offsets,
+        kv_offsets,
+        scale=scale,
+        activation=activation,
+        mask=rule,
+        output_scale=output_scale,
+        implementation=implementation,
+    )
+    return (out,)
+
+
+def attend_segments_in_place(
+    q: Tensor, k: Tensor, v: Tensor, candidates: CandidateIndex, q_rows: int, kv_rows: int, **options: Any
+) -> tuple[Tensor]:
+    """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows keys, `[U · kv_rows, H, D]`."""
+    offsets = _with_one_more(_equal_segments(k.shape[0] // kv_rows, kv_rows, k.device), k.shape[0])
+    return (target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options).flatten(0, 1),)
+
+
+def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:
+    """Offsets of segments of equal length."""
+    return torch.arange(number + 1, device=device) * rows
+
+
+def _with_one_more(offsets: Tensor, num_rows: int) -> Tensor:
+    """Offsets with one more segment, of the rows behind the others, see `group_candidates`."""
+    return torch.cat([offsets, torch.full_like(offsets[:1], num_rows)])
+
+
+def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """An order of keys in which each user's visible ones follow one another, and the users' offsets in it. All sizes are known.
+
+    Args:
+        hidden: bool `[U, T]`.
+
+    Returns:
+        rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 1]`.
+    """
+    counts = (~hidden).flatten().cumsum(0)
+    wanted = torch.arange(1, counts.shape[0] + 1, device=counts.device)
+    rows = torch.searchsorted(counts, wanted).clamp(max=counts.shape[0] - 1)
+    return rows, torch.nn.functional.pad((~hidden).sum(1).cumsum(0), (1, 0))

@@ -26,24 +26,24 @@ EXACT = {
 }  # fmt: skip
 
 
-def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], do: Tensor) -> dict[str, Bound]:
-    """Bounds of "out", `function(*tensors)`, and of "d" + name, the gradients for the gradient `do` of "out".
+def definition(function: Callable[..., Tensor], tensors: Mapping[str, Tensor], do: Tensor, gradients: bool = True) -> dict[str, Bound]:
+    """Bounds of "out", `function(*tensors)`, and of "d" + name, the gradients for the gradient `do` of "out". gradients=False: of "out".
 
     The function is plain torch on the CPU, and must not use torch's global random numbers.
     """
 
     def run() -> list[Tensor]:
         inputs = [x.detach().double().requires_grad_() for x in tensors.values()]
-        out = function(*inputs)
-        gradients = torch.autograd.grad(out, inputs, do.double(), materialize_grads=True)
-        return [out.detach(), *gradients]
+        with torch.set_grad_enabled(gradients):
+            out = function(*inputs)
+        return [out.detach(), *(torch.autograd.grad(out, inputs, do.double(), materialize_grads=True) if gradients else ())]
 
     exact = run()
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         with _RandomErrors(do.dtype):
             samples = [run() for _ in range(SAMPLES)]
-    names, bounds = ["out", *(f"d{name}" for name in tensors)], {}
+    names, bounds = ["out", *(f"d{name}" for name in tensors if gradients)], {}
     for name, value, *others in zip(names, exact, *samples):
         rms = sum(((x - value) ** 2 for x in others), torch.zeros_like(value)).div(SAMPLES).sqrt()
         bounds[name] = Bound(value, LARGEST_DEVIATION * rms, rms, torch.promote_types(do.dtype, torch.float32)).rounded(do.dtype)

@@ -54,6 +54,16 @@ class OnCandidates(OnRows):
         return self.layer(targets, (values, offsets), index)
 
 
+class OnHistoryAndCandidates(OnCandidates):
+    """The candidates' results attend to the history's."""
+
+    def forward(self, targets: Tensor, values: Tensor, offsets: Tensor, users_of: Tensor) -> Tensor:
+        index = jm.CandidateIndex.from_map(users_of, offsets.shape[0] - 1)
+        (rows, _), out = self.layer((values, offsets), targets, index)
+        rows, out = (x.unflatten(-1, (HEADS, -1)) for x in (rows, out))
+        return jm.functional.target_attention(out, rows, rows, index, offsets).flatten(2)
+
+
 class Compressed(OnRows):
     """Dense embeddings of candidates and of their users."""
 
@@ -89,6 +99,11 @@ CASES = {  # the last ones consist of the others, or vary them
     case.name: case
     for case in (
         Case("JaggedTargetAttention", OnCandidates, lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device)),
+        Case(
+            "JaggedSelfTargetAttention",
+            OnHistoryAndCandidates,
+            lambda device=None: jm.JaggedSelfTargetAttention(WIDTH, HEADS, device=device),
+        ),
         Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
         Case("HSTULayer", OnRows, lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device)),
         Case("LinearCompressEmbedding", Compressed, compress),

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from .cases import SIZES, Compressed, OnCandidates, OnRows, Pooled, assert_same_distribution, make, training_step
+from .cases import SIZES, Compressed, OnCandidates, OnHistoryAndCandidates, OnRows, Pooled, assert_same_distribution, make, training_step
 from .table import feature
 
 
@@ -132,10 +132,14 @@ def test_meta(case, materialise, poisoned_memory):
 @feature("nested tensors")
 def test_nested_tensors(case):
     model, inputs = make(case), inputs_of(case)
-    values, offsets = inputs[1:3] if case.model is OnCandidates else OnRows.inputs(*SIZES[0])
+    values, offsets = inputs[1:3] if issubclass(case.model, OnCandidates) else OnRows.inputs(*SIZES[0])
     rows = torch.nested.nested_tensor_from_jagged(values, offsets)
     if case.model is OnCandidates:
         out, expected = model.layer(inputs[0], rows, inputs[3]), model(*inputs)
+    elif case.model is OnHistoryAndCandidates:
+        out, of_targets = model.layer(rows, inputs[0], inputs[3])
+        (expected, _), theirs = model.layer((values, offsets), inputs[0], inputs[3])
+        assert out.is_nested and torch.equal(of_targets, theirs)
     elif case.model is Compressed:
         out, expected = model.layer(rows, *inputs[1:]), None
     else:

@@ -11,7 +11,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 import jagged_modules as jm
 
-from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, Pooled
+from .cases import CASES, FEATURES, WIDTH, Compressed, OnCandidates, OnHistoryAndCandidates, Pooled
 from .table import NOTES, feature
 
 torchrec = pytest.importorskip("torchrec")
@@ -75,6 +75,10 @@ class Model(nn.Module):
             candidates = embedded["candidates"]
             index = jm.CandidateIndex.from_jagged(candidates)
             out = self.layer(candidates.values().unsqueeze(1), embedded["history"], index)
+        elif self.kind is OnHistoryAndCandidates:
+            candidates = embedded["candidates"]
+            history, out = self.layer(embedded["history"], candidates.values().unsqueeze(1), jm.CandidateIndex.from_jagged(candidates))
+            out = torch.cat([history.values(), out[:, 0]])
         else:
             out = self.layer(embedded["history"])
             out = out if self.kind is Pooled else out.values()

@@ -1,5 +1,7 @@
 """All forms of replication are found: each moves the layers behind it to the smaller side."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -109,7 +111,7 @@ def test_nested_levels_compute_each_at_its_own_rows():
         return *x, torch.randint(num_vendors, (num_users,)), torch.randint(num_users, (num_items,))
 
     model = TwoLevels().eval()
-    fused = fuse_broadcasts(model, inputs(2, 5, 20))
+    fused = copy.deepcopy(fuse_broadcasts(model, inputs(2, 5, 20)))  # a copy has the graph alone
     for sizes in ((2, 5, 20), (3, 4, 9), (1, 1, 1), (4, 3, 2)):
         example = inputs(*sizes)
         torch.testing.assert_close(fused(*example), model(*example), rtol=1e-12, atol=1e-12)
@@ -134,11 +136,12 @@ def test_replication_by_the_caller():
     model = Ranking().eval()
     inputs = torch.randn(32, 5, 8), torch.randn(32, 4), torch.randn(32, 8)
     fused = fuse_broadcasts(model, inputs, request_only=("history", "profile"))
+    graph = copy.deepcopy(fused)
     for users, index in ((3, [2, 0, 2, 2, 0]), (1, [0, 0, 0]), (6, [4]), (1, [0]), (2, [1, 0])):
         index = torch.tensor(index)
         history, profile, item = torch.randn(users, 5, 8), torch.randn(users, 4), torch.randn(len(index), 8)
         expected = model(history[index], profile[index], item)
-        torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index), expected)
+        torch.testing.assert_close(graph(history, profile, item, candidate_to_user=index), expected)
         torch.testing.assert_close(fused(history, profile, item, candidate_to_user=index.int()), expected)
     rows = matmul_rows(fused, torch.randn(2, 5, 8), torch.randn(2, 4), torch.randn(9, 8), candidate_to_user=torch.arange(9) % 2)
     assert max(rows[:-2]) == 2 * 6  # users, tokens
@@ -173,3 +176,41 @@ def test_no_loss_where_there_are_as_many_users_as_candidates():
     assert {site.decision for site in fused.report.sites} == {"kept"}
     gathers = [node for node in fused.graph.nodes if node.target is torch.ops.aten.index_select.default]
     assert [node.args[0].name for node in gathers] == ["history", "profile"]
+
+
+class Sum(nn.Module):
+    """Rows of two tensors by one map."""
+
+    def forward(self, x, y, index):
+        return (x[index] + y[index]).exp().sum(1)
+
+
+def test_negative_indices_of_tensors_of_different_sizes():
+    """They would be the rows of one tensor only: an error, eager, compiled and exported."""
+    x, y, index = torch.randn(4, WIDTH), torch.randn(3, WIDTH), torch.tensor([2, 0, 2, 2, 0, 1, 1])
+    fused = fuse_broadcasts(Sum().eval(), (x, y, index))
+    torch._dynamo.reset()
+    dims = [{0: torch.export.Dim(name)} for name in ("first", "second", "rows")]
+    exported = torch.export.export(fused, (x, y, index), dynamic_shapes=dims).module()
+    for module in (fused, torch.compile(fused, backend="eager"), exported):
+        torch.testing.assert_close(module(x, y, index), Sum()(x, y, index))
+        with pytest.raises(
+            (ValueError, RuntimeError), match="index must not have negative entries.* it indexes tensors of different sizes"
+        ):
+            module(x, y, index - 1)
+
+
+def test_negative_indices_in_fusions():
+    class Compress(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(5, 18))
+
+        def forward(self, user, item, index):
+            return self.weight @ torch.cat([user[index], item], 1)
+
+    model, index = Compress().eval(), torch.tensor([-1, 0, -3, 2] * 20)
+    inputs = torch.randn(3, 16, 8), torch.randn(80, 2, 8), index
+    fused = fuse_broadcasts(model, inputs)
+    assert any(site.decision == "fused" for site in fused.report.sites)
+    torch.testing.assert_close(fused(*inputs), model(*inputs))

@@ -1,0 +1,108 @@
+"""JaggedSelfTargetAttention: a history attends to itself, and targets attend to it, in one launch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.types import Device
+
+from ..containers.candidates import CandidateIndex
+from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from ..functional import self_target_attention
+from ..scalars import check_size
+from ..tracing import one_module
+from ..validation import MAX_HEAD_DIM, check_device, resolve_head_dim
+from .invariant import fixed_rows
+from .parameters import reset_all
+from .target_attention import project_targets
+
+
+class JaggedSelfTargetAttention(nn.Module):
+    """Multi-head softmax attention of each event of a history to the whole history, and of targets to the same history.
+
+    Both share the projection of keys and values. Each kernel runs once for events and targets, and reads keys and values in place.
+    Targets do not see one another.
+
+    Args:
+        embedding_dim: width E of the history and of the outputs; a multiple of num_heads.
+        num_heads: attention heads.
+        target_dim: width E_t of the targets; embedding_dim if None.
+        device: device of the parameters.
+
+    Raises:
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256.
+
+    Example::
+
+        attention = jm.JaggedSelfTargetAttention(embedding_dim=32, num_heads=4)
+        history = (torch.randn(5, 32), torch.tensor([0, 2, 5]))                # two users with 2 and 3 items
+        candidates = jm.CandidateIndex.from_counts(torch.tensor([3, 1]))       # 3 and 1 candidates
+        (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)   # [5, 32], [4, 1, 32]
+    """
+
+    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None) -> None:
+        super().__init__()
+        self.target_dim = embedding_dim if target_dim is None else target_dim
+        self.embedding_dim, self.num_heads = embedding_dim, num_heads
+        self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
+        check_size("target_dim", self.target_dim)
+        self.q_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.target_proj = nn.Linear(self.target_dim, embedding_dim, device=device)
+        self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+
+    def reset_parameters(self) -> None:
+        """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
+        reset_all(self.children())
+
+    @one_module
+    @fixed_rows
+    def forward(self, history: Any, targets: Any, candidates: CandidateIndex | Tensor | None = None) -> tuple[Any, Any]:
+        """Attend from the history and from the targets to the history.
+
+        Args:
+            history: any container of `[L, E]` values in B segments, one per user.
+            targets: any container of `[N, E_t]` values in B segments; with `candidates`, a dense tensor `[num_candidates, n_q, E_t]`, n_q
+                query rows for each candidate.
+            candidates: the user of each candidate: a `CandidateIndex`, which several layers may share, or `[num_candidates]` int32 or
+                int64 in any order.
+
+        Returns:
+            The history's kind of container with `[L, E]` values. According to targets: their kind of container with `[N, E]` values, or
+            `[num_candidates, n_q, E]`. The result of a target whose history is empty is target_out_proj's bias.
+
+        Raises:
+            TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
+        """
+        targets = wait_for(targets)
+        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+        if candidates is None:
+            jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
+            check_same_segments("targets", jagged_targets, "history", history)
+            values, out = self._attend(history, self._project(jagged_targets.values, 2, "[N, E_t]"), jagged_targets.offsets)
+            return history.unwrap(values), jagged_targets.unwrap(out)
+        candidates = CandidateIndex.wrap(candidates, history.num_segments)
+        q = self._project(targets, 3, "[num_candidates, n_q, E_t]")
+        candidates.check(q.shape[0], history.num_segments, queries="targets have")
+        check_device("candidates", candidates.offsets, q.device, "targets'")
+        if candidates.order is not None:
+            q = q.index_select(0, candidates.order)
+        values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
+        out = torch.unflatten(out, 0, q.shape[:2])
+        return history.unwrap(values), out if candidates.inverse is None else out.index_select(0, candidates.inverse)
+
+    def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
+        return project_targets(self.target_proj, self.target_dim, self.num_heads, targets, dim, shape)
+
+    def _attend(self, history: Jagged, queries: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+        """The results of the events `[L, E]` and of the targets `[N, E]`, whose queries `[N, H, D]` are grouped by user."""
+        own = self.q_proj(history.values).unflatten(1, (self.num_heads, self.head_dim))
+        k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        of_events, of_targets = self_target_attention(own, queries, k, v, history.offsets, offsets)
+        return self.out_proj(of_events.flatten(1)), self.target_out_proj(of_targets.flatten(1))
+
+    def extra_repr(self) -> str:
+        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, target_dim={self.target_dim}"

@@ -1,0 +1,147 @@
+"""Calls with no fewer users than candidates: the result of fuse_broadcasts runs the model itself, so that there is no loss.
+
+The fused graph was placed for many candidates per user. With one, its gathers and additions of parts save nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+
+from .analysis import Analysis
+from .bags import is_keyed_jagged, select_rows
+from .capture import MAP_NAME, Captured
+from .lineage import Size, shape_of
+from .sources import INDEX_DTYPES
+
+Rows = tuple[str, int]  # the name of an input of forward, and a dimension of it
+
+
+@dataclass(frozen=True)
+class Replication:
+    """How a model gets its replicated rows.
+
+    Attributes:
+        shared: names of inputs that its caller replicates.
+        per_candidate: names of other inputs with one row per candidate.
+        keyed: those of `shared` that are KeyedJaggedTensors.
+        pairs: where the model replicates rows itself: the sizes of an input before and after.
+    """
+
+    shared: tuple[str, ...] = ()
+    per_candidate: tuple[str, ...] = ()
+    keyed: frozenset[str] = frozenset()
+    pairs: tuple[tuple[Rows, Rows], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (*self.shared, *self.per_candidate)
+
+
+def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
+    """The replication of a model that does it itself. None unless all numbers of rows are sizes of its inputs."""
+    sizes: dict[Size, Rows] = {}
+    for name, nodes in captured.inputs.items():
+        value = nodes[0].meta.get("val") if len(nodes) == 1 else None
+        if isinstance(value, Tensor):
+            for dim, size in enumerate(shape_of(value)):
+                sizes.setdefault(size, (name, dim))
+    maps = [source.lineage.maps[-1] for source in analysis.sources.values()]
+    if not maps or any(not size.is_Symbol or size not in sizes for x in maps for size in (x.rows_in, x.rows_out)):
+        return None
+    return Replication(pairs=tuple({(sizes[x.rows_in], sizes[x.rows_out]): None for x in maps}))
+
+
+def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replication) -> None:
+    """Let `fused` run the model if there are no fewer users than candidates. Not in exported programs: their sizes are symbols.
+
+    Calls that are no valid ones run the graph, which raises the errors.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if any(x.kind not in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY) for x in parameters.values()):
+        return
+    by_position = [name for name, x in parameters.items() if x.kind is x.POSITIONAL_OR_KEYWORD]
+    inputs_of_model = partial(_gathered if replication.shared else _unchanged, replication)
+    vars(fused)["_model"] = _sharing_state(model, fused)
+    of_graph = type(fused).forward
+
+    @functools.wraps(of_graph)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = vars(self).get("_model")
+        if model is not None and len(args) <= len(by_position) and not torch.compiler.is_exporting():
+            given = inputs_of_model(dict(zip(by_position, args)) | kwargs)
+            if given is not None:
+                return model(**given)
+        return of_graph(self, *args, **kwargs)
+
+    type(fused).forward = forward
+
+
+def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
+    """The inputs of a model that replicates rows itself, None with fewer users than candidates."""
+    return given if all([_size(given, before) >= _size(given, after) > 0 for before, after in replication.pairs]) else None
+
+
+def _size(given: Mapping[str, Any], rows: Rows) -> int:
+    """A size of an input; 0 unless it is a tensor with this dimension."""
+    x = given.get(rows[0])
+    return x.shape[rows[1]] if isinstance(x, Tensor) and x.dim() > rows[1] else 0
+
+
+def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
+    """The inputs of a model whose caller replicates rows, None with fewer users than candidates or if a number of rows is wrong."""
+    index = given.pop(MAP_NAME, None)
+    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES or not given.keys() >= set(replication.names):
+        return None
+    num_candidates, num_users = index.shape[0], 0
+    for name in replication.shared:
+        rows = _samples(given[name]) if name in replication.keyed else _rows(given[name])
+        num_users = num_users or rows
+        if rows < num_candidates or rows != num_users:
+            return None
+    if any(_rows(given[name]) != num_candidates for name in replication.per_candidate):
+        return None
+    try:
+        shared = {name: select_rows(given[name], index) for name in replication.keyed}
+        return given | shared | {name: _select(given[name], index) for name in replication.shared if name not in shared}
+    except IndexError:
+        return None
+
+
+def _samples(x: Any) -> int:
+    """The number of samples of a KeyedJaggedTensor; -1 under torch.compile, where select_rows has sizes that depend on data."""
+    return x.stride() if not torch.compiler.is_compiling() and is_keyed_jagged(x) else -1
+
+
+def _rows(x: Any) -> int:
+    """The number of rows of an input; -1 if its tensors have different numbers."""
+    if isinstance(x, Tensor):
+        return x.shape[0] if x.dim() else -1
+    rows = [_rows(leaf) for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]  # not a set: torch.compile would take constants
+    return rows[0] if rows and all(other == rows[0] for other in rows) else -1
+
+
+def _select(x: Any, index: Tensor) -> Any:
+    if isinstance(x, Tensor):
+        return x.index_select(0, index)
+    return pytree.tree_map_only(Tensor, lambda leaf: leaf.index_select(0, index), x)
+
+
+def _sharing_state(model: nn.Module, fused: nn.Module | None) -> nn.Module:
+    """A copy of the model whose parameters and buffers are those of `fused`, also after they are replaced, as `fused.to(...)` does."""
+    copy = object.__new__(type(model))
+    vars(copy).update(vars(model))
+    for kind in ("_parameters", "_buffers"):
+        own, other = vars(model)[kind], {} if fused is None else vars(fused)[kind]
+        vars(copy)[kind] = other if own.keys() == other.keys() else dict(own)
+    children = {} if fused is None else vars(fused)["_modules"]
+    vars(copy)["_modules"] = {name: x and _sharing_state(x, children.get(name)) for name, x in vars(model)["_modules"].items()}
+    return copy

@@ -1,0 +1,140 @@
+"""Rules for this project's own operators, and attention of candidates to their user's keys found in them.
+
+The rows of a dense batch `[B, n, E]` are segments of equal length: their offsets are arange(B + 1) * n. Attention computes each segment by
+itself. So if queries, keys and values are G[map], it moves. If only keys and values are, `target_attention` reads them in place.
+Offsets that the graph does not make in this way say nothing about the segments, and keep the operator.
+
+jagged_linear, jagged_layer_norm and JaggedMLP are captured as aten operators, which have rules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from .analysis import Analysis
+from .calls import Call, Moved, is_operator, own_rule
+from .lineage import Lineage, Size, common, shape_of, size_of
+from .runtime import attend_equal_segments
+
+aten = torch.ops.aten
+ATTENTIONS = ("jagged_modules.attention_cpu.default", "jagged_kernels.attention.default")
+LINEAR_COMPRESS = "jagged_kernels.linear_compress.default"
+PER_SEGMENT = "num_targets segment_scale position_bias time_bias timestamps boundaries query_timestamps query_shift".split()
+
+
+def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:
+    """(B, n) of offsets arange(B + 1) * n, else None."""
+    step = 1
+    if offsets.target is aten.mul.Tensor and isinstance(offsets.args[1], int):
+        offsets, step = offsets.args[0], offsets.args[1]  # pyright: ignore[reportAssignmentType]
+    if not is_operator(offsets) or offsets.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
+        return None
+    call = Call(offsets, {})
+    start, stride = call.arguments.get("start", 0), call.arguments.get("step", 1)
+    if start != 0 or not isinstance(stride, int) or stride * step <= 0:
+        return None
+    return call.shape()[0] - 1, stride * step
+
+
+@dataclass(frozen=True)
+class SegmentAttention:
+    """Attention of candidates' queries to keys and values that are G[map], in segments of equal length.
+
+    Attributes:
+        node: of the operator, with its result and its log-sum-exp.
+        query, key, value: operands.
+        options: the other arguments of `attend_equal_segments`.
+        lineage: of key and value.
+    """
+
+    node: fx.Node
+    query: fx.Node
+    key: fx.Node
+    value: fx.Node
+    options: dict[str, Any]
+    lineage: Lineage
+    name = "target_attention"
+
+    @property
+    def operands(self) -> list[fx.Node]:
+        """The operands whose bases are read."""
+        return [self.key, self.value]
+
+    @property
+    def reads(self) -> set[tuple[fx.Node, fx.Node]]:
+        """As of `TargetAttention`."""
+        return {(self.key, self.node), (self.value, self.node)}
+
+
+def find_segment_attentions(graph: fx.Graph, analysis: Analysis, estimate: Callable[[Size], int]) -> dict[fx.Node, SegmentAttention]:
+    """All such attentions without masks, with fewer than half as many users as there are candidates, by their node."""
+    found = {}
+    for node in graph.nodes:
+        if str(node.target) not in ATTENTIONS or node in analysis.lineages or any(user.args[1] != 0 for user in node.users):
+            continue
+        call = Call(node, analysis.lineages)
+        options, lineage = _options(call), _of_segments(call, ("k", "v"))
+        if options is None or lineage is None or options["mask"] is not None or call.lineage(call["q"]) is not None:
+            continue
+        if 2 * estimate(lineage.base_rows) <= estimate(lineage.rows):
+            found[node] = SegmentAttention(node, call["q"], call["k"], call["v"], options, lineage)
+    return found
+
+
+def _options(call: Call) -> dict[str, Any] | None:
+    """The arguments of `attend_equal_segments` besides the operands. None if segments differ otherwise than by their rows."""
+    queries, keys = equal_segments(call["q_offsets"]), equal_segments(call["kv_offsets"])
+    if call["q_shared"] or call.arguments.get("kv_shared") or call["batch_invariant"] or queries is None or keys is None:
+        return None
+    if queries[0] != keys[0] or any(call.arguments.get(name) is not None for name in PER_SEGMENT):
+        return None
+    names = ("scale", "activation", "mask", "output_scale")
+    options = {name: call[name] for name in names} | dict(implementation=call.arguments.get("implementation", "auto"))
+    return options | dict(q_rows=queries[1], kv_rows=keys[1])
+
+
+def _of_segments(call: Call, names: tuple[str, ...]) -> Lineage | None:
+    """The common lineage of operands, whose rows are segments of the lengths that the offsets say."""
+    lineages = []
+    for name in names:
+        own, segments = call.lineage(call[name]), equal_segments(call["q_offsets" if name == "q" else "kv_offsets"])
+        if own is None or segments is None or own.is_uniform or (own.dim, own.pre, own.post, own.rows) != (0, 1, segments[1], segments[0]):
+            return None
+        lineages.append(Lineage(own.maps, 0))
+    return common(lineages)
+
+
+@own_rule(*ATTENTIONS)
+def attention(call: Call) -> Moved | None:
+    """Each segment is computed by itself. Without the log-sum-exp, which only a backward reads."""
+    options, lineage = _options(call), _of_segments(call, ("q", "k", "v"))
+    if options is None or lineage is None or any(user.args[1] != 0 for user in call.node.users):
+        return None
+    return Moved(replace(lineage, post=sympy.Integer(options["q_rows"])), options, target=attend_equal_segments)
+
+
+@own_rule(LINEAR_COMPRESS)
+def linear_compress(call: Call) -> Moved | None:
+    """Each candidate is computed by itself, from its embedding and its rows of the shared levels, which are the same for all."""
+    *shared, finest = call["embeddings"]
+    given = [*call["weights"], *shared, *(x for x in (*call["orders"], *call["offsets"]) if x is not None)]
+    lineages = [call.lineage(x) for x in (finest, *call["indices"])]
+    if any(x is None or x.dim or x.is_folded for x in lineages) or any(call.lineage(x) for x in given) or len(given) > 2 * len(shared) + 1:
+        return None
+    lineage = common([x for x in lineages if x])
+    return lineage and Moved(lineage)
+
+
+def attention_flops(node: fx.Node, estimate: Callable[[Size], int]) -> float:
+    """Of an attention operator whose segments have their mean length."""
+    call = Call(node, {})
+    rows, heads, width = (estimate(size) for size in call.shape())
+    segments = max(estimate(size_of(call["kv_offsets"].meta["val"].shape[0])) - 1, 1)
+    keys = estimate(shape_of(call["k"].meta["val"])[0]) / segments
+    return 2 * rows * heads * keys * (width + estimate(call.shape(call["q"])[-1]))

@@ -1,0 +1,173 @@
+"""Latency of ranking models whose callers repeat the rows of users for their candidates: as they are, split by hand, and fused.
+
+    python kernels/benchmarks/bench_broadcast.py --impl "eager|graphs" --rep 10 --pause 0.05    # on a CUDA device, under 100 s
+    python kernels/benchmarks/bench_broadcast.py --impl compiled --rep 10 --pause 0.05          # torch.compile, minutes
+    python kernels/benchmarks/bench_broadcast.py --only "candidates per user" --impl "eager|graphs"
+    python kernels/benchmarks/bench_broadcast.py --device cpu                                   # smaller models
+    python kernels/benchmarks/bench_broadcast.py --tiny --device cpu
+
+"left in": the rows of users are gathered for the candidates, then the model runs. "split": a net of users and a net of candidates, cut by
+hand where the rows were repeated. "fused": jm.transforms.fuse_broadcasts of the model, placed for 1,024 candidates of 15 users in all
+cases. Each form is measured eager, under torch.compile with these sizes, and as a CUDA graph of the eager call. Times are wall times of
+host and device together. The speed-ups in tables are over "left in, eager"; the lines above them compare within each mode. Models come
+without embedding lookups.
+"""
+
+import copy
+import functools
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from broadcast_models import NETS, Net, Sizes
+from names import OURS
+from runner import Case, Implementation, Setup, main
+from torch import Tensor, nn
+
+import jagged_modules as jm
+
+LEFT_IN, SPLIT, FUSED = "left in", "split", f"{OURS}, fused"
+EAGER, COMPILED, GRAPHS = "eager", "compiled", "graphs"
+MODELS = "models"
+PER_USER = "candidates per user"
+SAMPLED = 16  # rows that are checked
+EXAMPLE_ROWS = 32  # of the export
+
+
+@dataclass(frozen=True)
+class Scale:
+    """sizes: of the models. batch: users and candidates of the table of models. ratios: candidates per user of the other tables."""
+
+    sizes: Sizes
+    batch: tuple[int, int]
+    ratios: tuple[int, ...]
+    swept: tuple[str, ...] = ("DIN, nn.MultiheadAttention", "nn.TransformerEncoder", "TorchRec DLRM")
+
+
+FULL = Scale(Sizes(128, 4, 200, 512, 64, 8, (1024, 512)), (15, 1024), (1, 10, 100, 1000, 10000))
+CPU = Scale(Sizes(64, 4, 50, 128, 24, 4, (128, 64)), (15, 1024), (1, 10, 100, 1000))
+TINY = Scale(Sizes(16, 2, 5, 8, 6, 2, (8,)), (2, 24), (1, 20))
+
+
+def candidates_of(batch: tuple[int, int]) -> Tensor:
+    """The user of each candidate, grouped by user."""
+    users, candidates = batch
+    return torch.arange(candidates) * users // candidates
+
+
+class LeftIn(nn.Module):
+    """The model, behind a gather of the rows of users."""
+
+    def __init__(self, net: Net):
+        super().__init__()
+        self.model, self.shared = net.model, net.shared
+
+    def forward(self, candidate_to_user: Tensor, **inputs: Tensor) -> Tensor:
+        shared = {name: inputs[name].index_select(0, candidate_to_user) for name in self.shared}
+        return self.model(**(inputs | shared))
+
+
+@functools.cache
+def made(name: str, scale: Scale, device: str, dtype: torch.dtype) -> tuple[Net, nn.Module]:
+    """A net, and its fused form. One for all cases."""
+    torch.manual_seed(0)
+    net = NETS[name](scale.sizes)
+    for module in (net.model, net.split):
+        if module is not None:
+            module.to(device, dtype)
+    if not net.shared:
+        example = moved(net.inputs(*scale.batch), device, dtype)
+        return net, jm.transforms.fuse_broadcasts(net.model, example)
+    example = moved(net.inputs(EXAMPLE_ROWS, EXAMPLE_ROWS), device, dtype)
+    return net, jm.transforms.fuse_broadcasts(net.model, example, request_only=net.shared, max_batch=scale.batch)
+
+
+def moved(inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()}
+
+
+def graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
+    """The replay of a CUDA graph of the call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.no_grad():
+        for _ in range(2):  # compiles kernels
+            call()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), torch.no_grad():
+        out = call()
+
+    def replay() -> Tensor:
+        graph.replay()
+        return out
+
+    return replay
+
+
+def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype) -> Setup:
+    """All forms of a model in all modes, for a number of users and of candidates."""
+    net, fused = made(name, scale, device, dtype)
+    inputs = moved(net.inputs(*batch), device, dtype)
+    index = {"candidate_to_user": candidates_of(batch).to(device)} if net.shared else {}
+    rows = torch.linspace(0, batch[1] - 1, SAMPLED).long().to(device)
+    forms = {LEFT_IN: LeftIn(net) if net.shared else net.model, SPLIT: net.split, FUSED: fused}
+
+    def implementation(module: nn.Module, mode: str) -> Implementation:
+        if mode == COMPILED:
+            torch._dynamo.reset()
+            module = torch.compile(module, dynamic=False)
+        call = partial(module, **inputs, **index)
+        return Implementation(graphed(call) if mode == GRAPHS else call, inputs, lambda _, x: {"sampled": x.reshape(-1, 1)[rows]})
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        """On the host if the model repeats rows itself: this project's kernels have no fp64."""
+        where = device if net.shared else "cpu"
+        model, given, chosen = copy.deepcopy(net.model).to(where, dtype), moved(inputs, where, dtype), rows.to(where)
+        if net.shared:
+            of_users = index["candidate_to_user"][rows]
+            given = {key: x[of_users if key in net.shared else rows] for key, x in given.items()}
+        with torch.no_grad():
+            out = model(**given).reshape(-1, 1)
+        return {"out/sampled": (out if net.shared else out[chosen]).to(device)}
+
+    modes = [EAGER, COMPILED, *([GRAPHS] if device == "cuda" else [])]
+    implementations = {
+        f"{form}, {mode}": partial(implementation, module, mode) for form, module in forms.items() if module is not None for mode in modes
+    }
+    return Setup(implementations, reference, dtype, baseline=f"{LEFT_IN}, {EAGER}")
+
+
+def make_cases(device: str, tiny: bool) -> list[Case]:
+    """CUDA: bf16, 1,024 candidates of 15 users, and 1 to 10,000 candidates per user. CPU: fp32, smaller models. ``tiny``: all small."""
+    scale = TINY if tiny else FULL if device == "cuda" else CPU
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+
+    def case(table: str, label: str, name: str, batch: tuple[int, int]) -> Case:
+        return Case(table, label, partial(compare, name, scale, batch, device, dtype), wall=True, picture="ms")
+
+    users, candidates = scale.batch
+    cases = [case(f"{MODELS}, {candidates} candidates of {users} users", name, name, scale.batch) for name in NETS]
+    for name in scale.swept:
+        for ratio in scale.ratios if name in NETS else ():
+            users = max(1, candidates // ratio)
+            cases.append(case(f"{PER_USER}: {name}", f"{ratio} each of {users} users", name, (users, users * ratio)))
+    return cases
+
+
+def gains(rows: list[dict]) -> list[str]:
+    """Of each case and mode, the latency that the fused form saves."""
+    times = {(row["table"], row["case"], *row["implementation"].rsplit(", ", 1)): row["forward_ms"] for row in rows if "forward_ms" in row}
+    lines = []
+    for (table, case, form, mode), ms in times.items():
+        others = [(other, times[key]) for other in (LEFT_IN, SPLIT) if (key := (table, case, other, mode)) in times]
+        if form == FUSED and others:
+            saved = ", ".join(f"{100 * (1 - ms / theirs):+.0f} % to {other}" for other, theirs in others)
+            lines.append(f"{table}: {case}, {mode}: {ms:.3f} ms, saves {saved}")
+    return lines
+
+
+if __name__ == "__main__":
+    sys.exit(main("broadcast", make_cases, summary=gains))

@@ -1,0 +1,63 @@
+"""The benchmark of fused models, end to end on the CPU with tiny sizes."""
+
+import json
+import sys
+
+import bench_broadcast as bench
+import broadcast_models
+import pytest
+import torch
+
+FAST = ["--tiny", "--device", "cpu", "--pause", "0", "--warmup", "0", "--rep", "0.1"]
+
+
+def run(folder, monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", [bench.__file__, *FAST, *arguments, "--out", str(folder)])
+    assert bench.main("broadcast", bench.make_cases, summary=bench.gains) == 0
+    (path,) = folder.glob("*-broadcast.json")
+    return json.loads(path.read_text())
+
+
+def test_every_model_is_right_and_measured_in_all_forms(tmp_path, monkeypatch):
+    results = run(tmp_path, monkeypatch, "--impl", "eager")
+    assert [row["status"] for row in results["rows"]] == ["ok"] * len(results["rows"])
+    forms = {}
+    for row in results["rows"]:
+        forms.setdefault((row["table"], row["case"]), set()).add(row["implementation"].removesuffix(", eager"))
+    models = {case: found for (table, case), found in forms.items() if table.startswith(bench.MODELS)}
+    assert models.keys() == broadcast_models.NETS.keys()
+    for name, found in models.items():
+        assert found == {bench.LEFT_IN, bench.FUSED, *([] if name in ("Wukong", "examples/ranking_model.py") else [bench.SPLIT])}
+    assert len(results["summary"]) == len(forms)
+    assert all("to left in" in line for line in results["summary"])
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path, monkeypatch):
+    torch._dynamo.reset()
+    results = run(tmp_path, monkeypatch, "--impl", "compiled", "--only", "models.*(DIN|examples)")
+    assert {(row["implementation"], row["status"]) for row in results["rows"]} == {
+        (f"{form}, compiled", "ok") for form in (bench.LEFT_IN, bench.SPLIT, bench.FUSED)
+    }
+
+
+def test_gains_compare_within_a_mode():
+    def row(form, mode, ms):
+        return dict(table="t", case="c", implementation=f"{form}, {mode}", forward_ms=ms)
+
+    rows = [
+        row(bench.LEFT_IN, "eager", 4.0),
+        row(bench.SPLIT, "eager", 2.0),
+        row(bench.FUSED, "eager", 1.0),
+        row(bench.FUSED, "graphs", 1.0),
+    ]
+    assert bench.gains(rows) == ["t: c, eager: 1.000 ms, saves +75 % to left in, +50 % to split"]
+
+
+@pytest.mark.parametrize("name", broadcast_models.NETS)
+def test_split_by_hand_computes_the_same(name):
+    torch.manual_seed(0)
+    net = broadcast_models.NETS[name](bench.TINY.sizes)
+    if net.split is not None:
+        given, index = net.inputs(*bench.TINY.batch), bench.candidates_of(bench.TINY.batch)
+        torch.testing.assert_close(net.split(**given, candidate_to_user=index), bench.LeftIn(net)(index, **given))
