@@ -35,7 +35,7 @@ CONTAINERS = {
     "RelativeBias": lambda: jm.RelativeBias(torch.randn(5), torch.randn(4), timestamps=torch.arange(5)),
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3),
     "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
-    "HSTUCache": _cache,
+    "KeyValues": _cache,
     "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
     "Jagged": _prepared,
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
