@@ -186,9 +186,8 @@ class JaggedGDPA(nn.Module):
         Raises:
             TypeError, ValueError: as `cache`; the cache has another number of segments or another shape.
         """
-        added = self.cache(events)
-        layer_of_cache(cache, "events", added.layers[0], self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
-        return None, added
+        check_kind("cache", cache, KeyValues, "a KeyValues")
+        return None, self(None, events, cache=cache, return_cache=True)
 
     def score(self, x: Any, cache: KeyValues, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
         """Attend from x to cached contexts: `forward(x, context, num_targets, bias)` without projecting the contexts.
@@ -231,7 +230,8 @@ class JaggedGDPA(nn.Module):
             num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets. Replaces the mask's.
             bias: biases of the scores by relative position and time, on the values' device.
             cache: if given, the call is `score(x, cache, num_targets, bias)`, and context must be None.
-            return_cache: if True, the call is `cache(context)`, and x, num_targets and bias must be None.
+            return_cache: if True, the call is `cache(context)`, and x, num_targets and bias must be None. With cache too, context has the
+                events of `append`.
 
         Returns:
             x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a KeyValues. The
@@ -242,7 +242,7 @@ class JaggedGDPA(nn.Module):
             given with learned rows.
         """
         if return_cache:
-            return self._cache(context, x=x, num_targets=num_targets, bias=bias)
+            return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
             for name, argument in (("context", context), ("num_targets", num_targets), ("bias", bias)):
@@ -291,12 +291,16 @@ class JaggedGDPA(nn.Module):
         k, v = self.kv_proj(rows).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
         return self.k_norm(k), v
 
-    def _cache(self, context: Any, **others: Any) -> KeyValues:
+    def _cache(self, rows: Any, cache: KeyValues | None, **others: Any) -> KeyValues:
+        """Keys and values of a context's rows, or with the context's cache, of the next events."""
         self._check_cacheable()
         for name, argument in others.items():
             if argument is not None:
                 raise ValueError(f"{name} must be None with return_cache, got {type(argument).__name__}")
-        keys = wrap_rows("context", context, self.embedding_dim, self.out_proj)
+        name = "context" if cache is None else "events"
+        keys = wrap_rows(name, rows, self.embedding_dim, self.out_proj)
+        if cache is not None:
+            layer_of_cache(cache, name, keys, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
         return KeyValues((keys.with_values(torch.cat(self._project(keys.values), dim=2)),))
 
     def _check_cacheable(self) -> None:

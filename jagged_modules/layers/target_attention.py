@@ -85,9 +85,8 @@ class JaggedTargetAttention(nn.Module):
         Raises:
             TypeError, ValueError: as `forward`; the cache has another number of segments or another shape.
         """
-        added = self.cache(events)
-        layer_of_cache(cache, "events", added.layers[0], self.num_heads, 2 * self.head_dim, self.kv_proj)
-        return None, added
+        check_kind("cache", cache, KeyValues, "a KeyValues")
+        return None, self(None, events, cache=cache, return_cache=True)
 
     def score(self, targets: Any, cache: KeyValues, candidates: CandidateIndex | Tensor | None = None) -> Any:
         """Attend from the targets to cached histories: `forward(targets, history, candidates)` without projecting the histories.
@@ -133,7 +132,8 @@ class JaggedTargetAttention(nn.Module):
             candidates: the user of each candidate: a `CandidateIndex`, which several layers may share, or `[num_candidates]` int32 or
                 int64 in any order.
             cache: if given, the call is `score(targets, cache, candidates)`, and history must be None.
-            return_cache: if True, the call is `cache(history)`, and targets must be None.
+            return_cache: if True, the call is `cache(history)`, and targets must be None. With cache too, history has the events of
+                `append`.
 
         Returns:
             According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. With
@@ -144,7 +144,7 @@ class JaggedTargetAttention(nn.Module):
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
         """
         if return_cache:
-            return self._cache(targets, history)
+            return self._cache(targets, history, cache)
         targets = wait_for(targets)
         if cache is None:
             history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
@@ -175,18 +175,22 @@ class JaggedTargetAttention(nn.Module):
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
         jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
-        check_same_segments("targets", jagged_targets, "history", history)
+        check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
-    def _cache(self, targets: Any, history: Any) -> KeyValues:
+    def _cache(self, targets: Any, rows: Any, cache: KeyValues | None) -> KeyValues:
+        """Keys and values of a history's rows, or with the history's cache, of the next events."""
         if targets is not None:
             raise ValueError(f"targets must be None with return_cache, got {type(targets).__name__}")
-        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
-        return KeyValues((history.with_values(torch.cat([k, v], dim=2)),))
+        name = "history" if cache is None else "events"
+        jagged = wrap_rows(name, rows, self.embedding_dim, self.kv_proj)
+        if cache is not None:
+            layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
+        k, v = self.kv_proj(jagged.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        return KeyValues((jagged.with_values(torch.cat([k, v], dim=2)),))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         """The targets' queries `[..., H, D]`. Errors give `shape` as the expected shape."""

@@ -66,6 +66,16 @@ def caches():
                         tensors=jm.KeyValues((ROWS[0],) * 2))  # fmt: skip
 
 
+def single_caches(layer, make):
+    """Wrong caches of a layer with one Jagged of keys and values."""
+    values, rows = layer.cache(ROWS).layers[0].values, jm.Jagged(*ROWS)
+    wrong = dict(
+        heads=make(2).cache(ROWS), layers=CACHE, fewer=layer.cache((ROWS[0], OFFSETS[[0, 2]])), kind=[1], dims=jm.KeyValues((rows,))
+    )
+    wrong |= dict(dtype=make(4).double().cache((ROWS[0].double(), OFFSETS)), tensors=jm.KeyValues((values,)))
+    return wrong | dict(device=jm.KeyValues((rows.with_values(values).to("meta"),)))
+
+
 CONFIG = jm.HSTUConfig(scaling_seqlen=10)
 HSTU, LAYER = jm.HSTUStack(WIDTH, 4, 2, CONFIG), jm.HSTULayer(WIDTH, 4, CONFIG)
 CACHE = HSTU.cache(ROWS)
@@ -112,6 +122,17 @@ CALLS = {  # a call with one wrong argument: what errors must call it, the call,
     "hstu history": ("history", HSTU.cache, X),
     "hstu targets": ("targets", lambda x: HSTU.score(x, CACHE), X | segments(*ROWS)),
     "hstu cache": ("cache", lambda x: HSTU.score(ROWS, x), caches() | dict(layers=jm.KeyValues(CACHE.layers[:1]))),
+    "hstu events": ("events", lambda x: HSTU.append(x, CACHE), X | segments(*ROWS)),
+    "hstu cache of events": ("cache", lambda x: HSTU.append(ROWS, x), caches() | dict(layers=jm.KeyValues(CACHE.layers[:1]))),
+    "hstu events' timestamps": ("timestamps", lambda x: TIMED.append(ROWS, TIMED_CACHE, timestamps=x), times(TIMES)),
+    "target cached history": ("history", TARGET.cache, X),
+    "target cached targets": ("targets", lambda x: TARGET.score(x, TARGET.cache(ROWS)), X | segments(*ROWS)),
+    "target cache": ("cache", lambda x: TARGET.score(ROWS, x), single_caches(TARGET, lambda heads: jm.JaggedTargetAttention(WIDTH, heads))),
+    "target events": ("events", lambda x: TARGET.append(x, TARGET.cache(ROWS)), X | segments(*ROWS)),
+    "gdpa cached context": ("context", GDPA.cache, X),
+    "gdpa cached x": ("x", lambda x: GDPA.score(x, GDPA.cache(ROWS)), X | segments(*ROWS)),
+    "gdpa cache": ("cache", lambda x: GDPA.score(ROWS, x), single_caches(GDPA, lambda heads: jm.JaggedGDPA(WIDTH, heads))),
+    "gdpa events": ("events", lambda x: GDPA.append(x, GDPA.cache(ROWS)), X | segments(*ROWS)),
     "compress candidate_embeddings": ("candidate_embeddings", lambda x: COMPRESS(x, SHARED, USERS), dense(EMBEDDINGS)),
     "compress user_embeddings": ("user_embeddings", lambda x: COMPRESS(EMBEDDINGS, x, USERS), dense(SHARED)),
     "compress candidates": ("candidates", lambda x: COMPRESS(EMBEDDINGS, SHARED, x), index(USERS)),
