@@ -116,12 +116,19 @@ class HistoryCache:
             return self._is_cached(user, self._current_weights())
 
     def missing(self, users: Iterable[Hashable]) -> list[Hashable]:
-        """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses."""
+        """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
+
+        The other users become the most recently used ones, so the next `put` evicts them last.
+        """
         with self._lock:
-            users, weights = list(users), self._current_weights()
-            missing = [user for user in users if not self._is_cached(user, weights)]
-            self._misses += len(missing)
-            self._hits += len(users) - len(missing)
+            weights, missing = self._current_weights(), list[Hashable]()
+            for user in users:
+                if self._table is not None and self._is_cached(user, weights):
+                    self._table.touch(user)
+                    self._hits += 1
+                else:
+                    missing.append(user)
+                    self._misses += 1
             return missing
 
     def statistics(self) -> CacheStatistics:
