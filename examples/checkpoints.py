@@ -9,7 +9,6 @@ settings and the best weights. The training programs write it; `python examples/
 """
 
 import json
-import pickle
 import shutil
 import sys
 import warnings
@@ -135,7 +134,9 @@ def load_weights(path: Path) -> Weights:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True)
         return Weights(content["settings"], content["tensors"])
-    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, TypeError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: the file may hold anything
         raise ValueError(f"{path} is not a file of weights: {error}") from error
 
 

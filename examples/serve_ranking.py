@@ -1,7 +1,7 @@
 """Serves a trained ranking or next-item model over HTTP: python examples/serve_ranking.py [--weights FILE] [--data PATH]
 
-FILE is the weights.pt that train_dlrm.py or train_hstu.py wrote. Without --weights, a small ranking model is trained on generated data first,
-once, in --out. The histories are those of the training's log, without its test split. docs/serving.md has the requests and figures.
+FILE is the weights.pt that train_dlrm.py or train_hstu.py wrote. Without --weights, a small ranking model is trained on generated data
+first, once, in --out. The histories are those of the training's log, without its test split. docs/serving.md has the requests and figures.
 """
 
 import argparse

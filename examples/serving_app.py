@@ -2,20 +2,20 @@
 
 | request | answer |
 |---|---|
-| `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | the candidates' scores; then the events are stored |
-| `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of the candidates over them |
+| `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores; then the events are stored |
+| `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of candidates over them |
 | `POST /reload` | loads the file of weights again, between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
-An error is `{"error": text}`: 400 and 422 for a malformed request, 404 for an unknown user, 413 for one that is too large, 429 if the queue is
-full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that are not finite.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for one that is too large, 429 if the queue
+is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that are not finite.
 """
 
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -163,7 +163,7 @@ class Service:
         return np.array([known[event.rating] for event in events], dtype=np.int64)
 
     async def rank(self, body: RankBody, http: HTTPRequest) -> dict[str, Any]:
-        """Scores of the candidates. Every exception but HTTPException is in `STATUS`."""
+        """The answer, with the scores of the candidates."""
         begin = time.monotonic()
         seconds = self.limits.deadline if body.deadline_ms is None else body.deadline_ms / 1000
         waiting = self.batcher.submit(self.to_request(body), begin + seconds)
@@ -211,12 +211,13 @@ def make_app(service: Service) -> FastAPI:
         await asyncio.to_thread(service.batcher.close)
 
     app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(LimitBody, most=service.limits.max_body)
 
     def answer(status: int, text: str, path: str) -> JSONResponse:
         if path == "/rank":
             service.metrics.requests.labels(status).inc()
         return JSONResponse({"error": text}, status)
+
+    app.add_middleware(LimitBody, most=service.limits.max_body, answer=answer)
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
@@ -229,29 +230,22 @@ def make_app(service: Service) -> FastAPI:
     async def refused(request: HTTPRequest, error: StarletteHTTPException) -> JSONResponse:
         return answer(error.status_code, str(error.detail), request.url.path)
 
-    async def failed(request: HTTPRequest, error: Exception) -> JSONResponse:
-        return answer(next(status for kind, status in STATUS.items() if isinstance(error, kind)), str(error), request.url.path)
-
-    for kind in STATUS:
-        app.add_exception_handler(kind, failed)
-
-    @app.exception_handler(Exception)
-    async def unexpected(request: HTTPRequest, error: Exception) -> JSONResponse:
-        return answer(500, f"{type(error).__name__} in the model", request.url.path)
-
     @app.post("/rank")
     async def rank(body: RankBody, request: HTTPRequest) -> Response:
-        result = await service.rank(body, request)
+        with http_errors():
+            result = await service.rank(body, request)
         service.metrics.requests.labels(200).inc()
         return Response(json.dumps(result), media_type="application/json")
 
     @app.post("/reload")
     async def reload() -> dict[str, int]:
-        return {"weights_version": await service.reload()}
+        with http_errors():
+            return {"weights_version": await service.reload()}
 
     @app.get("/users/{user}")
     async def user(user: int, candidates: Annotated[list[int], Query()] = []) -> dict[str, Any]:  # noqa: B006 - pydantic copies it
-        return await asyncio.wrap_future(service.batcher.between_batches(lambda: service.user(user, candidates)))
+        with http_errors():
+            return await asyncio.wrap_future(service.batcher.between_batches(lambda: service.user(user, candidates)))
 
     @app.get("/health")
     async def health() -> Response:
@@ -270,11 +264,24 @@ def make_app(service: Service) -> FastAPI:
     return app
 
 
-class LimitBody:
-    """Answers requests with a larger body with 413, without reading it."""
+@contextmanager
+def http_errors() -> Iterator[None]:
+    """Turns errors into HTTPExceptions with the status of the kind of error. The text of unknown ones is not for clients."""
+    try:
+        yield
+    except HTTPException:
+        raise
+    except Exception as error:
+        known = [status for kind, status in STATUS.items() if isinstance(error, kind)]
+        text = str(error) if known else f"{type(error).__name__} in the model"
+        raise HTTPException(known[0] if known else 500, text) from error
 
-    def __init__(self, app: Any, most: int):
-        self.app, self.most = app, most
+
+class LimitBody:
+    """Answers requests with a larger body with 413: without reading it if it has a length, else when it gets too long."""
+
+    def __init__(self, app: Any, most: int, answer: Callable[[int, str, str], Response]):
+        self.app, self.most, self.answer = app, most, answer
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -291,6 +298,6 @@ class LimitBody:
 
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if length.isdigit() and int(length) > self.most:
-            response = JSONResponse({"error": f"the body must be at most {self.most} bytes, got {int(length)}"}, 413)
+            response = self.answer(413, f"the body must be at most {self.most} bytes, got {int(length)}", scope["path"])
             return await response(scope, receive, send)
         await self.app(scope, limited, send)

@@ -1,7 +1,7 @@
 """Dynamic batching: requests wait in a bounded queue for a short time, and one thread scores them in batches.
 
 A batch closes when it is full, when its first request has waited `max_wait` seconds, or when its earliest deadline leaves just the time
-that a batch takes. Requests of one user are in different batches, in their order.
+that two batches take. Requests of one user are in different batches, in their order.
 """
 
 import threading
@@ -17,6 +17,7 @@ from serving_rankers import NONE, Request
 
 import jagged_modules as jm
 
+FIRST_BATCH_SECONDS = 0.02  # a guess, until batches are measured
 OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError, jm.CacheFull)
 Score = Callable[[Sequence[Request]], list[torch.Tensor]]
 
@@ -90,7 +91,7 @@ class Batcher:
         self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
         self._changed = threading.Condition()
         self._closing = False
-        self._batch_seconds = 0.0  # moving average
+        self._batch_seconds = FIRST_BATCH_SECONDS  # moving average
         self._current: list[Waiting] = []
         self._start()
 
@@ -174,7 +175,7 @@ class Batcher:
         """Wait until the batch closes, and take it from the queue."""
         while not (self._closing or self._jobs):
             closes = min(
-                self._queue[0].arrived + self.limits.max_wait, min(waiting.deadline for waiting in self._queue) - self._batch_seconds
+                self._queue[0].arrived + self.limits.max_wait, min(waiting.deadline for waiting in self._queue) - 2 * self._batch_seconds
             )
             left = closes - time.monotonic()
             if left <= 0 or self._is_full():

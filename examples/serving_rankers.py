@@ -87,7 +87,10 @@ def _joined(*events: NewEvents) -> NewEvents:
 
 @dataclass
 class Stages:
-    """Seconds by stage of the last call: lookup (embeddings), cache (encoding and gathering of histories), score."""
+    """Seconds by stage of the last call: lookup (embeddings), cache (encoding and gathering of histories), score (the rest).
+
+    On a GPU the first two are the host's time, and the device's is in the last, which waits for it.
+    """
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
@@ -135,14 +138,14 @@ class Ranker(ABC):
         If it raises, no event was added, and the cache still fits the histories.
         """
         self.stages.seconds.clear()
+        begin = time.perf_counter()
         try:
-            scores = self._score(requests)
-            with self.stages("score"):
-                scores = scores.float().cpu()
+            scores = self._score(requests).float().cpu()
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests if len(request.events.item)])
             raise
+        self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
         for request in requests:
             self.histories.add(request.user, request.events)
         return list(scores.split([len(request.candidates) for request in requests]))
