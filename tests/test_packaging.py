@@ -75,7 +75,7 @@ def test_wheel_metadata(wheel, metadata):
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
-    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "dev"}
     assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
 
 
@@ -124,7 +124,7 @@ def test_readme_torchrec_snippets_run():
 def test_readme_names_only_commands_of_the_makefile():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", README, re.MULTILINE))))
-    assert {"train", "test"} <= named <= targets
+    assert {"train", "serve", "test"} <= named <= targets
 
 
 def test_no_folder_named_kernels_becomes_a_package():
