@@ -44,7 +44,8 @@ class RankingConfig:
         block_size: events of the stream that attend to one another: 16, 32, 64 or 128.
         num_seeds: vectors that the stream is pooled to.
         num_compressed: vectors that those of a user and a candidate are compressed to.
-        max_history, max_stream, max_candidates: maximum numbers of events in a history and a stream, and of candidates of a user.
+        max_history, max_stream, max_candidates: maximum numbers of events in a history and a stream, and of candidates of a user;
+            max_candidates may be None for any number.
     """
 
     interaction: str = "attention"
@@ -57,7 +58,7 @@ class RankingConfig:
     num_compressed: int = 8
     max_history: int = 200
     max_stream: int = 1000
-    max_candidates: int = 8
+    max_candidates: int | None = 8
 
     def __post_init__(self) -> None:
         if self.interaction not in INTERACTIONS:

@@ -49,7 +49,7 @@ def train_small_model(out: Path) -> Path:
 
 def make_service(options: argparse.Namespace, device: torch.device) -> Service:
     path = options.weights or train_small_model(options.out)
-    ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.max_candidates, options.data)
+    ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data)
     batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
     return Service(ranker, limits, reload=lambda: ranker.load(load_weights(path)))

@@ -26,7 +26,7 @@ from fastapi import FastAPI, HTTPException, Query
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import FileResponse, JSONResponse, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
 from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied
@@ -75,6 +75,7 @@ class Metrics:
         self.stages = Histogram("rank_stage_seconds", "Seconds by stage", ["stage"], buckets=BUCKETS, registry=self.registry)
         self.batch = Histogram("rank_batch_users", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
         self.candidates = Counter("rank_candidates", "Scored candidates", registry=self.registry)
+        ProcessCollector(registry=self.registry)
         self._service = service
         self.registry.register(self)
 

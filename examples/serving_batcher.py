@@ -1,7 +1,7 @@
 """Dynamic batching: requests wait in a bounded queue for a short time, and one thread scores them in batches.
 
 A batch closes when it is full, when its first request has waited `max_wait` seconds, or when its earliest deadline leaves just the time
-that two batches take. Requests of one user are in different batches, in their order.
+that two batches take. Requests of one user keep their order, and one with new events is never behind another request in a batch.
 """
 
 import threading
@@ -43,7 +43,7 @@ class Limits:
     """Limits of the queue and of batches.
 
     max_queue: requests that wait.
-    max_users, max_candidates: of a batch. A request with more candidates is a batch by itself.
+    max_users, max_candidates: requests of a batch and their candidates. A request with more candidates is a batch by itself.
     max_wait: seconds that the first request of a batch waits for others.
     """
 
@@ -79,7 +79,7 @@ class Batcher:
     """Scores requests in batches, in a thread of its own.
 
     Args:
-        score: the scores of several requests of distinct users. It is called by one thread at a time.
+        score: the scores of several requests. Only a user's first one has new events. It is called by one thread at a time.
         limits: of queue and batches.
         on_batch: called after each batch with its requests.
     """
@@ -181,13 +181,14 @@ class Batcher:
             if left <= 0 or self._is_full():
                 break
             self._changed.wait(left)
-        batch, users, candidates, later = [], set(), 0, []
+        batch, users, passed, candidates, later = [], set(), set(), 0, []
         for waiting in self._queue:
             request = waiting.request
             total = candidates + len(request.candidates)
-            if request.user in users or len(batch) == self.limits.max_users or (batch and total > self.limits.max_candidates):
+            is_full = len(batch) == self.limits.max_users or (batch and total > self.limits.max_candidates)
+            if is_full or request.user in passed or (request.user in users and len(request.events.item)):
                 later.append(waiting)
-                users.add(request.user)  # a user's later requests stay behind this one
+                passed.add(request.user)  # a user's later requests stay behind this one
                 continue
             batch.append(waiting)
             users.add(request.user)

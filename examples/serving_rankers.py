@@ -8,12 +8,13 @@ next-item model (train_hstu.py) the encoder's keys and values of all events but 
 """
 
 import argparse
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -133,14 +134,17 @@ class Ranker(ABC):
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request]) -> list[torch.Tensor]:
-        """fp32 scores [C] on the host for each request, of distinct users. Then the new events are part of the histories.
+        """fp32 scores [C] on the host for each request. Then the new events are part of the histories.
+
+        Of several requests of a user, only the first may have new events; all are scored after these.
 
         If it raises, no event was added, and the cache still fits the histories.
         """
         self.stages.seconds.clear()
-        begin = time.perf_counter()
+        begin, order = time.perf_counter(), sorted(range(len(requests)), key=lambda i: requests[i].user)  # the order of equal users stays
+        requests = [requests[i] for i in order]
         try:
-            scores = self._score(requests).float().cpu()
+            scores = self._score(_merged(requests)).float().cpu()
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests if len(request.events.item)])
@@ -148,11 +152,12 @@ class Ranker(ABC):
         self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
         for request in requests:
             self.histories.add(request.user, request.events)
-        return list(scores.split([len(request.candidates) for request in requests]))
+        parts = scores.split([len(request.candidates) for request in requests])
+        return [parts[i] for i in np.argsort(order)]
 
     @abstractmethod
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        """Scores [C] of the candidates of all requests."""
+        """Scores [C] of the candidates of all requests, which are of distinct users."""
 
     @abstractmethod
     def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
@@ -176,6 +181,12 @@ class Ranker(ABC):
             return self.cache.select(users)
         except KeyError as error:
             raise jm.CacheFull(f"the cache has no room for the histories of {len(users)} users at once") from error
+
+
+def _merged(requests: Sequence[Request]) -> list[Request]:
+    """One request for each user, with the candidates of the user's adjacent requests and the events of the first."""
+    groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)]
+    return [replace(first, candidates=np.concatenate([x.candidates for x in (first, *others)])) for first, *others in groups]
 
 
 def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
@@ -322,12 +333,11 @@ def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argp
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
 
 
-def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, max_candidates: int, data: str | None = None) -> Ranker:
+def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
     Args:
         cache_bytes: budget of the cache; 0: none.
-        max_candidates: candidates of a request.
         data: path of the log; that of the training if None.
 
     Raises:
@@ -335,7 +345,7 @@ def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, max_ca
     """
     name = weights.settings["model"]
     if name in INTERACTIONS:
-        ranker = _ranking_ranker(weights.settings, device, cache_bytes, max_candidates, data)
+        ranker = _ranking_ranker(weights.settings, device, cache_bytes, data)
     elif name in ENCODERS:
         ranker = _sequence_ranker(weights.settings, device, cache_bytes, data)
     else:
@@ -344,9 +354,7 @@ def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, max_ca
     return ranker
 
 
-def _ranking_ranker(
-    settings: dict[str, Any], device: torch.device, cache_bytes: int, max_candidates: int, data: str | None
-) -> RankingRanker:
+def _ranking_ranker(settings: dict[str, Any], device: torch.device, cache_bytes: int, data: str | None) -> RankingRanker:
     options = options_of(train_dlrm, settings, data)
     if cache_bytes and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
         what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
@@ -355,7 +363,7 @@ def _ranking_ranker(
         )
     dataset = train_dlrm.load_datasets(options)["test"]
     log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
-    model = train_dlrm.make_model(options, dataset.tables, max_candidates, device)
+    model = train_dlrm.make_model(options, dataset.tables, None, device)
     return RankingRanker(model, dataset, **_state(log, dataset.rating_index, held_out, options.max_history, cache_bytes))
 
 

@@ -44,8 +44,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def make_model(options: argparse.Namespace, tables: TableSizes, max_candidates: int, device: torch.device) -> RankingModel:
-    """The model of the options, for at most `max_candidates` of a user."""
+def make_model(options: argparse.Namespace, tables: TableSizes, max_candidates: int | None, device: torch.device) -> RankingModel:
+    """The model of the options, for at most `max_candidates` of a user, or any number."""
     names = {field.name for field in fields(RankingConfig)} & vars(options).keys()
     config = RankingConfig(max_candidates=max_candidates, **{name: getattr(options, name) for name in names})
     return RankingModel(tables, config, device=device)

@@ -21,8 +21,8 @@ def train(out: Path, name: str, *arguments: str) -> Path:
     return out / name / "weights.pt"
 
 
-def ranker_of(weights: Path, cache_bytes: int = CACHE, max_candidates: int = 1000) -> Ranker:
-    return make_ranker(load_weights(weights), CPU, cache_bytes, max_candidates)
+def ranker_of(weights: Path, cache_bytes: int = CACHE) -> Ranker:
+    return make_ranker(load_weights(weights), CPU, cache_bytes)
 
 
 class Requests:

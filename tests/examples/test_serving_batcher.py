@@ -124,6 +124,15 @@ def test_requests_of_a_user_keep_their_order(make, score):
     assert [n for user, n in score.events if user == 1] == [1, 2, 3]
 
 
+def test_requests_of_a_user_without_new_events_share_a_batch(make, score):
+    batcher = make()
+    first = busy(batcher, score)
+    waiting = submit(batcher, request(1, events=1), request(1), request(2), request(1), request(1, events=1), request(1), request(2))
+    score.hold.set()
+    results([first, *waiting])
+    assert score.batches == [[99], [1, 1, 2, 1, 2], [1, 1]]
+
+
 def test_a_full_queue_refuses(make, score):
     batcher = make(max_queue=2)
     first = busy(batcher, score)

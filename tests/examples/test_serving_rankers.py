@@ -57,6 +57,16 @@ def test_scores_of_a_history_of_one_event_that_grows(served, name):
 
 
 @every_model
+def test_several_requests_of_a_user(served, name):
+    """Scored together, after the events of the first, in the order of the requests."""
+    together, alone = ranker_of(served[name]), ranker_of(served[name], 0)
+    requests = Requests(alone)
+    for _ in range(3):
+        batch = [requests.of(user, events=events) for user, events in ((7, 2), (3, 0), (7, 0), (9, 1), (3, 0), (7, 0))]
+        assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
+
+
+@every_model
 def test_a_failure_changes_nothing(served, name, monkeypatch):
     """An error after the cache was written: the events are not stored, and the next scores are right."""
     ranker, whole = ranker_of(served[name]), ranker_of(served[name], 0)
