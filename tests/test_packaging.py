@@ -105,7 +105,7 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Linear compression", "Block-diagonal attention", "Operators"])
+@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Serving", "Linear compression", "Block-diagonal attention", "Operators"])
 def test_readme_example_is_short_and_runs_with_torch_alone(heading):
     blocks = python_blocks(heading)
     assert blocks and all(len(block.splitlines()) <= 15 for block in blocks)

@@ -137,9 +137,8 @@ class HistoryCache:
             table = self._table
             if table is None:
                 return CacheStatistics(0, 0, 0, self.max_bytes, self._hits, self._misses, 0)
-            rows, used = sum(x.length for x in table.users.values()), table.num_pages - table.num_free
-            size = used * self._page_bytes()
-            return CacheStatistics(len(table.users), rows, size, self.max_bytes, self._hits, self._misses, table.evictions)
+            size = (table.num_pages - table.num_free) * self._page_bytes()
+            return CacheStatistics(len(table.users), table.num_rows, size, self.max_bytes, self._hits, self._misses, table.evictions)
 
     # -- rows ------------------------------------------------------------------------------------------------------------------
 
@@ -153,6 +152,7 @@ class HistoryCache:
 
         Raises:
             TypeError, ValueError: as the layer's `cache`; users are repeated, or not one per segment.
+            ValueError: the layer's dtype, device or sizes are no longer those of the first put.
             CacheFull: the histories need more than max_bytes. Nothing has changed; a part of the users may fit.
         """
         with self._writer:
@@ -161,7 +161,7 @@ class HistoryCache:
             self._check_users(users, rows.num_segments, "history")
             with self._ordered():
                 table = self._allocate(rows)
-                self._write(rows, table.replace(users, _lengths(rows), weights))
+                self._write(users, rows, table.replace(users, _lengths(rows), weights))
 
     @torch.no_grad()
     def append(self, users: Sequence[Hashable], events: Any, **timestamps: Tensor | None) -> Any:
@@ -185,7 +185,7 @@ class HistoryCache:
             self._check_users(users, added.num_segments, "events")
             with self._ordered():
                 table = self._allocate(added)
-                self._write(added, table.extend(users, _lengths(added)))
+                self._write(users, added, table.extend(users, _lengths(added)))
                 if self.layer.max_cached_rows is not None:
                     for user in users:
                         table.keep_last(user, self.layer.max_cached_rows)
@@ -270,7 +270,8 @@ class HistoryCache:
         return self.page_rows * sum(x[0].numel() * x.element_size() for x in self._columns)
 
     def _allocate(self, rows: KeyValues) -> PageTable:
-        """The page table; the first call allocates it and the pages."""
+        """The page table; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
+        self._check_kind(rows)
         if self._table is None:
             first = rows.layers[0].values
             shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((len(rows.layers), *first.shape[1:]), first.dtype)]
@@ -287,12 +288,29 @@ class HistoryCache:
             self._table = PageTable(num_pages, self.page_rows)
         return self._table
 
-    def _write(self, rows: KeyValues, ranges: Sequence[RowRange]) -> None:
-        index, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
-        for i, layer in enumerate(rows.layers):
-            self._columns[0][:, i].index_copy_(0, index, layer.values)
-        if rows.timestamps is not None:
-            self._columns[1].index_copy_(0, index, rows.timestamps)
+    def _check_kind(self, rows: KeyValues) -> None:
+        if self._table is None:
+            return
+        pages, first = self._columns[0], rows.layers[0].values
+        found = (len(rows.layers), *first.shape[1:]), first.dtype, first.device, rows.timestamps is not None
+        expected = tuple(pages.shape[1:]), pages.dtype, pages.device, len(self._columns) > 1
+        for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
+            if x != own:
+                raise ValueError(f"the layer's keys and values must keep the {name} of the first put, {own}, got {x}")
+
+    def _write(self, users: Sequence[Hashable], rows: KeyValues, ranges: Sequence[RowRange]) -> None:
+        """Copy the rows to these ranges. If that fails, for example without memory, the users are forgotten."""
+        try:
+            index, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
+            for i, layer in enumerate(rows.layers):
+                self._columns[0][:, i].index_copy_(0, index, layer.values)
+            if rows.timestamps is not None:
+                self._columns[1].index_copy_(0, index, rows.timestamps)
+        except BaseException:
+            for user in users:
+                if self._table is not None:
+                    self._table.drop(user)
+            raise
 
     def _gather(self, ranges: Sequence[RowRange]) -> KeyValues:
         index, offsets, lengths = row_indices(ranges, self.page_rows, self._columns[0].device)

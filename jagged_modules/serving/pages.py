@@ -53,7 +53,7 @@ class PageTable:
     """
 
     def __init__(self, num_pages: int, page_rows: int) -> None:
-        self.num_pages, self.page_rows, self.evictions = num_pages, page_rows, 0
+        self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
 
@@ -67,7 +67,9 @@ class PageTable:
         return self.users[user]
 
     def drop(self, user: Hashable) -> None:
-        self._freed.extend(self.users.pop(user).pages)
+        x = self.users.pop(user)
+        self._freed.extend(x.pages)
+        self.num_rows -= x.length
 
     def replace(self, users: Sequence[Hashable], lengths: Sequence[int], weights: tuple[object, ...]) -> list[RowRange]:
         """Give each user pages for a history of this length in place of those that the user has. Returns the rows to write."""
@@ -90,6 +92,7 @@ class PageTable:
                 x.pages.append(self._take())
             ranges.append(RowRange(x.pages, end - length, length))
             x.length += length
+        self.num_rows += sum(lengths)
         return ranges
 
     def keep_last(self, user: Hashable, rows: int) -> None:
@@ -97,6 +100,7 @@ class PageTable:
         x = self.users[user]
         if x.length <= rows:
             return
+        self.num_rows -= x.length - rows
         x.first, x.length = x.first + x.length - rows, rows
         unused = x.first // self.page_rows
         self._freed.extend(x.pages[:unused])
@@ -135,9 +139,12 @@ def row_indices(ranges: Sequence[RowRange], page_rows: int, device: torch.device
     lengths = torch.tensor([x.length for x in ranges], dtype=torch.int64)
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     total = int(offsets[-1])
-    table, first, offsets = (
-        x.to(device, non_blocking=True) for x in (torch.tensor(pages, dtype=torch.int64), torch.tensor(firsts), offsets)
-    )
+    table, first, offsets = (x.to(device, non_blocking=True) for x in (_to_tensor(pages), torch.tensor(firsts), offsets))
     segments, positions = segments_and_positions(offsets, total)
     positions = positions + first[segments] if total else positions
     return table[positions // page_rows] * page_rows + positions % page_rows, offsets, lengths
+
+
+def _to_tensor(pages: array[int]) -> Tensor:
+    """int64, without a copy."""
+    return torch.frombuffer(pages, dtype=torch.int64) if pages else torch.empty(0, dtype=torch.int64)

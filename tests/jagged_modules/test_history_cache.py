@@ -297,6 +297,33 @@ def test_bad_arguments():
     assert_holds(cache, {1: (0, 1), 2: (0, 1)})
 
 
+def test_a_layer_that_changed_its_dtype_or_sizes():
+    layer, x = jm.JaggedTargetAttention(WIDTH, HEADS), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
+    cache = jm.HistoryCache(layer, 2**20)
+    cache.put([1, 2], x)
+    layer.double()
+    with pytest.raises(ValueError, match="must keep the dtype of the first put, torch.float32, got torch.float64$"):
+        cache.put([1, 2], (x[0].double(), x[1]))
+    assert len(cache) == 2 and cache.missing([1, 2]) == [1, 2]
+    rows = cache_of(9)
+    put(rows, {1: 3})
+    with pytest.raises(ValueError, match=r"must keep the shape of the first put, \(1, 1, 2\), got \(1, 1, 3\)$"):
+        rows.append([1], (torch.randn(1, 3), torch.tensor([0, 1])))
+    assert_holds(rows, {1: (0, 3)})
+
+
+def test_users_whose_rows_could_not_be_copied_are_forgotten(monkeypatch):
+    cache = cache_of(9)
+    put(cache, {1: 3, 2: 3})
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "index_copy_", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            cache.append([1], jagged([rows_for(1, 3, 4)]))
+    assert 1 not in cache
+    assert_holds(cache, {2: (0, 3)})
+    assert cache.statistics().rows == 3
+
+
 def test_the_layers_errors_change_nothing():
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     cache, x = jm.HistoryCache(layer, 2**20), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
