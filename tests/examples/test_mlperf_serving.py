@@ -4,6 +4,7 @@ import pytest
 
 from .serving import ranker_of
 
+pytest.importorskip("fastapi", reason='needs the extra "serve"')
 loadgen = pytest.importorskip("mlperf_loadgen", reason="needs the package mlcommons-loadgen")
 pytestmark = pytest.mark.slow
 

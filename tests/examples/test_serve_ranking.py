@@ -9,9 +9,13 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
-import serve_ranking
+
+for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
+    pytest.importorskip(_name, reason='needs the extra "serve"')
+
+import httpx  # noqa: E402
+import serve_ranking  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 

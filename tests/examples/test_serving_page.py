@@ -7,8 +7,13 @@ import subprocess
 import pytest
 import torch
 
-from .serving import ranker_of
-from .test_serving_app import LIMITS, Running, Service
+for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
+    pytest.importorskip(_name, reason='needs the extra "serve"')
+
+from serving_app import Service  # noqa: E402
+
+from .running import LIMITS, Running  # noqa: E402
+from .serving import ranker_of  # noqa: E402
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome")

@@ -6,12 +6,12 @@ import socket
 import sys
 import time
 
-import httpx
 import pytest
 import torch
 
 from .serving import Requests, ranker_of
 
+httpx = pytest.importorskip("httpx", reason='needs the extra "serve"')
 ray = pytest.importorskip("ray", reason='needs the package "ray[serve]"')
 serve = pytest.importorskip("ray.serve", reason='needs the package "ray[serve]"')
 pytestmark = pytest.mark.slow
