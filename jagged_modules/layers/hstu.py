@@ -440,7 +440,8 @@ class HSTUStack(nn.Module):
         check_appendable(self.config)
         wrapped = self._wrap("events", events)
         times = self._check_cache("events", wrapped, cache, timestamps, query_timestamps)
-        jagged, added = wrapped.with_values(wrapped.values), list[Jagged]()
+        jagged = wrapped.with_values(wrapped.values)
+        added: list[Jagged] = []
         for layer, history in zip(self.layers, cache.layers):
             jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
             added.append(wrapped.with_values(keys_and_values))
