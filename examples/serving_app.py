@@ -103,7 +103,7 @@ class Service:
     def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, reload: Callable[[], None] | None = None):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
         self._reload = reload
-        self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch)
+        self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
         self.metrics = Metrics(self)
 
     def score(self, requests: list[Request]) -> list[torch.Tensor]:
@@ -122,9 +122,12 @@ class Service:
         if self._reload is None:
             raise HTTPException(409, "the server was started without a file of weights")
         try:
-            await asyncio.wrap_future(self.batcher.between_batches(self._reload))
+            return await asyncio.wrap_future(self.batcher.between_batches(self._next_version))
         except (ValueError, OSError) as error:
             raise HTTPException(409, str(error)) from error
+
+    def _next_version(self) -> int:
+        self._reload()
         self.version += 1
         return self.version
 
@@ -174,7 +177,7 @@ class Service:
         taken = time.monotonic() - begin
         self.metrics.latency.observe(taken)
         timing = {"queue_ms": 1e3 * waiting.queued_seconds, "latency_ms": 1e3 * taken}
-        return {"user": body.user, "scores": scores.tolist(), "weights_version": self.version, **timing}
+        return {"user": body.user, "scores": scores.tolist(), "weights_version": waiting.version, **timing}
 
     async def _result(self, waiting: Waiting, http: HTTPRequest) -> torch.Tensor:
         """The scores. If the client leaves while the request is in the queue, the request is dropped."""

@@ -66,13 +66,14 @@ class Counts:
 
 @dataclass
 class Waiting:
-    """A request in the queue. Times are of `time.monotonic`."""
+    """A request in the queue. Times are of `time.monotonic`. version: the weights that scored it."""
 
     request: Request
     deadline: float
     arrived: float = field(default_factory=time.monotonic)
     future: Future = field(default_factory=Future)
     queued_seconds: float = 0.0
+    version: int = 0
 
 
 class Batcher:
@@ -82,10 +83,17 @@ class Batcher:
         score: the scores of several requests. Only a user's first one has new events. It is called by one thread at a time.
         limits: of queue and batches.
         on_batch: called after each batch with its requests.
+        version: the version of the weights, which only jobs between batches change.
     """
 
-    def __init__(self, score: Score, limits: Limits, on_batch: Callable[[list[Waiting]], None] = lambda batch: None):
-        self.score, self.limits, self.on_batch = score, limits, on_batch
+    def __init__(
+        self,
+        score: Score,
+        limits: Limits,
+        on_batch: Callable[[list[Waiting]], None] = lambda batch: None,
+        version: Callable[[], int] = lambda: 0,
+    ):
+        self.score, self.limits, self.on_batch, self.version = score, limits, on_batch, version
         self.counts = Counts()
         self._queue: deque[Waiting] = deque()
         self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
@@ -208,6 +216,7 @@ class Batcher:
             return
         results = self._results([waiting.request for waiting in self._current])
         for waiting, result in zip(self._current, results, strict=True):
+            waiting.version = self.version()
             if isinstance(result, Exception):
                 waiting.future.set_exception(result)
             else:
