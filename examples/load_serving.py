@@ -13,18 +13,18 @@ import asyncio
 import json
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, wait
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 
 import httpx
 import numpy as np
 import torch
 import uvicorn
-from checkpoints import load_weights
+from checkpoints import Weights, load_weights
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
 from serving_app import STATUS, Service, ServiceLimits, make_app
@@ -291,6 +291,29 @@ def draw(results: list[Result], limit_ms: float) -> Figure:
     return figure
 
 
+def time_batches(rankers: Sequence[Ranker], workload: Workload, users: int, rounds: int) -> list[float]:
+    """Median milliseconds of a batch of requests, of each ranker. They alternate on the same batches, so other load meets all alike."""
+    milliseconds: list[list[float]] = [[] for _ in rankers]
+    for round in range(2 * rounds):  # the first half fills the cache
+        batch = {request.user: request for request in workload.requests(users)}
+        for ranker, times in zip(rankers, milliseconds, strict=True):
+            begin = time.perf_counter()
+            ranker.score(list(batch.values()))
+            if round >= rounds:
+                times.append(1e3 * (time.perf_counter() - begin))
+    return [median(times) for times in milliseconds]
+
+
+def print_batches(weights: Weights, device: torch.device, options: argparse.Namespace) -> None:
+    """A table of the time of a batch, by candidates, with each budget of the cache."""
+    print(f"| candidates | {' | '.join(f'cache of {mb:g} MB, ms' for mb in options.cache_mb)} |\n|{'---|' * (1 + len(options.cache_mb))}")
+    for candidates in options.candidates:
+        rankers = [make_ranker(weights, device, int(mb * 1e6), options.data) for mb in options.cache_mb]
+        workload = Workload(rankers[0], candidates, options.new_events, options.zipf)
+        times = time_batches(rankers, workload, options.max_users, options.batches)
+        print(f"| {candidates:,} | {' | '.join(f'{x:.1f}' for x in times)} |", flush=True)
+
+
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
@@ -310,6 +333,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-users", type=int, default=Limits.max_users)
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait)
     parser.add_argument("--http", action="store_true", help="send the requests over HTTP")
+    parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, with each --cache-mb in turn")
     parser.add_argument("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
     parser.add_argument("--soak-fraction", type=float, default=0.5, help="rate of a soak as a fraction of the throughput")
     return parser.parse_args(arguments)
@@ -319,6 +343,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
     device, weights, results = pick_device(options.device), load_weights(options.weights), []
+    if options.batches:
+        return print_batches(weights, device, options)
     print(f"{COLUMNS}\n|{'---|' * (COLUMNS.count('|') - 1)}")
     for cache_mb in options.cache_mb:
         for candidates in options.candidates:

@@ -88,6 +88,15 @@ def test_a_short_run(served, tmp_path, capsys, way):
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_times_of_batches(served, capsys):
+    arguments = ["--weights", str(served["attention"]), "--device", "cpu", "--candidates", "3", "7", "--batches", "2", "--max-users", "4"]
+    load_serving.main([*arguments, "--cache-mb", "1", "0"])
+    header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert header == "| candidates | cache of 1 MB, ms | cache of 0 MB, ms |"
+    cells = [[float(cell) for cell in row.strip("| ").split(" | ")] for row in rows]
+    assert [row[0] for row in cells] == [3, 7] and all(x > 0 for row in cells for x in row)
+
+
 def test_a_soak(served, tmp_path, capsys):
     arguments = ["--weights", str(served["attention"]), "--out", str(tmp_path), "--device", "cpu", "--candidates", "3"]
     load_serving.main([*arguments, "--cache-mb", "1", "--soak", "3", "--seconds", "1", "--warm-up", "0.1", "--soak-fraction", "0.1"])
