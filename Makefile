@@ -2,6 +2,7 @@
 #
 #   make train [DATA=path] [ARGS=...]   train the example ranking model (on generated data without DATA)
 #   make train EXAMPLE=hstu ...         train the example next-item model
+#   make serve [ARGS=...]               serve a trained model over HTTP; without ARGS=--weights=FILE, a small one is trained first
 #   make test [ARGS=...]                run the tests but those marked slow; ARGS are options of pytest
 #   make test-slow [ARGS=...]           run the slow tests
 #   make test-all [ARGS=...]            run both
@@ -24,7 +25,7 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu \
+.PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu \
 	test-newest-triton notebooks lint bench profile record clean
 
 PYTHON ?= python3
@@ -55,6 +56,9 @@ no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
 train: $(ENV)
 	$(PY) examples/train_$(EXAMPLE).py $(if $(DATA),--data $(DATA)) $(ARGS)
+
+serve: $(ENV)
+	$(PY) examples/serve_ranking.py $(if $(DATA),--data $(DATA)) $(ARGS)
 
 test: test-interpreter test-others
 test-slow: test-slow-interpreter test-slow-others
@@ -110,7 +114,7 @@ clean:
 	rm -f .venv/.installed-*
 	$(PYTHON) -m venv .venv
 	$(pip) "setuptools>=77" wheel
-	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks]"
+	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks,serve]"
 	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec $(triton)
 	touch $@
 

@@ -3,18 +3,26 @@
 A checkpoint is a folder MODEL/epoch-N. `run.json` has the settings and the metrics of the epochs, the other files have the tensors. It is
 complete once it has the file `.metadata`, which torch writes last. Then the older ones are removed. So an interrupted write leaves the old
 checkpoint intact.
+
+`.metadata` is a pickle, which may run code when it is read. So programs that serve a model read MODEL/weights.pt instead, one file with the
+settings and the best weights. The training programs write it; `python examples/checkpoints.py MODEL` writes it for a run of torchrun.
 """
 
 import json
 import shutil
+import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import sharding
+import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from training import write_atomically
+
+WEIGHTS = "weights.pt"
 
 
 @dataclass(frozen=True)
@@ -86,3 +94,51 @@ def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
 def _remove(checkpoint: Path) -> None:
     (checkpoint / ".metadata").unlink(missing_ok=True)  # first, so that what an interruption leaves is not complete
     shutil.rmtree(checkpoint, ignore_errors=True)
+
+
+# -- weights to serve --------------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The settings of a run and the tensors of its model."""
+
+    settings: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+
+
+def export_weights(folder: Path) -> Path:
+    """Write the best weights of the newest checkpoint in the folder, of any number of processes, to one file there. Returns its path.
+
+    Raises FileNotFoundError if there is no checkpoint.
+    """
+    checkpoint = find_checkpoint(folder)
+    if checkpoint is None:
+        raise FileNotFoundError(f"no checkpoint in {folder}")
+    stored = FileSystemReader(checkpoint.folder).read_metadata().state_dict_metadata
+    tensors = {}
+    for part in ("model.", "best_average."):  # the second lacks the buffers that are not floating-point, and replaces the rest
+        state = {name: torch.empty(x.size, dtype=x.properties.dtype) for name, x in stored.items() if name.startswith(part)}
+        checkpoint.load_into(state)
+        tensors |= {name.removeprefix(part): x for name, x in state.items()}
+    content = {"settings": checkpoint.settings, "tensors": tensors}
+    write_atomically(folder / WEIGHTS, lambda file: torch.save(content, file))
+    return folder / WEIGHTS
+
+
+def load_weights(path: Path) -> Weights:
+    """The content of a file of `export_weights`, on the CPU. Nothing but tensors and plain data is read from it, and no code is run.
+
+    Raises ValueError if it is no such file.
+    """
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True)
+        return Weights(content["settings"], content["tensors"])
+    except OSError:
+        raise
+    except Exception as error:  # of any kind: the file may hold anything
+        raise ValueError(f"{path} is not a file of weights: {error}") from error
+
+
+if __name__ == "__main__":
+    print(export_weights(Path(sys.argv[1])))

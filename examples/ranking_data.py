@@ -9,6 +9,7 @@ of the chunk's first candidate are not in its history, because they are not stri
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -98,6 +99,20 @@ class TableSizes:
     item_features: dict[str, int]
 
 
+class Events(NamedTuple):
+    """Events of B users, one user after another, from oldest to newest.
+
+    Args:
+        item: int64 [L].
+        rating: int64 [L], indices into the sorted ratings.
+        lengths: int64 [B], events of each user.
+    """
+
+    item: np.ndarray
+    rating: np.ndarray
+    lengths: np.ndarray
+
+
 @dataclass
 class RankingBatch(Pipelineable):
     """A batch of B chunks, with L history ratings and C candidates in total.
@@ -142,8 +157,8 @@ class RankingDataset(Dataset):
 
     def __init__(self, log: RatingLog, chunks: Chunks, max_stream: int = 0):
         self.log, self.chunks, self.max_stream, self.first = log, chunks, max_stream, first_of_equal(log.user)
-        ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
-        self.num_ratings, self.num_ages = len(ratings), int(np.log2(len(log))) + 1
+        self.ratings, self.rating_index = np.unique(log.rating, return_inverse=True)
+        self.num_ratings, self.num_ages = len(self.ratings), int(np.log2(len(log))) + 1
         self.user_features = {"user": Categorical.single(np.arange(log.num_users)), **log.user_features}
 
     @property
@@ -159,26 +174,52 @@ class RankingDataset(Dataset):
         return len(self.chunks)
 
     def __getitem__(self, indices: list[int]) -> RankingBatch:
-        log, chunks, pick = self.log, self.chunks, np.asarray(indices, dtype=np.int64)
-        history, history_lengths = ranges(chunks.history_start[pick], chunks.history_end[pick])
-        targets, target_lengths = ranges(chunks.start[pick], chunks.end[pick])
-        # floor(log2) of how many ratings ago: 0 is the last rating before the chunk.
-        age = np.log2(np.repeat(chunks.history_end[pick], history_lengths) - history).astype(np.int64)
-        ids = {
-            "history_item": (log.item[history], history_lengths),
-            "history_rating": (self.rating_index[history], history_lengths),
-            "history_age": (age, history_lengths),
-            "target_item": (log.item[targets], target_lengths),
-        }
+        chunks, pick = self.chunks, np.asarray(indices, dtype=np.int64)
+        start, end, stream = chunks.start[pick], chunks.history_end[pick], None
+        targets, target_lengths = ranges(start, chunks.end[pick])
         if self.max_stream:
-            end = chunks.history_end[pick]
-            stream, stream_lengths = ranges(np.maximum(self.first[chunks.start[pick]], end - self.max_stream), end)
-            ids |= {"stream_item": (log.item[stream], stream_lengths), "stream_rating": (self.rating_index[stream], stream_lengths)}
+            stream = self._events(np.maximum(self.first[start], end - self.max_stream), end)
+        history = self._events(chunks.history_start[pick], end)
+        labels = (self.log.rating[targets] >= LIKED).astype(np.float32)
+        return self.make_batch(self.log.user[start], history, self.log.item[targets], target_lengths, labels, stream)
+
+    def _events(self, start: np.ndarray, end: np.ndarray) -> "Events":
+        rows, lengths = ranges(start, end)
+        return Events(self.log.item[rows], self.rating_index[rows], lengths)
+
+    def make_batch(
+        self,
+        users: np.ndarray,
+        history: "Events",
+        targets: np.ndarray,
+        target_lengths: np.ndarray,
+        labels: np.ndarray,
+        stream: "Events | None" = None,
+    ) -> RankingBatch:
+        """The batch of any users [B] with these events and candidates, which need not be in the log.
+
+        Args:
+            targets, target_lengths, labels: the candidates' items int64 [C], their number by user [B], and float32 [C].
+            stream: the latest events of each user, if the dataset has streams.
+        """
+        log, lengths = self.log, history.lengths
+        position, _ = ranges(np.zeros_like(lengths), lengths)
+        # floor(log2) of how many ratings ago: 0 is the last rating before the chunk.
+        age = np.log2(np.repeat(lengths, lengths) - position).astype(np.int64)
+        ids = {
+            "history_item": (history.item, lengths),
+            "history_rating": (history.rating, lengths),
+            "history_age": (age, lengths),
+            "target_item": (targets, target_lengths),
+        }
+        if stream is not None:
+            ids |= {"stream_item": (stream.item, stream.lengths), "stream_rating": (stream.rating, stream.lengths)}
+        items = np.concatenate([history.item, targets])
         return RankingBatch(
             ids=keyed(ids),
-            users=keyed({name: bags(feature, log.user[chunks.start[pick]]) for name, feature in self.user_features.items()}),
-            items=keyed({name: bags(feature, log.item[np.concatenate([history, targets])]) for name, feature in log.item_features.items()}),
-            labels=torch.from_numpy((log.rating[targets] >= LIKED).astype(np.float32)),
+            users=keyed({name: bags(feature, users) for name, feature in self.user_features.items()}),
+            items=keyed({name: bags(feature, items) for name, feature in log.item_features.items()}),
+            labels=torch.from_numpy(labels),
         )
 
 

@@ -45,7 +45,8 @@ class RankingConfig:
         block_size: events of the stream that attend to one another: 16, 32, 64 or 128.
         num_seeds: vectors that the stream is pooled to.
         num_compressed: vectors that those of a user and a candidate are compressed to.
-        max_history, max_stream, max_candidates: maximum numbers of events in a history and a stream, and of candidates of a user.
+        max_history, max_stream, max_candidates: maximum numbers of events in a history and a stream, and of candidates of a user;
+            max_candidates may be None for any number.
     """
 
     interaction: str = "attention"
@@ -59,7 +60,7 @@ class RankingConfig:
     num_compressed: int = 8
     max_history: int = 200
     max_stream: int = 1000
-    max_candidates: int = 8
+    max_candidates: int | None = 8
 
     def __post_init__(self) -> None:
         if self.interaction not in INTERACTIONS:
@@ -206,6 +207,12 @@ class RankingHead(nn.Module):
 
     def forward(self, x: Inputs) -> torch.Tensor:
         """Logits [C]."""
+        history, users = self.encode(x)
+        targets = self.targets(x)
+        return self.logits(x, users, targets.values, self.interaction(targets, history).values)
+
+    def encode(self, x: Inputs) -> tuple[Any, torch.Tensor]:
+        """What depends on the users alone: the histories, with values [L, E], and the users' vectors [B, K, E]."""
         config, users = self.config, x.users
         if self.stream is not None:
             stream = self.dropout(self.stream_events(x.stream))
@@ -217,11 +224,14 @@ class RankingHead(nn.Module):
             history = self.gdpa(history)
         if self.interformer is not None:
             history, users = self.interformer(history, users)
+        return history, users
 
-        items = self.dropout(self.item_norm(x.items))
-        targets = jm.Jagged(items, x.item_offsets, config.max_candidates)
-        interest = self.interaction(targets, history).values
+    def targets(self, x: Inputs) -> jm.Jagged:
+        """The queries of the interaction, with values [C, E]."""
+        return jm.Jagged(self.dropout(self.item_norm(x.items)), x.item_offsets, self.config.max_candidates)
 
+    def logits(self, x: Inputs, users: torch.Tensor, items: torch.Tensor, interest: torch.Tensor) -> torch.Tensor:
+        """Logits [C] from the users' vectors [B, K, E], and from the targets and the interaction's results, both [C, E]."""
         users = self.dropout(users)
         candidates = self.dropout(torch.cat([items[:, None], interest[:, None], x.item_features], dim=1))
         if self.compress is not None:

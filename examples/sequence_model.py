@@ -166,13 +166,21 @@ class QueryEncoder(nn.Module):
         self, embedded: dict[str, JaggedTensor], timestamps: torch.Tensor | None = None, next_timestamps: torch.Tensor | None = None
     ) -> Vectors:
         """The vectors of a batch. As in HSTU's published protocol, an input knows the time of the event that is predicted from it."""
-        item = embedded["item"]
-        rows = item.values() * item.values().shape[1] ** 0.5
+        times = dict(timestamps=timestamps, query_timestamps=next_timestamps) if self.timed else {}
+        encoded = self.encoder(JaggedTensor(values=self.inputs(embedded), lengths=embedded["item"].lengths()), **times)
+        return self.vectors(encoded.values(), embedded)
+
+    def inputs(self, embedded: dict[str, JaggedTensor]) -> torch.Tensor:
+        """The encoder's input rows [L, E]."""
+        item = embedded["item"].values()
+        rows = item * item.shape[1] ** 0.5
         for name in self.added:
             rows = rows + embedded[name].values()
-        times = dict(timestamps=timestamps, query_timestamps=next_timestamps) if self.timed else {}
-        encoded = self.encoder(JaggedTensor(values=self.dropout(rows), lengths=item.lengths()), **times)
-        vectors = Vectors(self.norm(encoded.values()), embedded["target"].values(), embedded["rival"].values())
+        return self.dropout(rows)
+
+    def vectors(self, encoded: torch.Tensor, embedded: dict[str, JaggedTensor]) -> Vectors:
+        """The vectors of a batch, or of any rows that the encoder returned."""
+        vectors = Vectors(self.norm(encoded), embedded["target"].values(), embedded["rival"].values())
         return Vectors(*(functional.normalize(x, dim=1) for x in vectors)) if self.unit_norm else vectors
 
 

@@ -14,7 +14,7 @@ import torch
 import trainer
 from generated_log import generate_log
 from movielens import read_log
-from ranking_data import SPLITS, RankingBatch, RankingDataset, add_popularity, make_chunks, split_by_time
+from ranking_data import SPLITS, RankingBatch, RankingDataset, TableSizes, add_popularity, make_chunks, split_by_time
 from ranking_model import INTERACTIONS, PARTS, RankingConfig, RankingModel
 from torch.nn import functional
 from trainer import variant
@@ -44,6 +44,13 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def make_model(options: argparse.Namespace, tables: TableSizes, max_candidates: int | None, device: torch.device) -> RankingModel:
+    """The model of the options, for at most `max_candidates` of a user, or any number."""
+    names = {field.name for field in fields(RankingConfig)} & vars(options).keys()
+    config = RankingConfig(max_candidates=max_candidates, **{name: getattr(options, name) for name in names})
+    return RankingModel(tables, config, device=device)
+
+
 class Trainer(trainer.Trainer):
     """Trains a ranking model."""
 
@@ -51,9 +58,7 @@ class Trainer(trainer.Trainer):
     own_settings = ("interaction", "parts", "chunk_size", "max_stream", "block_size")
 
     def make_model(self, device: torch.device) -> RankingModel:
-        names = {field.name for field in fields(RankingConfig)} & vars(self.options).keys()
-        config = RankingConfig(max_candidates=self.options.chunk_size, **{name: getattr(self.options, name) for name in names})
-        return RankingModel(self.datasets["train"].tables, config, device=device)
+        return make_model(self.options, self.datasets["train"].tables, self.options.chunk_size, device)
 
     def losses(self, logits: torch.Tensor, batch: RankingBatch) -> torch.Tensor:
         return functional.binary_cross_entropy_with_logits(logits.float(), batch.labels, reduction="none")

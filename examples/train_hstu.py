@@ -51,6 +51,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return trainer.parse(parser, arguments, at_least_1=("batch_events", "num_layers", "num_negatives"))
 
 
+def make_model(options: argparse.Namespace, encoder: str, num_items: int, device: torch.device) -> SequenceModel:
+    """The model of the options."""
+    names = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "scores", "intervals", *BIASES)
+    return SequenceModel(num_items, encoder, **{name: getattr(options, name) for name in names}, device=device)
+
+
 class Trainer(trainer.Trainer):
     """Trains a next-item model. Its name is that of its encoder."""
 
@@ -58,8 +64,7 @@ class Trainer(trainer.Trainer):
     own_settings = ("num_layers", "loss", "num_negatives", "calibration", "scores", "temperature", "intervals", *BIASES)
 
     def make_model(self, device: torch.device) -> SequenceModel:
-        names = ("embedding_dim", "num_heads", "num_layers", "dropout", "max_history", "scores", "intervals", *BIASES)
-        return SequenceModel(self.num_items, self.name, **{name: getattr(self.options, name) for name in names}, device=device)
+        return make_model(self.options, self.name, self.num_items, device)
 
     @property
     def num_items(self) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 import sharding
 import torch
-from checkpoints import check_settings, find_checkpoint, save_checkpoint
+from checkpoints import check_settings, export_weights, find_checkpoint, save_checkpoint
 from ranking_data import make_loader
 from sharding import OptimizerSpec
 from torch import nn
@@ -311,6 +311,8 @@ def train_all(
                 trainer.resume()
             trainer.fit()
             by_seed[name][str(trainer.options.seed)] = {"epochs": trainer.epochs, "test": trainer.test()}
+            if not sharding.is_distributed():  # whose tables may not fit into the memory of one process
+                export_weights(trainer.checkpoints)
     results = {name: summarise_seeds(of_seeds) for name, of_seeds in by_seed.items()}
     if len(trainers) > 1:
         measure_steps(trainers, results)

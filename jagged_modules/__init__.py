@@ -9,16 +9,19 @@ from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedI
 from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.jagged import Jagged
+from .containers.key_values import KeyValues
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
 from .layers.gdpa import GDPABlock, GDPAConfig, JaggedGDPA
-from .layers.hstu import HSTUCache, HSTUConfig, HSTULayer, HSTUStack
+from .layers.hstu import HSTULayer, HSTUStack
+from .layers.hstu_config import HSTUConfig
 from .layers.linear_compress import LinearCompressEmbedding
 from .layers.mlp import JaggedMLP
 from .layers.self_target_attention import JaggedSelfTargetAttention
 from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
 from .rotary import Rotary
+from .serving.history_cache import CacheFull, CacheStatistics, HistoryCache
 from .settings import backward_workspace, batch_invariant, debug_checks
 
 if TYPE_CHECKING:
@@ -27,18 +30,21 @@ if TYPE_CHECKING:
 __all__ = [
     "AttentionMask",
     "BlockDiagonalSelfAttention",
+    "CacheFull",
+    "CacheStatistics",
     "CandidateIndex",
     "GDPABlock",
     "GDPAConfig",
-    "HSTUCache",
     "HSTUConfig",
     "HSTULayer",
     "HSTUStack",
+    "HistoryCache",
     "Jagged",
     "JaggedGDPA",
     "JaggedMLP",
     "JaggedSelfTargetAttention",
     "JaggedTargetAttention",
+    "KeyValues",
     "LinearCompressEmbedding",
     "RelativeBias",
     "Rotary",

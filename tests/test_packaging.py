@@ -17,7 +17,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = {"jagged_modules": ROOT / "jagged_modules", "jagged_kernels": ROOT / "kernels" / "jagged_kernels"}
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 # Hosts that the project may name in an address. Package indexes are the user's to choose, so none belongs here.
-HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org"}
+HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "localhost", "127.0.0.1"}
 
 
 def run(*command, cwd=ROOT):
@@ -75,7 +75,7 @@ def test_wheel_metadata(wheel, metadata):
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
-    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "dev"}
     assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
 
 
@@ -105,7 +105,7 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Linear compression", "Block-diagonal attention", "Operators"])
+@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Serving", "Linear compression", "Block-diagonal attention", "Operators"])
 def test_readme_example_is_short_and_runs_with_torch_alone(heading):
     blocks = python_blocks(heading)
     assert blocks and all(len(block.splitlines()) <= 15 for block in blocks)
@@ -124,7 +124,7 @@ def test_readme_torchrec_snippets_run():
 def test_readme_names_only_commands_of_the_makefile():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     named = set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", README, re.MULTILINE))))
-    assert {"train", "test"} <= named <= targets
+    assert {"train", "serve", "test"} <= named <= targets
 
 
 def test_no_folder_named_kernels_becomes_a_package():

@@ -12,12 +12,14 @@ from torch.types import Device
 from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.key_values import KeyValues
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .invariant import fixed_rows
+from .key_values import layer_of_cache
 from .parameters import reset_all
 
 
@@ -157,9 +159,69 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.key_weights)
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
+    def cache(self, context: Any) -> KeyValues:
+        """Compute the keys and values of the context's rows, for any number of later calls of `score`.
+
+        Args:
+            context: any container of `[M, E]` values in B segments, for example users' histories.
+
+        Returns:
+            The cache, with one layer of values `[M, num_kv_heads, 2 · head_dim]`.
+
+        Raises:
+            TypeError, ValueError: as `forward`; the config has num_seeds or num_weights.
+        """
+        return self(None, context, return_cache=True)
+
+    def append(self, events: Any, cache: KeyValues) -> tuple[None, KeyValues]:
+        """Compute the keys and values of the next rows of cached contexts. Those of the earlier rows do not change.
+
+        Args:
+            events: any container of `[N, E]` values; segment b has the next rows of context b.
+            cache: keys and values of the contexts, of which only the number is read.
+
+        Returns:
+            None, because `score` computes outputs, and the keys and values of the events.
+
+        Raises:
+            TypeError, ValueError: as `cache`; the cache has another number of segments or another shape.
+        """
+        check_kind("cache", cache, KeyValues, "a KeyValues")
+        return None, self(None, events, cache=cache, return_cache=True)
+
+    def score(self, x: Any, cache: KeyValues, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
+        """Attend from x to cached contexts: `forward(x, context, num_targets, bias)` without projecting the contexts.
+
+        A mask takes the rows of x for the last rows of the context. So in a causal self-attention the outputs of new events are
+        `score(events, cache)`, after the events were appended to the cache.
+
+        Args:
+            x, num_targets, bias: as in `forward`.
+            cache: the result of `cache` for the contexts, or of `HistoryCache.select`. It is valid until the parameters change.
+
+        Returns:
+            As `forward`.
+
+        Raises:
+            TypeError, ValueError: as `forward`; the cache does not fit the layer.
+        """
+        check_kind("cache", cache, KeyValues, "a KeyValues")  # forward would accept None
+        return self(x, None, num_targets, bias, cache=cache)
+
+    append_reads_cache, max_cached_rows = False, None  # for HistoryCache
+
     @one_module
     @fixed_rows
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
+    def forward(
+        self,
+        x: Any,
+        context: Any = None,
+        num_targets: Tensor | None = None,
+        bias: RelativeBias | None = None,
+        *,
+        cache: KeyValues | None = None,
+        return_cache: bool = False,
+    ) -> Any:
         """Attend within each segment.
 
         Args:
@@ -167,35 +229,39 @@ class JaggedGDPA(nn.Module):
             context: any container of `[M, E]` values in B segments; its rows replace those of x as keys and values.
             num_targets: `[B]` int32 or int64, the number of rows at the end of each segment that are targets. Replaces the mask's.
             bias: biases of the scores by relative position and time, on the values' device.
+            cache: if given, the call is `score(x, cache, num_targets, bias)`, and context must be None.
+            return_cache: if True, the call is `cache(context)`, and x, num_targets and bias must be None. With cache too, context has the
+                events of `append`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`. The dtype is that of the
-            projections. The result of a row that sees no key is out_proj's bias.
+            x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a KeyValues. The
+            dtype is that of the projections. The result of a row that sees no key is out_proj's bias.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
             given with learned rows.
         """
+        if return_cache:
+            return self._cache(context, cache, x=x, num_targets=num_targets, bias=bias)
         config, jagged = self.config, wrap_rows("x", x, self.embedding_dim, self.out_proj)
         if config.num_seeds or config.num_weights:
             for name, argument in (("context", context), ("num_targets", num_targets), ("bias", bias)):
                 if argument is not None:
                     raise ValueError(f"{name} must be None with num_seeds or num_weights, got {type(argument).__name__}")
-        keys = jagged if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
-        check_same_segments("x", jagged, "context", keys)
+        keys = self._keys(jagged, context, cache)
         mask, name = self.mask, "mask.num_targets"
         if num_targets is not None:
             mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
         if mask is not None:
             check_num_targets(name, mask.num_targets, keys.offsets, keys.values.device, "the layer's")
         if bias is not None:
-            self._check_bias(bias, jagged, keys, "x" if context is None else "context")
+            self._check_bias(bias, jagged, keys, "cache" if cache is not None else "x" if context is None else "context")
 
         q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
         if config.num_weights:
             k, v, schedule = self.key_weights, self.value_weights, None
         else:
-            k, v = self.kv_proj(keys.values).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+            k, v = self._project(keys.values) if cache is None else keys.values.chunk(2, dim=2)
             schedule = keys.schedule(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
@@ -206,7 +272,7 @@ class JaggedGDPA(nn.Module):
             )
         out = jagged_attention(
             self.q_norm(q),
-            self.k_norm(k),
+            self.k_norm(k) if config.num_weights else k,
             v,
             "shared" if config.num_seeds else jagged.offsets,
             "shared" if config.num_weights else keys.offsets,
@@ -219,6 +285,39 @@ class JaggedGDPA(nn.Module):
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
         return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
+
+    def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Normed keys and values `[M, num_kv_heads, head_dim]`."""
+        k, v = self.kv_proj(rows).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
+        return self.k_norm(k), v
+
+    def _cache(self, rows: Any, cache: KeyValues | None, **others: Any) -> KeyValues:
+        """Keys and values of a context's rows, or with the context's cache, of the next events."""
+        self._check_cacheable()
+        for name, argument in others.items():
+            if argument is not None:
+                raise ValueError(f"{name} must be None with return_cache, got {type(argument).__name__}")
+        name = "context" if cache is None else "events"
+        keys = wrap_rows(name, rows, self.embedding_dim, self.out_proj)
+        if cache is not None:
+            layer_of_cache(cache, name, keys, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
+        return KeyValues((keys.with_values(torch.cat(self._project(keys.values), dim=2)),))
+
+    def _check_cacheable(self) -> None:
+        for name in ("num_seeds", "num_weights"):
+            if getattr(self.config, name):
+                raise ValueError(f"config.{name} must be 0 to cache keys and values of a context, got {getattr(self.config, name)}")
+
+    def _keys(self, x: Jagged, context: Any, cache: KeyValues | None) -> Jagged:
+        """The rows of keys: of x, of the context, or the cache's keys and values."""
+        if cache is not None:
+            if context is not None:
+                raise ValueError(f"context must be None with cache, got {type(context).__name__}")
+            self._check_cacheable()
+            return layer_of_cache(cache, "x", x, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
+        keys = x if context is None else wrap_rows("context", context, self.embedding_dim, self.out_proj)
+        check_same_segments("x", x, "context", keys)
+        return keys
 
     def _check_bias(self, bias: RelativeBias, x: Jagged, keys: Jagged, keys_name: str) -> None:
         """Check the bias against the containers, by their names in the caller's code."""

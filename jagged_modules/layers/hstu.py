@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,78 +10,29 @@ from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
 
-from ..bias import RelativeBias, check_timestamps
+from ..bias import RelativeBias
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..containers.offsets import rows_and_segments
-from ..functional import jagged_attention
+from ..containers.key_values import KeyValues
+from ..functional import jagged_attention, jagged_concat
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
-from ..scalars import check_kind, check_number, check_size
+from ..scalars import check_flag, check_kind, check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, check_integers, check_layer_input, resolve_head_dim, values_are_checkable
+from ..validation import MAX_HEAD_DIM, check_integers, check_layer_input, resolve_head_dim
+from .hstu_config import (
+    HSTUConfig,
+    check_appendable,
+    check_lengths,
+    check_row_timestamps,
+    check_times,
+    next_timestamps,
+    rows_seen_by_targets,
+)
 from .invariant import fixed_rows
-from .parameters import reset_all
+from .parameters import reset_all, xavier_linear
 
 NORM_EPS = 1e-6
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
-
-
-@dataclasses.dataclass(frozen=True)
-class HSTUConfig:
-    """The options that all layers of an HSTU share.
-
-    Args:
-        head_dim: width of q and k per head; embedding_dim / num_heads if None.
-        linear_dim: width of u and v per head; embedding_dim / num_heads if None.
-        dropout: dropout probability, applied to the input of the output projection.
-        scaling_seqlen: attention weights are divided by this length. If None, they are divided by the container's max_seqlen, which the
-            host must know. A fixed number makes a row's result independent of the rest of the batch.
-        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size, global_prefix, recent_history: parameters of the causal
-            mask, see `AttentionMask`.
-        relative_position: the most rows N of a segment. Each layer then learns a bias of attention scores by relative position, see
-            `RelativeBias`. 0: none.
-        relative_time: number K of boundaries between buckets of time differences. Each layer then learns a bias by these buckets, with the
-            boundaries of `RelativeBias.log_boundaries(K)`, and needs timestamps. 0: none.
-
-    Both biases are the published ones and cost a lookup for each score. Production models often add embeddings of a row's position, and of
-    the time since the previous row, to the input instead, at no cost in attention.
-
-    Raises:
-        TypeError, ValueError: a field has another type or is out of range.
-    """
-
-    head_dim: int | None = None
-    linear_dim: int | None = None
-    dropout: float = 0.0
-    scaling_seqlen: int | None = None
-    contextual_seqlen: int = 0
-    max_attn_len: int = 0
-    min_full_attn_seqlen: int = 0
-    target_group_size: int = 1
-    global_prefix: int = 0
-    recent_history: int = 0
-    relative_position: int = 0
-    relative_time: int = 0
-
-    def __post_init__(self) -> None:
-        for name in ("head_dim", "linear_dim", "scaling_seqlen"):
-            if getattr(self, name) is not None:
-                check_size(name, getattr(self, name))
-        check_number("dropout", self.dropout, 0, 1)
-        for name in ("relative_position", "relative_time"):
-            check_size(name, getattr(self, name), at_least=0)
-        self.mask()  # checks the mask's fields
-
-    def mask(self, num_targets: Tensor | None = None) -> AttentionMask:
-        """The layers' attention mask, for example for `Jagged.prepare`.
-
-        Args:
-            num_targets: as in `AttentionMask`.
-        """
-        names = (
-            "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size", "global_prefix", "recent_history",
-        )  # fmt: skip
-        return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
 
 
 class HSTULayer(nn.Module):
@@ -129,10 +78,10 @@ class HSTULayer(nn.Module):
         self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         width = num_heads * self.linear_dim
         self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device)
-        self.uvqk_proj = _xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
+        self.uvqk_proj = xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
         self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device)
         self.dropout = nn.Dropout(config.dropout)
-        self.out_proj = _xavier_linear(3 * width, embedding_dim, bias=False, device=device)
+        self.out_proj = xavier_linear(3 * width, embedding_dim, bias=False, device=device)
         self._make_bias(device)
 
     def _make_bias(self, device: Device) -> None:
@@ -167,6 +116,7 @@ class HSTULayer(nn.Module):
         cache_timestamps: Tensor | None = None,
         cache_rows: Tensor | slice | None = None,
         update: bool = True,
+        append: bool = False,
     ) -> Any:
         """Update all rows.
 
@@ -179,6 +129,7 @@ class HSTULayer(nn.Module):
                 the last row of a segment its own. See `RelativeBias`.
             cache: keys and values `[M, H, head_dim + linear_dim]` of B histories, which this layer returned for cache_rows. All rows of x
                 are then targets of these histories; num_targets, if given, must equal the segments' lengths.
+            append: with cache, the rows of x are the next events of these histories instead of targets. See `HSTUStack.append`.
             cache_timestamps: int64 `[M]`, the timestamps of cache's rows. Needed with config.relative_time.
             cache_rows: a slice, or `[n]` int32 or int64 indices, of rows of x whose keys and values are returned too.
             update: if False, the rows are not updated and None is returned in place of the container. The last layer needs no update when
@@ -195,14 +146,15 @@ class HSTULayer(nn.Module):
         """
         jagged, mask = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj), self.config.mask(num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
-        _check_lengths("x", self.config, jagged.offsets)
-        _check_times("x", jagged.values, self.config, timestamps, query_timestamps)
+        check_lengths("x", self.config, jagged.offsets)
+        check_times("x", jagged.values, self.config, timestamps, query_timestamps)
         if cache is not None:
             self.check_cache("x", jagged, cache)
             check_layer_input("cache's values", cache.values, self.uvqk_proj)
-            _check_timestamps("cache_timestamps", cache_timestamps, "cache", cache.values, self.config)
+            check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache.values, self.config)
         elif cache_timestamps is not None:
             raise ValueError(f"cache_timestamps must be None without cache, got a {type(cache_timestamps).__name__}")
+        self._check_append(append, cache, num_targets)
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
         elif cache_rows is not None:
@@ -213,9 +165,11 @@ class HSTULayer(nn.Module):
             if cache is None:
                 bias = self._bias(timestamps, query_timestamps)
                 a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged), bias)
+            elif append:
+                a = self._attend_as_events(q, k, v, jagged, cache, timestamps, query_timestamps, cache_timestamps)
             else:
                 if timestamps is not None and query_timestamps is None:
-                    query_timestamps = _next_timestamps(timestamps, jagged.offsets)
+                    query_timestamps = next_timestamps(timestamps, jagged.offsets)
                 shift = jagged.offsets.diff().to(q.device, non_blocking=True)  # of positions: the targets follow the cached rows
                 biases = self._bias(cache_timestamps, query_timestamps, shift), self._bias(timestamps, query_timestamps)
                 a = self._attend_with_cache(q, k, v, jagged, cache, num_targets, *biases)
@@ -229,7 +183,15 @@ class HSTULayer(nn.Module):
         shape = [self.num_heads, self.head_dim + self.linear_dim]
         if list(cache.values.shape[1:]) != shape:
             raise ValueError(f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got {list(cache.values.shape)}")
-        _check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
+        check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
+
+    def _check_append(self, append: bool, cache: Jagged | None, num_targets: Tensor | None) -> None:
+        check_flag("append", append)
+        if not append:
+            return
+        check_appendable(self.config)
+        if cache is None or num_targets is not None:
+            raise ValueError("append needs a cache and takes no num_targets")
 
     def _bias(self, timestamps: Tensor | None, query_timestamps: Tensor | None, query_shift: Tensor | None = None) -> RelativeBias | None:
         """The layer's bias of scores of keys with these timestamps, None if it has no tables. Arguments as in `RelativeBias`."""
@@ -275,6 +237,20 @@ class HSTULayer(nn.Module):
         of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen, cache_bias)
         return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen, bias)
 
+    def _attend_as_events(
+        self, q: Tensor, k: Tensor, v: Tensor, events: Jagged, cache: Jagged, timestamps: Tensor | None, query_timestamps: Tensor | None,
+        cache_timestamps: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of events to cached histories and, causally, to one another. It copies the cached rows once, to join both."""
+        parts = [cache.offsets, events.offsets]
+        joined, offsets = jagged_concat([cache.values, torch.cat([k, v], dim=2)], parts)
+        if timestamps is not None and cache_timestamps is not None:
+            query_timestamps = next_timestamps(timestamps, events.offsets) if query_timestamps is None else query_timestamps
+            timestamps = jagged_concat([cache_timestamps, timestamps], parts)[0]
+        k, v = torch.split_with_sizes(joined, [self.head_dim, self.linear_dim], dim=2)
+        bias = self._bias(timestamps, query_timestamps)
+        return self._attend(q, k, v, events, Jagged(joined, offsets), self.config.mask(), self._scaling_seqlen(events), bias)
+
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -284,19 +260,6 @@ class HSTULayer(nn.Module):
 
     def extra_repr(self) -> str:
         return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, config={self.config}"
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class HSTUCache:
-    """Keys and values of histories, returned by `HSTUStack.cache` for `HSTUStack.score`.
-
-    layers: one Jagged per layer, with values `[L, H, head_dim + linear_dim]`: keys and values of the rows that targets see. Its max_seqlen
-        is that of the histories.
-    timestamps: int64 `[L]` of these rows; None without config.relative_time.
-    """
-
-    layers: tuple[Jagged, ...]
-    timestamps: Tensor | None = None
 
 
 class HSTUStack(nn.Module):
@@ -340,7 +303,7 @@ class HSTUStack(nn.Module):
         *,
         timestamps: Tensor | None = None,
         query_timestamps: Tensor | None = None,
-        cache: HSTUCache | None = None,
+        cache: KeyValues | None = None,
         return_cache: bool = False,
     ) -> Any:
         """Update all rows in each layer.
@@ -348,10 +311,10 @@ class HSTUStack(nn.Module):
         Args:
             x, num_targets, timestamps, query_timestamps: as in `HSTULayer.forward`.
             cache: if given, the call is `score(x, cache)`, with the timestamps.
-            return_cache: if True, the call is `cache(x)`, with the timestamps.
+            return_cache: if True, the call is `cache(x)`, with the timestamps; with cache too, it is `append(x, cache)`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with return_cache, an HSTUCache.
+            x's kind of container, with `[L, E]` values; with return_cache, a KeyValues; with both, the container and a KeyValues.
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
@@ -364,11 +327,13 @@ class HSTUStack(nn.Module):
             return _in_container_of(x, jagged)
         if num_targets is not None:
             raise ValueError(f"num_targets must be None with cache or return_cache, got {type(num_targets).__name__}")
-        if return_cache or cache is None:
+        if cache is None:
             return self._cache(x, timestamps, query_timestamps)
+        if return_cache:
+            return self._append(x, cache, timestamps, query_timestamps)
         return self._score(x, cache, timestamps, query_timestamps)
 
-    def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> HSTUCache:
+    def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> KeyValues:
         """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
 
         Args:
@@ -387,7 +352,7 @@ class HSTUStack(nn.Module):
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
-    def score(self, targets: Any, cache: HSTUCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
+    def score(self, targets: Any, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
         """Score targets against cached histories.
 
         The result equals the targets' rows of `forward` over the history and the targets of each user, with equal query_timestamps. The
@@ -404,134 +369,111 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
-        check_kind("cache", cache, HSTUCache, "an HSTUCache")  # forward would accept None
+        check_kind("cache", cache, KeyValues, "a KeyValues")  # forward would accept None
         return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
+
+    def append(
+        self, events: Any, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
+    ) -> tuple[Any, KeyValues]:
+        """Process the next events of cached histories.
+
+        The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
+        change. The cost is that of the events, and per layer a copy of the cached rows.
+
+        Args:
+            events: any container of `[N, E]` values; segment b has the next events of history b, from oldest to newest.
+            cache: keys and values of the histories: of all rows, or with config.max_attn_len of at least the last max_attn_len rows. It is
+                valid until the parameters change.
+            timestamps, query_timestamps: int64 `[N]` of the events, as in `cache`. The query timestamps of earlier rows do not change.
+
+        Returns:
+            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows.
+
+        Raises:
+            TypeError, ValueError: as `score`; later events change earlier rows under the config: it has contextual_seqlen, recent_history,
+            or max_attn_len with min_full_attn_seqlen or global_prefix, or no scaling_seqlen.
+
+        Example::
+
+            hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
+            cache = hstu.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # two users with 2 and 3 events
+            (values, _), added = hstu.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)     # one new event of user 1
+        """
+        check_kind("cache", cache, KeyValues, "a KeyValues")
+        return self(events, timestamps=timestamps, query_timestamps=query_timestamps, cache=cache, return_cache=True)
+
+    append_reads_cache = True  # for HistoryCache: keys and values of new events depend on cached rows
+
+    @property
+    def max_cached_rows(self) -> int | None:
+        """How many of the latest rows of a history its next events and targets see, if `append` is possible; None: all."""
+        return self.config.max_attn_len or None
 
     def _wrap(self, name: str, x: Any) -> Jagged:
         first = self.layers[0]
         return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
 
-    def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> HSTUCache:
+    def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> KeyValues:
         wrapped = self._wrap("history", history)
-        _check_lengths("history", self.config, wrapped.offsets)
-        _check_times("history", wrapped.values, self.config, timestamps, query_timestamps)
+        check_lengths("history", self.config, wrapped.offsets)
+        check_times("history", wrapped.values, self.config, timestamps, query_timestamps)
         jagged = wrapped.with_values(wrapped.values)
         kept: list[Tensor] = []
-        rows, offsets = _rows_seen_by_targets(jagged, self.config)
+        rows, offsets = rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
             options = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
             jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
             kept.append(keys_and_values)
         segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
         layers = tuple(segments.with_values(x) for x in kept)
-        return HSTUCache(layers, None if timestamps is None else torch.cat([timestamps[rows]]))
+        return KeyValues(layers, None if timestamps is None else torch.cat([timestamps[rows]]))
 
-    def _score(self, targets: Any, cache: HSTUCache, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
-        check_kind("cache", cache, HSTUCache, "an HSTUCache")
-        if len(cache.layers) != len(self.layers):
-            raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
+    def _score(self, targets: Any, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
         wrapped = self._wrap("targets", targets)
-        for layer, history in zip(self.layers, cache.layers):
-            layer.check_cache("targets", wrapped, history)
-        _check_times("targets", wrapped.values, self.config, timestamps, query_timestamps)
-        if timestamps is not None:
-            _check_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0].values, self.config)
-            query_timestamps = _next_timestamps(timestamps, wrapped.offsets) if query_timestamps is None else query_timestamps
+        times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
         jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
-        times = dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history, **times)
         return wrapped.unwrap(jagged.values)
+
+    def _append(self, events: Any, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None) -> tuple[Any, KeyValues]:
+        check_appendable(self.config)
+        wrapped = self._wrap("events", events)
+        times = self._check_cache("events", wrapped, cache, timestamps, query_timestamps)
+        jagged = wrapped.with_values(wrapped.values)
+        added: list[Jagged] = []
+        for layer, history in zip(self.layers, cache.layers):
+            jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
+            added.append(wrapped.with_values(keys_and_values))
+        return wrapped.unwrap(jagged.values), KeyValues(tuple(added), timestamps)
+
+    def _check_cache(
+        self, name: str, x: Jagged, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None
+    ) -> dict[str, Tensor | None]:
+        """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as arguments of the layers."""
+        check_kind("cache", cache, KeyValues, "a KeyValues")
+        if len(cache.layers) != len(self.layers):
+            raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
+        for layer, history in zip(self.layers, cache.layers):
+            layer.check_cache(name, x, history)
+        check_times(name, x.values, self.config, timestamps, query_timestamps)
+        if timestamps is not None:
+            check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0].values, self.config)
+            query_timestamps = next_timestamps(timestamps, x.offsets) if query_timestamps is None else query_timestamps
+        return dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
 
 
 @torch.fx.wrap
 def _without_container(x: Any, config: HSTUConfig) -> Jagged:
     """x as a Jagged: torch's fully_shard finds the tensors in a Jagged that layers pass on, but not those in TorchRec's containers."""
     jagged = Jagged.wrap(x)
-    _check_lengths("x", config, jagged.offsets)  # before they are copied to a device
+    check_lengths("x", config, jagged.offsets)  # before they are copied to a device
     return jagged.with_values(jagged.values)
 
 
 @torch.fx.wrap
 def _in_container_of(x: Any, jagged: Jagged) -> Any:
     return Jagged.wrap(x).unwrap(jagged.values)
-
-
-def _check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
-    """ValueError if a segment, with these parts, has more rows than config.relative_position and the host knows the lengths."""
-    if not config.relative_position or not all(values_are_checkable(x) for x in offsets) or offsets[0].shape[0] < 2:
-        return
-    longest = int(torch.stack([x.diff().long().cpu() for x in offsets]).sum(0).max())
-    if longest > config.relative_position:
-        verb = "has" if len(offsets) == 1 else "have"
-        raise ValueError(f"{name} {verb} a segment of {longest} rows, more than config.relative_position, {config.relative_position}")
-
-
-def _check_times(owner: str, rows: Tensor, config: HSTUConfig, timestamps: Tensor | None, query_timestamps: Tensor | None) -> None:
-    """Check the timestamps of rows, whose owner errors call `owner`."""
-    _check_timestamps("timestamps", timestamps, owner, rows, config)
-    if query_timestamps is not None:
-        _check_timestamps("query_timestamps", query_timestamps, owner, rows, config)
-
-
-def _check_timestamps(name: str, x: Tensor | None, owner: str, rows: Tensor, config: HSTUConfig) -> None:
-    if not config.relative_time:
-        if x is not None:
-            raise ValueError(f"{name} must be None without config.relative_time, got a {type(x).__name__}")
-        return
-    if x is None:
-        raise ValueError(f"{name} must be given with config.relative_time, got None")
-    check_timestamps(name, x)
-    if x.shape[0] != rows.shape[0]:
-        raise ValueError(f"{name} must have one element for each row of {owner}, {rows.shape[0]}, got {x.shape[0]}")
-    if x.device != rows.device:
-        raise ValueError(f"{name} must be on the device of {owner}'s values, {rows.device}, got {x.device}")
-
-
-def _next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:
-    """The timestamps of the next rows of the segments, and of a segment's last row its own."""
-    offsets = offsets.to(timestamps.device, non_blocking=True)
-    rows, segments = rows_and_segments(offsets, timestamps.shape[0])
-    return timestamps[torch.minimum(rows + 1, offsets[1:][segments] - 1)]
-
-
-def _rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
-    """The rows of the histories that later targets see, and the offsets of these rows. All rows and None if the mask hides none.
-
-    Without a global prefix they are the last rows of a history, so the relative positions of targets to cached rows are those in the whole
-    history.
-
-    All context rows have position id 0, so the context counts as one row here. Targets see all rows of a history of at most max_attn_len
-    rows, and the last max_attn_len rows of a longer one. They see nothing of a history that is shorter than the context: its rows have
-    the same id as the targets. Of these rows they see the last recent_history ones. Besides, they see the rows of the global prefix.
-    """
-    context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
-    if not (context or limit or config.recent_history):
-        return slice(None), None
-    if config.relative_position and config.global_prefix:
-        raise ValueError(
-            "config.global_prefix must be 0 to cache with relative_position and a limit of the visible rows (contextual_seqlen, "
-            f"max_attn_len, recent_history): cached rows would have gaps between their positions; got {config.global_prefix}"
-        )
-    lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
-    if lengths.is_meta:
-        raise ValueError(
-            "history's offsets must be on the host if the config has max_attn_len, recent_history or contextual_seqlen, got meta offsets: "
-            "the number of cached rows depends on their values"
-        )
-    seen = torch.where(lengths < context, 0, lengths)
-    if limit:
-        seen = seen.where(seen <= limit + max(context - 1, 0), limit)
-    if config.recent_history:
-        seen = seen.clamp(max=config.recent_history)
-    total, ends = history.values.shape[0], lengths.cumsum(0)
-    row = torch.arange(total, device=lengths.device)
-    kept = row >= torch.repeat_interleave(ends - seen, lengths, output_size=total)
-    if config.global_prefix:
-        kept |= row < torch.repeat_interleave(ends - lengths + config.global_prefix, lengths, output_size=total)
-        seen = torch.minimum(seen + config.global_prefix, lengths)
-    rows = kept.nonzero().squeeze(1)
-    return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)
 
 
 class _RowNorm(nn.LayerNorm):
@@ -546,17 +488,3 @@ class _WideNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         return nnf.layer_norm(input, self.normalized_shape, self.weight.to(input.dtype), self.bias.to(input.dtype), self.eps)
-
-
-def _xavier_linear(in_features: int, out_features: int, bias: bool = True, device: Device = None) -> nn.Linear:
-    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
-    linear = nn.Linear(in_features, out_features, bias, device="meta").to_empty(device=torch.empty(0, device=device).device)
-    linear.reset_parameters = functools.partial(_reset_xavier, linear)
-    linear.reset_parameters()
-    return linear
-
-
-def _reset_xavier(linear: nn.Linear) -> None:
-    nn.init.xavier_uniform_(linear.weight)
-    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch declares that a bias is never None
-        nn.init.zeros_(linear.bias)

@@ -1,8 +1,13 @@
 """Initialisation of parameters, shared by the layers."""
 
+from __future__ import annotations
+
+import functools
 from collections.abc import Iterable
 
+import torch
 from torch import nn
+from torch.types import Device
 
 
 def reset_all(modules: Iterable[nn.Module]) -> None:
@@ -13,3 +18,17 @@ def reset_all(modules: Iterable[nn.Module]) -> None:
             reset_all(module.children())
         else:
             reset()
+
+
+def xavier_linear(in_features: int, out_features: int, bias: bool = True, device: Device = None) -> nn.Linear:
+    """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
+    linear = nn.Linear(in_features, out_features, bias, device="meta").to_empty(device=torch.empty(0, device=device).device)
+    linear.reset_parameters = functools.partial(_reset_xavier, linear)
+    linear.reset_parameters()
+    return linear
+
+
+def _reset_xavier(linear: nn.Linear) -> None:
+    nn.init.xavier_uniform_(linear.weight)
+    if linear.bias is not None:  # pyright: ignore[reportUnnecessaryComparison] - torch declares that a bias is never None
+        nn.init.zeros_(linear.bias)

@@ -11,11 +11,13 @@ from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from ..containers.key_values import KeyValues
 from ..functional import jagged_attention, target_attention
-from ..scalars import check_size
+from ..scalars import check_kind, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .invariant import fixed_rows
+from .key_values import layer_of_cache
 from .parameters import reset_all
 
 
@@ -56,9 +58,71 @@ class JaggedTargetAttention(nn.Module):
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.children())
 
+    def cache(self, history: Any) -> KeyValues:
+        """Compute the keys and values of the histories, for any number of later calls of `score`.
+
+        Args:
+            history: any container of `[L, E]` values in B segments, one per user.
+
+        Returns:
+            The cache, with one layer of values `[L, num_heads, 2 · head_dim]`.
+
+        Raises:
+            TypeError, ValueError: as `forward`.
+        """
+        return self(None, history, return_cache=True)
+
+    def append(self, events: Any, cache: KeyValues) -> tuple[None, KeyValues]:
+        """Compute the keys and values of the next events of cached histories. Those of the earlier events do not change.
+
+        Args:
+            events: any container of `[N, E]` values; segment b has the next events of history b.
+            cache: keys and values of the histories, of which only the number is read.
+
+        Returns:
+            None, because events have no output, and the keys and values of the events.
+
+        Raises:
+            TypeError, ValueError: as `forward`; the cache has another number of segments or another shape.
+        """
+        check_kind("cache", cache, KeyValues, "a KeyValues")
+        return None, self(None, events, cache=cache, return_cache=True)
+
+    def score(self, targets: Any, cache: KeyValues, candidates: CandidateIndex | Tensor | None = None) -> Any:
+        """Attend from the targets to cached histories: `forward(targets, history, candidates)` without projecting the histories.
+
+        Args:
+            targets, candidates: as in `forward`.
+            cache: the result of `cache` for the histories, or of `HistoryCache.select`. It is valid until the parameters change.
+
+        Returns:
+            As `forward`.
+
+        Raises:
+            TypeError, ValueError: as `forward`; the cache does not fit the layer.
+
+        Example::
+
+            attention = jm.JaggedTargetAttention(embedding_dim=32, num_heads=4)
+            cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))         # two users with 2 and 3 events
+            out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4, 1, 32]
+        """
+        check_kind("cache", cache, KeyValues, "a KeyValues")  # forward would accept None
+        return self(targets, None, candidates, cache=cache)
+
+    append_reads_cache, max_cached_rows = False, None  # for HistoryCache
+
     @one_module
     @fixed_rows
-    def forward(self, targets: Any, history: Any, candidates: CandidateIndex | Tensor | None = None) -> Any:
+    def forward(
+        self,
+        targets: Any,
+        history: Any,
+        candidates: CandidateIndex | Tensor | None = None,
+        *,
+        cache: KeyValues | None = None,
+        return_cache: bool = False,
+    ) -> Any:
         """Attend from the targets to the history of their user.
 
         Args:
@@ -67,17 +131,29 @@ class JaggedTargetAttention(nn.Module):
             history: any container of `[L, E]` values in B segments, one per user.
             candidates: the user of each candidate: a `CandidateIndex`, which several layers may share, or `[num_candidates]` int32 or
                 int64 in any order.
+            cache: if given, the call is `score(targets, cache, candidates)`, and history must be None.
+            return_cache: if True, the call is `cache(history)`, and targets must be None. With cache too, history has the events of
+                `append`.
 
         Returns:
-            According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. The dtype is
-            that of the projections. The result of a target whose history is empty is out_proj's bias.
+            According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. With
+            return_cache, a KeyValues. The dtype is that of the projections. The result of a target whose history is empty is out_proj's
+            bias.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; the message names the argument.
         """
+        if return_cache:
+            return self._cache(targets, history, cache)
         targets = wait_for(targets)
-        history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
-        k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        if cache is None:
+            history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
+            k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        else:
+            if history is not None:
+                raise ValueError(f"history must be None with cache, got {type(history).__name__}")
+            history = layer_of_cache(cache, "targets", None, self.num_heads, 2 * self.head_dim, self.kv_proj)
+            k, v = history.values.chunk(2, dim=2)
         schedule_for = functools.partial(history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 
         if candidates is not None:
@@ -99,11 +175,22 @@ class JaggedTargetAttention(nn.Module):
             return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
 
         jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
-        check_same_segments("targets", jagged_targets, "history", history)
+        check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
+
+    def _cache(self, targets: Any, rows: Any, cache: KeyValues | None) -> KeyValues:
+        """Keys and values of a history's rows, or with the history's cache, of the next events."""
+        if targets is not None:
+            raise ValueError(f"targets must be None with return_cache, got {type(targets).__name__}")
+        name = "history" if cache is None else "events"
+        jagged = wrap_rows(name, rows, self.embedding_dim, self.kv_proj)
+        if cache is not None:
+            layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
+        k, v = self.kv_proj(jagged.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
+        return KeyValues((jagged.with_values(torch.cat([k, v], dim=2)),))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         return project_targets(self.q_proj, self.target_dim, self.num_heads, targets, dim, shape)

@@ -49,3 +49,11 @@ def _assert_equal_checkpoints(first, second):
 def assert_equal_checkpoints():
     """Two folders of checkpoints → fails unless they hold the same settings, weights and states of the optimizer."""
     return _assert_equal_checkpoints
+
+
+@pytest.fixture(scope="session")
+def served(tmp_path_factory):
+    """The files of weights of a ranking model, "attention", and a next-item model, "hstu"."""
+    from .serving import PROGRAMS, train
+
+    return {name: train(tmp_path_factory.mktemp("served"), name) for name in PROGRAMS}

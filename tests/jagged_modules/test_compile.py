@@ -325,3 +325,33 @@ def test_inductor():
         inputs = torch.randn(users, 3, WIDTH), (torch.randn(rows, WIDTH), random_offsets(users, rows))
         expected = torch.autograd.grad(layer(*inputs).square().sum(), list(layer.parameters()))
         torch.testing.assert_close(torch.autograd.grad(graph(*inputs).square().sum(), list(layer.parameters())), expected)
+
+
+CACHING = {
+    "target attention": lambda: jm.JaggedTargetAttention(WIDTH, HEADS),
+    "gdpa": lambda: jm.JaggedGDPA(WIDTH, HEADS),
+    "hstu": lambda: jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=50)),
+    "hstu-limited": lambda: jm.HSTUStack(WIDTH, HEADS, 2, jm.HSTUConfig(scaling_seqlen=50, max_attn_len=9, relative_position=200)),
+}
+
+
+@slow_after(1, "name", CACHING)
+def test_cached_histories_and_new_events(name):
+    """cache, append and score in one graph. The first batch may take two compilations: torch first tries nn.Dropout's p as an input."""
+    layer = CACHING[name]()
+
+    def serve(history, events, targets, offsets, event_offsets, target_offsets):
+        cache = layer.cache((history, offsets))
+        _, added = layer.append((events, event_offsets), cache)
+        scores, _ = layer.score((targets, target_offsets), cache)
+        return torch.cat([scores.flatten(), *(x.values.flatten() for x in added.layers)])
+
+    graph, counter = compiled(serve)
+    compilations = []
+    for users, rows, c in SIZES:
+        sizes = rows, c, 2 * c + 3
+        inputs = *(torch.randn(n, WIDTH) for n in sizes), *(random_offsets(users, n) for n in sizes)
+        with torch.no_grad():
+            torch.testing.assert_close(graph(*inputs), serve(*inputs))
+        compilations.append(counter.frame_count)
+    assert len(set(compilations)) == 1

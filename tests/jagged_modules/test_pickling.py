@@ -33,9 +33,10 @@ def _cache():
 CONTAINERS = {
     "AttentionMask": lambda: jm.AttentionMask(causal=True, num_targets=torch.tensor([1, 0, 2])),
     "RelativeBias": lambda: jm.RelativeBias(torch.randn(5), torch.randn(4), timestamps=torch.arange(5)),
+    "CacheStatistics": lambda: jm.CacheStatistics(1, 2, 3, 4, 5, 6, 7),
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3),
     "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
-    "HSTUCache": _cache,
+    "KeyValues": _cache,
     "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
     "Jagged": _prepared,
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
@@ -95,8 +96,16 @@ def test_a_copy_finds_the_schedules(builds):
         assert twin.segmentation_id == jagged.segmentation_id and builds == []
 
 
+def test_a_history_cache_stays_in_its_process():
+    """It has locks, and its pages are as large as the budget."""
+    cache = jm.HistoryCache(jm.JaggedTargetAttention(8, 2), 1000)
+    for way in (pickle.dumps, copy.deepcopy, saved):
+        with pytest.raises(TypeError, match="cannot pickle"):
+            way(cache)
+
+
 def test_nothing_public_is_missing():
-    """Switches, which are context managers, hold no data; tests/compatibility has the layers."""
+    """Switches, which are context managers, and exceptions hold no data; tests/compatibility has the layers."""
     classes = [getattr(jm, name) for name in jm.__all__ if inspect.isclass(getattr(jm, name))]
-    public = [x.__name__ for x in classes if not hasattr(x, "__enter__") and not issubclass(x, torch.nn.Module)]
-    assert [name for name in public if name not in CONTAINERS] == []
+    public = [x.__name__ for x in classes if not hasattr(x, "__enter__") and not issubclass(x, (torch.nn.Module, Exception))]
+    assert [name for name in public if name not in (*CONTAINERS, "HistoryCache")] == []

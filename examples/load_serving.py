@@ -1,0 +1,365 @@
+"""Measures a ranker under load: python examples/load_serving.py --weights FILE [--rates 50 100 ... | --soak SECONDS] [--out FOLDER]
+
+An open loop: requests arrive as a Poisson process, whether or not earlier ones are answered, and latency counts from a request's planned
+arrival. Users are drawn by a Zipf law, their histories are those of the log. Some requests bring a new event. For each number of candidates
+and each rate, a row has latencies, refused and late requests, hit rate, memory, and time by stage. Without --rates they are fractions of
+the throughput of a full queue, which is measured first.
+
+The queue, batches and the model are in this process, without HTTP; --http adds a server and a client in this process.
+"""
+
+import argparse
+import asyncio
+import json
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, wait
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+
+import httpx
+import numpy as np
+import torch
+import uvicorn
+from checkpoints import Weights, load_weights
+from matplotlib.figure import Figure
+from prometheus_client import generate_latest
+from serving_app import STATUS, Service, ServiceLimits, make_app
+from serving_batcher import Limits, Overloaded
+from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
+from training import pick_device, save_json, write_atomically
+
+FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
+STAGES = ("queue", "lookup", "cache", "score")
+Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
+
+
+@dataclass(frozen=True)
+class Result:
+    """What was measured at one rate. Latencies are of answers with scores. hit_rate: requests whose history was reused or appended to.
+
+    stage_ms: mean milliseconds, of queue per request, of the others per batch.
+    """
+
+    model: str
+    cache: bool
+    candidates: int
+    rate: float
+    seconds: float
+    answered: int
+    refused: int
+    late: int
+    failed: int
+    p50_ms: float
+    p95_ms: float
+    p99_ms: float
+    candidates_per_second: float
+    hit_rate: float
+    batch_users: float
+    memory_mb: float
+    cache_mb: float
+    stage_ms: dict[str, float]
+
+    def is_good(self, limit_ms: float) -> bool:
+        """Whether all requests were answered, 99 % of them within the limit."""
+        return self.p99_ms <= limit_ms and not (self.refused or self.late or self.failed)
+
+
+class Workload:
+    """Random requests. The same seed gives the same requests.
+
+    Args:
+        ranker: its users, items and ratings.
+        candidates: of each request.
+        new_events: fraction of requests with a new event.
+        zipf: exponent of the users' popularity.
+    """
+
+    def __init__(self, ranker: Ranker, candidates: int, new_events: float, zipf: float, seed: int = 0):
+        self.random, self.num_candidates, self.new_events = np.random.default_rng(seed), candidates, new_events
+        self.histories, self.num_ratings = ranker.histories, max(1, len(ranker.ratings))
+        weights = 1 / np.arange(1, self.histories.num_users + 1) ** zipf
+        self.popularity = self.random.permutation(weights / weights.sum())
+
+    def requests(self, count: int) -> list[Request]:
+        users = self.random.choice(self.histories.num_users, count, p=self.popularity).tolist()
+        return [Request(user, self._items(self.num_candidates), self._events()) for user in users]
+
+    def arrivals(self, rate: float, seconds: float) -> np.ndarray:
+        """Times in seconds of a Poisson process."""
+        times = np.cumsum(self.random.exponential(1 / rate, int(rate * seconds * 1.5) + 20))
+        return times[times < seconds]
+
+    def _items(self, count: int) -> np.ndarray:
+        return self.random.integers(self.histories.num_items, size=count)
+
+    def _events(self) -> NewEvents:
+        if self.random.random() >= self.new_events:
+            return NONE
+        return NewEvents(self._items(1), self.random.integers(self.num_ratings, size=1))
+
+
+def read_metrics(service: Service) -> dict[str, float]:
+    text = generate_latest(service.metrics.registry).decode()
+    return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)}
+
+
+def queue_sender(service: Service) -> Send:
+    """Sends requests to the queue of the service."""
+
+    async def send(request: Request) -> int:
+        try:
+            waiting = service.batcher.submit(request, time.monotonic() + service.limits.deadline)
+            await asyncio.wrap_future(waiting.future)
+            return 200
+        except Exception as error:
+            return next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
+
+    return send
+
+
+@asynccontextmanager
+async def http_sender(service: Service) -> AsyncIterator[Send]:
+    """Sends requests over HTTP to a server in this process."""
+    server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_level="warning", lifespan="off"))
+    task = asyncio.create_task(server.serve())
+    while not server.started:
+        await asyncio.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    limits = httpx.Limits(max_connections=1000, max_keepalive_connections=1000)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60, limits=limits) as client:
+
+        async def send(request: Request) -> int:
+            ratings = service.ranker.ratings or [None]
+            events = [{"item": int(i), "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
+            body = {"user": request.user, "candidates": request.candidates.tolist(), "events": events}
+            return (await client.post("/rank", json=body)).status_code
+
+        yield send
+    server.should_exit = True
+    await task
+
+
+async def drive(send: Send, requests: list[Request], arrivals: np.ndarray) -> tuple[list[int], list[float]]:
+    """Send each request at its time. Returns the statuses, and the seconds from arrival to answer."""
+    begin = time.perf_counter()
+
+    async def one(request: Request, arrival: float) -> tuple[int, float]:
+        status = await send(request)
+        return status, time.perf_counter() - begin - arrival
+
+    tasks = []
+    for request, arrival in zip(requests, arrivals.tolist(), strict=True):
+        await asyncio.sleep(max(0.0, arrival - (time.perf_counter() - begin)))
+        tasks.append(asyncio.create_task(one(request, arrival)))
+    answers = await asyncio.gather(*tasks)
+    return [status for status, _ in answers], [seconds for _, seconds in answers]
+
+
+async def measure(service: Service, workload: Workload, rate: float, seconds: float, http: bool) -> Result:
+    arrivals = workload.arrivals(rate, seconds)
+    requests = workload.requests(len(arrivals))
+    before = read_metrics(service)
+    if http:
+        async with http_sender(service) as send:
+            statuses, latencies = await drive(send, requests, arrivals)
+    else:
+        statuses, latencies = await drive(queue_sender(service), requests, arrivals)
+    after = read_metrics(service)
+
+    def change(name: str) -> float:
+        return after.get(name, 0.0) - before.get(name, 0.0)
+
+    def mean(name: str, labels: str = "") -> float:
+        return change(f"{name}_sum{labels}") / max(1.0, change(f"{name}_count{labels}"))
+
+    good = 1e3 * np.array([x for x, status in zip(latencies, statuses, strict=True) if status == 200] or [np.nan])
+    kinds = {name: change(f"rank_histories_{name}") for name in service.ranker.counts}
+    answered = statuses.count(200)
+    refused, late = statuses.count(429), statuses.count(504)
+    return Result(
+        type(service.ranker).__name__,
+        service.ranker.cache is not None,
+        workload.num_candidates,
+        rate,
+        seconds,
+        answered,
+        refused,
+        late,
+        len(statuses) - answered - refused - late,
+        *(float(np.percentile(good, q)) for q in (50, 95, 99)),
+        answered * workload.num_candidates / seconds,
+        (kinds["reused"] + kinds["appended"]) / max(1.0, sum(kinds.values())),
+        mean("rank_batch_users"),
+        after["process_resident_memory_bytes"] / 1e6,
+        after.get("history_cache_bytes", 0.0) / 1e6,
+        {stage: 1e3 * mean("rank_stage_seconds", f'{{stage="{stage}"}}') for stage in STAGES},
+    )
+
+
+def throughput(service: Service, workload: Workload, seconds: float) -> float:
+    """Requests per second with a full queue. Refused requests are sent again."""
+    futures, answered, begin = set(), 0, time.monotonic()
+    pending = workload.requests(4 * service.limits.batches.max_queue)
+    while time.monotonic() - begin < seconds:
+        try:
+            request = pending[(answered + len(futures)) % len(pending)]
+            futures.add(service.batcher.submit(request, begin + 1e6).future)
+        except Overloaded:
+            done, futures = wait(futures, return_when=FIRST_COMPLETED)
+            answered += len(done)
+    taken = time.monotonic() - begin
+    answered += sum(future.done() for future in futures)
+    wait(futures)
+    return answered / taken
+
+
+def run(ranker: Ranker, options: argparse.Namespace, candidates: int) -> list[Result]:
+    """The results at all rates."""
+    batches = Limits(max_users=options.max_users, max_candidates=max(20_000, 2 * candidates), max_wait=options.max_wait_ms / 1e3)
+    service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
+    workload = Workload(ranker, candidates, options.new_events, options.zipf)
+    throughput(service, workload, options.warm_up)  # fills the cache
+    capacity = throughput(service, workload, options.warm_up)
+    rates = options.rates or [fraction * capacity for fraction in FRACTIONS]
+    if options.soak:
+        rates = [options.soak_fraction * capacity] * (options.soak // options.seconds)
+    results = [asyncio.run(measure(service, workload, rate, options.seconds, options.http)) for rate in rates]
+    service.batcher.close()
+    for result in results:
+        print(format_row(result), flush=True)
+    return results
+
+
+COLUMNS = "| candidates | cache | offered/s | p50 ms | p95 ms | p99 ms | refused | late | candidates/s | hit rate | users per batch | MB |"
+COLUMNS += " queue, lookup, cache, score ms |"
+
+
+def format_row(x: Result) -> str:
+    stages = ", ".join(f"{x.stage_ms[stage]:.1f}" for stage in STAGES)
+    cells = (
+        f"{x.candidates:,}", "yes" if x.cache else "no", f"{x.rate:,.0f}", *(f"{y:.1f}" for y in (x.p50_ms, x.p95_ms, x.p99_ms)),
+        x.refused, x.late, f"{x.candidates_per_second:,.0f}", f"{x.hit_rate:.2f}", f"{x.batch_users:.1f}", f"{x.memory_mb:,.0f}", stages,
+    )  # fmt: skip
+    return f"| {' | '.join(map(str, cells))} |"
+
+
+def knee(results: list[Result], limit_ms: float) -> Result | None:
+    """The highest rate up to which all requests were answered in time, 99 % of them within the limit."""
+    good = None
+    for result in sorted(results, key=lambda x: x.rate):
+        if not result.is_good(limit_ms):
+            break
+        good = result
+    return good
+
+
+def format_knees(results: list[Result], limit_ms: float) -> str:
+    """A table of the knees, by candidates, with and without a cache."""
+    lines = [
+        f"| candidates | requests/s at p99 ≤ {limit_ms:g} ms | p50 ms | p99 ms | candidates/s | without a cache | p99 ms |",
+        "|" + "---|" * 7,
+    ]
+    for candidates in sorted({x.candidates for x in results}):
+        knees = [knee([x for x in results if x.candidates == candidates and x.cache is cache], limit_ms) for cache in (True, False)]
+        cells = []
+        for x, columns in zip(knees, (4, 2), strict=True):
+            found = () if x is None else (f"{x.rate:,.0f}", f"{x.p50_ms:.1f}", f"{x.p99_ms:.1f}", f"{x.candidates_per_second:,.0f}")
+            cells += ["-"] * columns if x is None else found if columns == 4 else [found[0], found[2]]
+        lines.append(f"| {candidates:,} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def draw(results: list[Result], limit_ms: float) -> Figure:
+    """p50 and p99 against offered load, one panel per number of candidates."""
+    counts = sorted({x.candidates for x in results})
+    figure = Figure(figsize=(3.6 * len(counts), 3.6), layout="constrained")
+    for axis, candidates in zip(np.atleast_1d(figure.subplots(1, len(counts))), counts, strict=True):
+        for cache, color in ((True, "tab:blue"), (False, "tab:orange")):
+            rows = sorted((x for x in results if x.candidates == candidates and x.cache is cache), key=lambda x: x.rate)
+            for name, style in (("p50_ms", "--"), ("p99_ms", "-")):
+                label = f"{name[:3]}, {'cache' if cache else 'no cache'}"
+                axis.plot([x.rate for x in rows], [getattr(x, name) for x in rows], style, color=color, marker=".", label=label)
+        axis.axhline(limit_ms, color="gray", linewidth=0.8)
+        axis.set(title=f"{candidates:,} candidates", xlabel="offered requests/s", yscale="log")
+        axis.grid(alpha=0.3)
+    figure.axes[0].set_ylabel("latency, ms")
+    figure.axes[0].legend(fontsize=8)
+    return figure
+
+
+def time_batches(rankers: Sequence[Ranker], workload: Workload, users: int, rounds: int) -> list[float]:
+    """Median milliseconds of a batch of requests, of each ranker. They alternate on the same batches, so other load meets all alike."""
+    milliseconds: list[list[float]] = [[] for _ in rankers]
+    for round in range(2 * rounds):  # the first half fills the cache
+        batch = {request.user: request for request in workload.requests(users)}
+        for ranker, times in zip(rankers, milliseconds, strict=True):
+            begin = time.perf_counter()
+            ranker.score(list(batch.values()))
+            if round >= rounds:
+                times.append(1e3 * (time.perf_counter() - begin))
+    return [median(times) for times in milliseconds]
+
+
+def print_batches(weights: Weights, device: torch.device, options: argparse.Namespace) -> None:
+    """A table of the time of a batch, by candidates, with each budget of the cache."""
+    print(f"| candidates | {' | '.join(f'cache of {mb:g} MB, ms' for mb in options.cache_mb)} |\n|{'---|' * (1 + len(options.cache_mb))}")
+    for candidates in options.candidates:
+        rankers = [make_ranker(weights, device, int(mb * 1e6), options.data) for mb in options.cache_mb]
+        workload = Workload(rankers[0], candidates, options.new_events, options.zipf)
+        times = time_batches(rankers, workload, options.max_users, options.batches)
+        print(f"| {candidates:,} | {' | '.join(f'{x:.1f}' for x in times)} |", flush=True)
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
+    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--out", type=Path, default=Path("runs/load"), help="folder for results and picture")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 70, 1000, 10_000])
+    parser.add_argument("--rates", type=float, nargs="+", help="requests per second; fractions of the throughput if not given")
+    parser.add_argument("--seconds", type=int, default=5, help="of each rate")
+    parser.add_argument("--warm-up", type=float, default=2.0, help="seconds with a full queue before")
+    parser.add_argument("--cache-mb", type=float, nargs="+", default=[256, 0], help="budgets of the cache to compare; 0: no cache")
+    parser.add_argument("--new-events", type=float, default=0.2, help="fraction of requests with a new event")
+    parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
+    parser.add_argument("--limit-ms", type=float, default=80, help="limit of p99 that defines the knee")
+    parser.add_argument("--deadline-ms", type=float, default=1000)
+    parser.add_argument("--max-users", type=int, default=Limits.max_users)
+    parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait)
+    parser.add_argument("--http", action="store_true", help="send the requests over HTTP")
+    parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, with each --cache-mb in turn")
+    parser.add_argument("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
+    parser.add_argument("--soak-fraction", type=float, default=0.5, help="rate of a soak as a fraction of the throughput")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    device, weights, results = pick_device(options.device), load_weights(options.weights), []
+    if options.batches:
+        return print_batches(weights, device, options)
+    print(f"{COLUMNS}\n|{'---|' * (COLUMNS.count('|') - 1)}")
+    for cache_mb in options.cache_mb:
+        for candidates in options.candidates:
+            ranker = make_ranker(weights, device, int(cache_mb * 1e6), options.data)
+            results += run(ranker, options, candidates)
+    if options.soak:
+        memory = [x.memory_mb for x in results]
+        print(f"\nmemory: {memory[0]:,.0f} MB first, {memory[-1]:,.0f} MB last, {fmean(memory):,.0f} MB on average")
+    else:
+        print(f"\n{format_knees(results, options.limit_ms)}")
+        write_atomically(options.out / "latency.png", lambda file: draw(results, options.limit_ms).savefig(file, dpi=100))
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
+    save_json(options.out / "results.json", {"settings": settings, "results": [asdict(x) for x in results]})
+    print(f"written to {options.out}: {', '.join(sorted(json.dumps(path.name) for path in options.out.iterdir()))}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""Runs MLPerf's LoadGen on a ranker: python examples/mlperf_serving.py --weights FILE --qps 20 [--candidates 2048 --limit-ms 80]
+
+The Server scenario: LoadGen sends queries as a Poisson process, and a run is valid if 99 % of them are answered within the limit. The
+defaults are those of DLRMv3. LoadGen's package is `mlcommons-loadgen`. Neither this model nor a run of less than ten minutes is an official
+result.
+"""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from checkpoints import load_weights
+from load_serving import Workload
+from serving_app import Service, ServiceLimits
+from serving_batcher import Limits
+from serving_rankers import Ranker, make_ranker
+from training import pick_device
+
+FOREVER = 1e9  # seconds: LoadGen judges the latency of all queries, so none is refused
+SUMMARY = {
+    "result": r"Result is : (\w+)",
+    "scheduled queries/s": r"Scheduled samples per second : (\S+)",
+    "completed queries/s": r"Completed samples per second\s+: (\S+)",
+    "p50 ns": r"50.00 percentile latency \(ns\)\s+: (\d+)",
+    "p99 ns": r"99.00 percentile latency \(ns\)\s+: (\d+)",
+}
+
+
+class SystemUnderTest:
+    """Puts LoadGen's queries into the queue of a service and reports when they are answered."""
+
+    def __init__(self, loadgen: Any, service: Service, workload: Workload, num_samples: int):
+        self.loadgen, self.service, self.requests = loadgen, service, workload.requests(num_samples)
+        self.failed = 0
+
+    def issue(self, samples: list[Any]) -> None:
+        for sample in samples:
+            waiting = self.service.batcher.submit(self.requests[sample.index], FOREVER)
+            waiting.future.add_done_callback(lambda future, id=sample.id: self._complete(id, future.exception()))
+
+    def _complete(self, id: int, error: BaseException | None) -> None:
+        self.failed += error is not None
+        self.loadgen.QuerySamplesComplete([self.loadgen.QuerySampleResponse(id, 0, 0)])
+
+
+def measure(ranker: Ranker, options: argparse.Namespace) -> dict[str, str]:
+    """The summary of a run. Raises RuntimeError if a query failed, and ImportError without LoadGen."""
+    import mlperf_loadgen as loadgen
+
+    batches = Limits(max_queue=10**9, max_users=options.max_users, max_candidates=options.max_users * options.candidates)
+    service = Service(ranker, ServiceLimits(batches))
+    system = SystemUnderTest(loadgen, service, Workload(ranker, options.candidates, 0.0, options.zipf), options.samples)
+    settings, log = loadgen.TestSettings(), loadgen.LogSettings()
+    settings.scenario, settings.mode = loadgen.TestScenario.Server, loadgen.TestMode.PerformanceOnly
+    settings.server_target_qps, settings.server_target_latency_ns = options.qps, int(options.limit_ms * 1e6)
+    settings.server_target_latency_percentile = 0.99
+    settings.min_duration_ms, settings.min_query_count = int(options.seconds * 1e3), 1
+    options.out.mkdir(parents=True, exist_ok=True)
+    log.log_output.outdir, log.log_output.copy_summary_to_stdout = str(options.out), False
+    sut = loadgen.ConstructSUT(system.issue, lambda: None)
+    samples = loadgen.ConstructQSL(options.samples, options.samples, lambda indices: None, lambda indices: None)
+    loadgen.StartTestWithLogSettings(sut, samples, settings, log)
+    loadgen.DestroyQSL(samples)
+    loadgen.DestroySUT(sut)
+    service.batcher.close()
+    if system.failed:
+        raise RuntimeError(f"{system.failed} queries failed")
+    summary = (options.out / "mlperf_log_summary.txt").read_text()
+    return {name: found[1] for name, pattern in SUMMARY.items() if (found := re.search(pattern, summary))}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
+    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--out", type=Path, default=Path("runs/mlperf"), help="folder for LoadGen's files")
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--qps", type=float, required=True, help="queries per second")
+    parser.add_argument("--candidates", type=int, default=2048)
+    parser.add_argument("--limit-ms", type=float, default=80)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--samples", type=int, default=1000, help="different queries")
+    parser.add_argument("--zipf", type=float, default=1.0)
+    parser.add_argument("--max-users", type=int, default=8, help="queries of a batch")
+    parser.add_argument("--cache-mb", type=float, default=256)
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    torch.set_num_threads(options.threads)
+    ranker = make_ranker(load_weights(options.weights), pick_device(options.device), int(options.cache_mb * 1e6), options.data)
+    for name, value in measure(ranker, options).items():
+        print(f"{name}: {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Serves a trained ranking or next-item model over HTTP: python examples/serve_ranking.py [--weights FILE] [--data PATH]
+
+FILE is the weights.pt that train_dlrm.py or train_hstu.py wrote. Without --weights, a small ranking model is trained on generated data
+first, once, in --out. The histories are those of the training's log, without its test split. docs/serving.md has the requests and figures.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+import train_dlrm
+import uvicorn
+from checkpoints import WEIGHTS, load_weights
+from serving_app import Service, ServiceLimits, make_app
+from serving_batcher import Limits
+from serving_rankers import Ranker, make_ranker
+from training import pick_device
+
+TRAINED = ["--users", "300", "--epochs", "3", "--device", "cpu"]  # options of the model that is trained without --weights
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--weights", type=Path, help="weights.pt of a training run; a small model is trained if not given")
+    parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
+    parser.add_argument("--out", type=Path, default=Path("runs/serve"), help="folder of the model that is trained without --weights")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
+    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
+    parser.add_argument("--max-queue", type=int, default=Limits.max_queue, help="requests that wait; more are answered with 429")
+    parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
+    parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
+    parser.add_argument("--max-candidates", type=int, default=ServiceLimits.max_candidates, help="candidates of a request")
+    parser.add_argument("--deadline-ms", type=float, default=1e3 * ServiceLimits.deadline, help="deadline of requests without one")
+    return parser.parse_args(arguments)
+
+
+def train_small_model(out: Path) -> Path:
+    """The weights of a small ranking model, trained on generated data unless `out` has them."""
+    path = out / "attention" / WEIGHTS
+    if not path.exists():
+        print(f"no --weights: training a small model in {out}")
+        train_dlrm.main([*TRAINED, "--out", str(out)])
+    return path
+
+
+def make_service(options: argparse.Namespace, device: torch.device) -> Service:
+    path = options.weights or train_small_model(options.out)
+    ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data)
+    batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
+    limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
+    return Service(ranker, limits, reload=lambda: ranker.load(load_weights(path)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse_arguments(arguments)
+    try:
+        torch.set_num_threads(options.threads)
+        app = make_app(make_service(options, pick_device(options.device)))
+    except (ValueError, OSError) as error:
+        sys.exit(f"serve_ranking: {error}")
+    print(f"serving on http://{options.host}:{options.port}")
+    uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=30)
+
+
+if __name__ == "__main__":
+    main()

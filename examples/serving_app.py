@@ -1,0 +1,307 @@
+"""The HTTP interface of a ranker.
+
+| request | answer |
+|---|---|
+| `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores; then the events are stored |
+| `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of candidates over them |
+| `POST /reload` | loads the file of weights again, between two batches |
+| `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
+
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for one that is too large, 429 if the queue
+is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that are not finite.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+from fastapi import FastAPI, HTTPException, Query
+from fastapi import Request as HTTPRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import FileResponse, JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import GaugeMetricFamily
+from pydantic import BaseModel, ConfigDict, Field
+from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied
+from serving_rankers import NewEvents, Ranker, Request
+from starlette.exceptions import HTTPException as StarletteHTTPException
+
+PAGE = Path(__file__).with_name("serving_page.html")
+STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, **dict.fromkeys(OUT_OF_MEMORY, 503)}
+BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
+
+
+@dataclass(frozen=True)
+class ServiceLimits:
+    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed."""
+
+    batches: Limits = field(default_factory=Limits)
+    max_candidates: int = 10_000
+    max_events: int = 1_000
+    max_body: int = 1_000_000
+    deadline: float = 1.0
+
+
+class Event(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    item: int
+    rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
+
+
+class RankBody(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    user: int
+    candidates: Annotated[list[int], Field(min_length=1)]
+    events: list[Event] = []
+    deadline_ms: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
+
+
+class Metrics:
+    """Prometheus metrics of one service."""
+
+    def __init__(self, service: "Service"):
+        self.registry = CollectorRegistry()
+        self.requests = Counter(
+            "rank_requests", "Answers to /rank by HTTP status; 499: the client left", ["status"], registry=self.registry
+        )
+        self.latency = Histogram("rank_seconds", "Seconds from request to answer", buckets=BUCKETS, registry=self.registry)
+        self.stages = Histogram("rank_stage_seconds", "Seconds by stage", ["stage"], buckets=BUCKETS, registry=self.registry)
+        self.batch = Histogram("rank_batch_users", "Requests of a batch", buckets=(1, 2, 4, 8, 16, 32, 64), registry=self.registry)
+        self.candidates = Counter("rank_candidates", "Scored candidates", registry=self.registry)
+        ProcessCollector(registry=self.registry)
+        self._service = service
+        self.registry.register(self)
+
+    def collect(self) -> Any:
+        """Gauges that are read when a scraper asks. Prometheus calls it."""
+        service = self._service
+        gauges = {"rank_queue_length": len(service.batcher), "rank_weights_version": service.version}
+        gauges |= {f"rank_{name}": value for name, value in asdict(service.batcher.counts).items()}
+        gauges |= {f"rank_histories_{name}": value for name, value in service.ranker.counts.items()}
+        if service.ranker.cache is not None:
+            gauges |= {f"history_cache_{name}": value for name, value in asdict(service.ranker.cache.statistics()).items()}
+        for name, value in gauges.items():
+            yield GaugeMetricFamily(name, name.replace("_", " "), value=value)
+
+
+class Service:
+    """A ranker behind a queue.
+
+    Args:
+        ranker: the ranker, which the batcher's thread alone calls from now on.
+        limits: of requests.
+        reload: loads the ranker's weights anew; it runs between two batches.
+    """
+
+    def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, reload: Callable[[], None] | None = None):
+        self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
+        self._reload = reload
+        self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
+        self.metrics = Metrics(self)
+
+    def score(self, requests: list[Request]) -> list[torch.Tensor]:
+        return self.ranker.score(requests)
+
+    def _note_batch(self, batch: list[Waiting]) -> None:
+        self.metrics.batch.observe(len(batch))
+        self.metrics.candidates.inc(sum(len(waiting.request.candidates) for waiting in batch))
+        for waiting in batch:
+            self.metrics.stages.labels("queue").observe(waiting.queued_seconds)
+        for name, seconds in self.ranker.stages.seconds.items():
+            self.metrics.stages.labels(name).observe(seconds)
+
+    async def reload(self) -> int:
+        """Load the weights anew. Returns their version. HTTPException if they do not fit."""
+        if self._reload is None:
+            raise HTTPException(409, "the server was started without a file of weights")
+        try:
+            return await asyncio.wrap_future(self.batcher.between_batches(self._next_version))
+        except (ValueError, OSError) as error:
+            raise HTTPException(409, str(error)) from error
+
+    def _next_version(self) -> int:
+        self._reload()
+        self.version += 1
+        return self.version
+
+    def to_request(self, body: RankBody) -> Request:
+        """The request, checked. HTTPException with what is wrong."""
+        histories, limits = self.ranker.histories, self.limits
+        self._check_user(body.user)
+        for name, length, most in (
+            ("candidates", len(body.candidates), limits.max_candidates),
+            ("events", len(body.events), limits.max_events),
+        ):
+            if length > most:
+                raise HTTPException(413, f"{name} must be at most {most}, got {length}")
+        candidates = self._items("candidates", body.candidates)
+        events = NewEvents(self._items("events", [event.item for event in body.events]), self._ratings(body.events))
+        if self.ranker.needs_history and not histories.length(body.user) + len(body.events):
+            raise HTTPException(422, f"user {body.user} has no events yet: send some in 'events'")
+        return Request(body.user, candidates, events)
+
+    def _check_user(self, user: int) -> None:
+        if not 0 <= user < self.ranker.histories.num_users:
+            raise HTTPException(404, f"no user {user}: users are 0 to {self.ranker.histories.num_users - 1}")
+
+    def _items(self, name: str, items: list[int]) -> np.ndarray:
+        wrong = [item for item in items if not 0 <= item < self.ranker.histories.num_items]
+        if wrong:
+            raise HTTPException(422, f"{name} must be items from 0 to {self.ranker.histories.num_items - 1}, got {wrong[0]}")
+        return np.array(items, dtype=np.int64)
+
+    def _ratings(self, events: list[Event]) -> np.ndarray:
+        known = {rating: index for index, rating in enumerate(self.ranker.ratings)}
+        if not known:
+            return np.zeros(len(events), np.int64)
+        wrong = [event.rating for event in events if event.rating not in known]
+        if wrong:
+            raise HTTPException(422, f"ratings must be of {self.ranker.ratings}, got {wrong[0]}")
+        return np.array([known[event.rating] for event in events], dtype=np.int64)
+
+    async def rank(self, body: RankBody, http: HTTPRequest) -> dict[str, Any]:
+        """The answer, with the scores of the candidates."""
+        begin = time.monotonic()
+        seconds = self.limits.deadline if body.deadline_ms is None else body.deadline_ms / 1000
+        waiting = self.batcher.submit(self.to_request(body), begin + seconds)
+        scores = await self._result(waiting, http)
+        if not bool(scores.isfinite().all()):
+            raise HTTPException(500, "the model's scores are not finite")
+        taken = time.monotonic() - begin
+        self.metrics.latency.observe(taken)
+        timing = {"queue_ms": 1e3 * waiting.queued_seconds, "latency_ms": 1e3 * taken}
+        return {"user": body.user, "scores": scores.tolist(), "weights_version": waiting.version, **timing}
+
+    async def _result(self, waiting: Waiting, http: HTTPRequest) -> torch.Tensor:
+        """The scores. If the client leaves while the request is in the queue, the request is dropped."""
+        result = asyncio.wrap_future(waiting.future)
+        while True:
+            done, _ = await asyncio.wait([result], timeout=0.05)
+            if done:
+                return result.result()
+            if await http.is_disconnected():
+                result.cancel()
+                raise HTTPException(499, "the client left")
+
+    def user(self, user: int, candidates: list[int], count: int = 50) -> dict[str, Any]:
+        """The latest events of a user, and attention weights of candidates over them."""
+        self._check_user(user)
+        window = self.ranker.histories.window(user, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
+        ratings = self.ranker.ratings
+        events = [
+            {"item": item, "rating": ratings[rating] if ratings else None}
+            for item, rating in zip(window.item.tolist(), window.rating.tolist(), strict=True)
+        ]
+        result = {"user": user, "events": events[-count:], "held_out": self.ranker.held_out.get(user, [])}
+        if candidates and events:
+            weights = self.ranker.attention(user, self._items("candidates", candidates))
+            result["attention"] = None if weights is None else weights[:, -count:].tolist()
+        return result
+
+
+def make_app(service: Service) -> FastAPI:
+    """The application. At its shutdown all requests in the queue are answered."""
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(service.batcher.close)
+
+    app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    def answer(status: int, text: str, path: str) -> JSONResponse:
+        if path == "/rank":
+            service.metrics.requests.labels(status).inc()
+        return JSONResponse({"error": text}, status)
+
+    app.add_middleware(LimitBody, most=service.limits.max_body, answer=answer)
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
+        """Without the input, which may hold NaN, which is no JSON."""
+        first = error.errors()[0]
+        status = 400 if first["type"] == "json_invalid" else 422
+        return answer(status, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", request.url.path)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: HTTPRequest, error: StarletteHTTPException) -> JSONResponse:
+        return answer(error.status_code, str(error.detail), request.url.path)
+
+    @app.post("/rank")
+    async def rank(body: RankBody, request: HTTPRequest) -> Response:
+        with http_errors():
+            result = await service.rank(body, request)
+        service.metrics.requests.labels(200).inc()
+        return Response(json.dumps(result), media_type="application/json")
+
+    @app.post("/reload")
+    async def reload() -> dict[str, int]:
+        with http_errors():
+            return {"weights_version": await service.reload()}
+
+    @app.get("/users/{user}")
+    async def user(user: int, candidates: Annotated[list[int], Query()] = []) -> dict[str, Any]:  # noqa: B006 - pydantic copies it
+        with http_errors():
+            return await asyncio.wrap_future(service.batcher.between_batches(lambda: service.user(user, candidates)))
+
+    @app.get("/health")
+    async def health() -> Response:
+        alive = service.batcher.is_alive()
+        content = {"status": "ok" if alive else "stopping", "weights_version": service.version, "queue": len(service.batcher)}
+        return JSONResponse(content, 200 if alive else 503)
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/")
+    async def page() -> FileResponse:
+        return FileResponse(PAGE, media_type="text/html")
+
+    return app
+
+
+@contextmanager
+def http_errors() -> Iterator[None]:
+    """Turns errors into HTTPExceptions with the status of the kind of error. The text of unknown ones is not for clients."""
+    try:
+        yield
+    except HTTPException:
+        raise
+    except Exception as error:
+        known = [status for kind, status in STATUS.items() if isinstance(error, kind)]
+        text = str(error) if known else f"{type(error).__name__} in the model"
+        raise HTTPException(known[0] if known else 500, text) from error
+
+
+class LimitBody:
+    """Answers requests with a larger body with 413: without reading it if it has a length, else when it gets too long."""
+
+    def __init__(self, app: Any, most: int, answer: Callable[[int, str, str], Response]):
+        self.app, self.most, self.answer = app, most, answer
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        received = 0
+
+        async def limited() -> Any:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            if received > self.most:
+                raise StarletteHTTPException(413, f"the body must be at most {self.most} bytes")
+            return message
+
+        length = dict(scope["headers"]).get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.most:
+            response = self.answer(413, f"the body must be at most {self.most} bytes, got {int(length)}", scope["path"])
+            return await response(scope, receive, send)
+        await self.app(scope, limited, send)

@@ -1,0 +1,275 @@
+"""Dynamic batching: requests wait in a bounded queue for a short time, and one thread scores them in batches.
+
+A batch closes when it is full, when its first request has waited `max_wait` seconds, or when its earliest deadline leaves just the time
+that two batches take. Requests of one user keep their order, and one with new events is never behind another request in a batch.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from serving_rankers import NONE, Request
+
+import jagged_modules as jm
+
+FIRST_BATCH_SECONDS = 0.02  # a guess, until batches are measured
+OUT_OF_MEMORY = (torch.OutOfMemoryError, MemoryError, jm.CacheFull)
+Score = Callable[[Sequence[Request]], list[torch.Tensor]]
+
+
+class Overloaded(Exception):
+    """The queue is full."""
+
+
+class Closed(Exception):
+    """The server stops."""
+
+
+class TooLate(Exception):
+    """The deadline passed while the request was in the queue."""
+
+
+class WorkerDied(Exception):
+    """The thread that scored the request ended."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of the queue and of batches.
+
+    max_queue: requests that wait.
+    max_users, max_candidates: requests of a batch and their candidates. A request with more candidates is a batch by itself.
+    max_wait: seconds that the first request of a batch waits for others.
+    """
+
+    max_queue: int = 256
+    max_users: int = 32
+    max_candidates: int = 20_000
+    max_wait: float = 0.004
+
+
+@dataclass
+class Counts:
+    """What happened, for metrics and tests."""
+
+    batches: int = 0
+    splits: int = 0  # batches or requests that were out of memory and were tried again in halves
+    restarts: int = 0  # of the thread
+    late: int = 0
+    cancelled: int = 0
+
+
+@dataclass
+class Waiting:
+    """A request in the queue. Times are of `time.monotonic`. version: the weights that scored it."""
+
+    request: Request
+    deadline: float
+    arrived: float = field(default_factory=time.monotonic)
+    future: Future = field(default_factory=Future)
+    queued_seconds: float = 0.0
+    version: int = 0
+
+
+class Batcher:
+    """Scores requests in batches, in a thread of its own.
+
+    Args:
+        score: the scores of several requests. Only a user's first one has new events. It is called by one thread at a time.
+        limits: of queue and batches.
+        on_batch: called after each batch with its requests.
+        version: the version of the weights, which only jobs between batches change.
+    """
+
+    def __init__(
+        self,
+        score: Score,
+        limits: Limits,
+        on_batch: Callable[[list[Waiting]], None] = lambda batch: None,
+        version: Callable[[], int] = lambda: 0,
+    ):
+        self.score, self.limits, self.on_batch, self.version = score, limits, on_batch, version
+        self.counts = Counts()
+        self._queue: deque[Waiting] = deque()
+        self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._batch_seconds = FIRST_BATCH_SECONDS  # moving average
+        self._current: list[Waiting] = []
+        self._start()
+
+    def __len__(self) -> int:
+        return len(self._queue)
+
+    def submit(self, request: Request, deadline: float) -> Waiting:
+        """Add a request to the queue. The result of its future is the scores.
+
+        Raises:
+            Overloaded: max_queue requests wait. Closed: `close` was called.
+        """
+        with self._changed:
+            if self._closing:
+                raise Closed("the server stops")
+            if len(self._queue) >= self.limits.max_queue:
+                raise Overloaded(f"{self.limits.max_queue} requests wait")
+            waiting = Waiting(request, deadline)
+            self._queue.append(waiting)
+            self._changed.notify_all()
+            return waiting
+
+    def between_batches(self, job: Callable[[], Any]) -> Future:
+        """Call job() in the thread, when it scores nothing."""
+        with self._changed:
+            if self._closing:
+                raise Closed("the server stops")
+            future: Future = Future()
+            self._jobs.append((job, future))
+            self._changed.notify_all()
+            return future
+
+    def close(self) -> None:
+        """Accept no more requests, answer those in the queue, and end the thread."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        while self._thread.is_alive():  # a thread that dies is replaced
+            self._thread.join(timeout=0.1)
+
+    def is_alive(self) -> bool:
+        return self._thread.is_alive()
+
+    # -- the thread ----------------------------------------------------------------------------------------------------------------------
+
+    def _start(self) -> None:
+        self._thread = threading.Thread(target=self._run, name="batcher", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while self._step():
+                pass
+        except BaseException as error:  # a thread that ends for whatever reason leaves no request without an answer
+            batch, self._current = self._current, []
+            for waiting in batch:
+                if not waiting.future.done():
+                    waiting.future.set_exception(WorkerDied(f"the scoring thread ended: {type(error).__name__}"))
+            self.counts.restarts += 1
+            self._start()
+
+    def _step(self) -> bool:
+        """Run a job or a batch. False at the end."""
+        with self._changed:
+            while not (self._queue or self._jobs or self._closing):
+                self._changed.wait()
+            if self._jobs:
+                job, future = self._jobs.popleft()
+                batch = None
+            elif self._queue:
+                batch = self._collect()
+            else:
+                return False
+        if batch is None:
+            _run_job(job, future)
+        else:
+            self._answer(batch)
+        return True
+
+    def _collect(self) -> list[Waiting]:
+        """Wait until the batch closes, and take it from the queue."""
+        while not (self._closing or self._jobs):
+            closes = min(
+                self._queue[0].arrived + self.limits.max_wait, min(waiting.deadline for waiting in self._queue) - 2 * self._batch_seconds
+            )
+            left = closes - time.monotonic()
+            if left <= 0 or self._is_full():
+                break
+            self._changed.wait(left)
+        batch, users, passed, candidates, later = [], set(), set(), 0, []
+        for waiting in self._queue:
+            request = waiting.request
+            total = candidates + len(request.candidates)
+            is_full = len(batch) == self.limits.max_users or (batch and total > self.limits.max_candidates)
+            if is_full or request.user in passed or (request.user in users and len(request.events.item)):
+                later.append(waiting)
+                passed.add(request.user)  # a user's later requests stay behind this one
+                continue
+            batch.append(waiting)
+            users.add(request.user)
+            candidates = total
+        self._queue = deque(later)
+        return batch
+
+    def _is_full(self) -> bool:
+        candidates = sum(len(waiting.request.candidates) for waiting in self._queue)
+        return len(self._queue) >= self.limits.max_users or candidates >= self.limits.max_candidates
+
+    def _answer(self, batch: list[Waiting]) -> None:
+        begin = time.monotonic()
+        self._current = batch
+        self._current = [waiting for waiting in batch if self._is_wanted(waiting, begin)]
+        if not self._current:
+            return
+        results = self._results([waiting.request for waiting in self._current])
+        for waiting, result in zip(self._current, results, strict=True):
+            waiting.version = self.version()
+            if isinstance(result, Exception):
+                waiting.future.set_exception(result)
+            else:
+                waiting.future.set_result(result)
+        self.counts.batches += 1
+        self._batch_seconds += 0.1 * (time.monotonic() - begin - self._batch_seconds)
+        self.on_batch(self._current)
+        self._current = []
+
+    def _is_wanted(self, waiting: Waiting, now: float) -> bool:
+        waiting.queued_seconds = now - waiting.arrived
+        if not waiting.future.set_running_or_notify_cancel():
+            self.counts.cancelled += 1
+            return False
+        if now > waiting.deadline:
+            self.counts.late += 1
+            waiting.future.set_exception(TooLate(f"the deadline passed in the queue, after {waiting.queued_seconds:.3f} s"))
+            return False
+        return True
+
+    def _results(self, requests: list[Request]) -> list[torch.Tensor | Exception]:
+        """Scores or the error of each request. Errors of a batch are found again in its halves, so that no request fails for another."""
+        try:
+            return list(self.score(requests))
+        except OUT_OF_MEMORY as error:
+            self.counts.splits += 1
+            if len(requests) == 1:
+                return [self._in_halves(requests[0], error)]
+        except Exception as error:
+            if len(requests) == 1:
+                return [error]
+        half = len(requests) // 2
+        return self._results(requests[:half]) + self._results(requests[half:])
+
+    def _in_halves(self, request: Request, error: Exception) -> torch.Tensor | Exception:
+        """The scores of one request whose candidates need too much memory at once. Its new events belong to the first half."""
+        half = len(request.candidates) // 2
+        if not half:
+            return error
+        parts = []
+        for part in (
+            replace(request, candidates=request.candidates[:half]),
+            replace(request, candidates=request.candidates[half:], events=NONE),
+        ):
+            (result,) = self._results([part])
+            if isinstance(result, Exception):
+                return result
+            parts.append(result)
+        return torch.cat(parts)
+
+
+def _run_job(job: Callable[[], Any], future: Future) -> None:
+    try:
+        future.set_result(job())
+    except Exception as error:
+        future.set_exception(error)

@@ -1,0 +1,387 @@
+"""Rankers: requests of several users in, scores of their candidates out, with the histories' keys and values kept between requests.
+
+ranking model (train_dlrm.py)   the interaction's keys and values of a history. New events change the age of all earlier ones, so the
+                                history of a user with new events is encoded anew.
+next-item model (train_hstu.py) the encoder's keys and values of all events but the last. New events are appended. The last event is
+                                scored against the cache and gives the query. A history that outgrows the model's window is encoded
+                                anew, because the positions of all events change.
+"""
+
+import argparse
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import train_dlrm
+import train_hstu
+from checkpoints import Weights
+from movielens import EventLog
+from ranking_data import Events, RankingDataset, keyed, ranges
+from ranking_model import INTERACTIONS, RankingModel
+from sequence_model import ENCODERS, SequenceModel
+from torch import nn
+
+import jagged_modules as jm
+
+CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
+
+
+class NewEvents(NamedTuple):
+    """Events of a user, from oldest to newest. item, rating: int64 [N]; ratings are indices into `Ranker.ratings`, 0 without ratings."""
+
+    item: np.ndarray
+    rating: np.ndarray
+
+
+NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+@dataclass(frozen=True)
+class Request:
+    """Score candidates, items int64 [C], for a user after these new events."""
+
+    user: int
+    candidates: np.ndarray
+    events: NewEvents = NONE
+
+
+class Histories:
+    """The events of all users: those of a log, then those of requests.
+
+    Args:
+        log: the log.
+        rating: int64, for each event of the log the index of its rating.
+        kept: bool, the events of the log that are known at the start.
+    """
+
+    def __init__(self, log: EventLog, rating: np.ndarray, kept: np.ndarray):
+        self.num_users, self.num_items = log.num_users, log.num_items
+        self._item, self._rating = log.item[kept], rating[kept]
+        self._offsets = np.concatenate([[0], np.bincount(log.user[kept], minlength=log.num_users).cumsum()])
+        self._added: dict[int, NewEvents] = {}
+
+    def length(self, user: int) -> int:
+        return int(self._offsets[user + 1] - self._offsets[user]) + len(self._added.get(user, NONE).item)
+
+    def add(self, user: int, events: NewEvents) -> None:
+        if len(events.item):
+            self._added[user] = _joined(self._added.get(user, NONE), events)
+
+    def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
+        """The last `count` events of a user's history and these new ones."""
+        rows = slice(max(self._offsets[user], self._offsets[user + 1] - count), self._offsets[user + 1])
+        known = NewEvents(self._item[rows], self._rating[rows])
+        whole = _joined(known, self._added.get(user, NONE), events)
+        return NewEvents(*(column[max(0, len(column) - count) :] for column in whole))
+
+
+def _joined(*events: NewEvents) -> NewEvents:
+    return NewEvents(*(np.concatenate(columns) for columns in zip(*events, strict=True)))
+
+
+@dataclass
+class Stages:
+    """Seconds by stage of the last call: lookup (embeddings), cache (encoding and gathering of histories), score (the rest).
+
+    On a GPU the first two are the host's time, and the device's is in the last, which waits for it.
+    """
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] += time.perf_counter() - begin
+
+
+class Ranker(ABC):
+    """Scores candidates. Not safe to call from several threads.
+
+    Args:
+        model: the model, in eval mode, with its weights.
+        layer: the layer whose keys and values are cached.
+        histories: the users' events.
+        max_history: events of a history that the model takes.
+        cache_bytes: budget of the cache; 0: none, each request computes its history.
+        held_out: items by user that the log has after the histories, for demonstrations.
+    """
+
+    needs_history: bool  # whether a user without events cannot be scored
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layer: Any,
+        histories: Histories,
+        max_history: int,
+        cache_bytes: int,
+        held_out: dict[int, list[int]],
+    ):
+        self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
+        self.device = next(model.parameters()).device
+        self.cache = jm.HistoryCache(layer, cache_bytes) if cache_bytes else None
+        self.ratings: list[float] = []
+        self.stages = Stages()
+        self.counts = {"reused": 0, "appended": 0, "encoded": 0}  # requests by what happened to their histories
+
+    @torch.no_grad()
+    def score(self, requests: Sequence[Request]) -> list[torch.Tensor]:
+        """fp32 scores [C] on the host for each request. Then the new events are part of the histories.
+
+        Of several requests of a user, only the first may have new events; all are scored after these.
+
+        If it raises, no event was added, and the cache still fits the histories.
+        """
+        self.stages.seconds.clear()
+        begin, order = time.perf_counter(), sorted(range(len(requests)), key=lambda i: requests[i].user)  # the order of equal users stays
+        requests = [requests[i] for i in order]
+        try:
+            scores = self._score(_merged(requests)).float().cpu()
+        except BaseException:
+            if self.cache is not None:
+                self.cache.evict([request.user for request in requests if len(request.events.item)])
+            raise
+        self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
+        for request in requests:
+            self.histories.add(request.user, request.events)
+        parts = scores.split([len(request.candidates) for request in requests])
+        return [parts[i] for i in np.argsort(order)]
+
+    @abstractmethod
+    def _score(self, requests: Sequence[Request]) -> torch.Tensor:
+        """Scores [C] of the candidates of all requests, which are of distinct users."""
+
+    @abstractmethod
+    def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
+        """Attention weights [C, L] of candidates over the user's events, the mean of the heads; None if they have none."""
+
+    def load(self, weights: Weights) -> None:
+        """Replace the model's weights. Cached rows of the old weights are not used any more.
+
+        Raises ValueError if the weights are of another model. The model is then unchanged.
+        """
+        own = self.model.state_dict()
+        shapes = [{name: (x.shape, x.dtype) for name, x in tensors.items()} for tensors in (own, weights.tensors)]
+        if shapes[0] != shapes[1]:
+            differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
+            raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
+        self.model.load_state_dict(weights.tensors)
+
+    def _select(self, users: list[int]) -> jm.KeyValues:
+        """The cached rows. CacheFull if writes for some users of this batch evicted others of it."""
+        try:
+            return self.cache.select(users)
+        except KeyError as error:
+            raise jm.CacheFull(f"the cache has no room for the histories of {len(users)} users at once") from error
+
+
+def _merged(requests: Sequence[Request]) -> list[Request]:
+    """One request for each user, with the candidates of the user's adjacent requests and the events of the first."""
+    groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)]
+    return [replace(first, candidates=np.concatenate([x.candidates for x in (first, *others)])) for first, *others in groups]
+
+
+def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+    """Candidates of all requests, and their numbers."""
+    return np.concatenate([x.candidates for x in requests]), np.array([len(x.candidates) for x in requests], dtype=np.int64)
+
+
+def _offsets(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+
+
+class RankingRanker(Ranker):
+    """Serves a RankingModel. The score is the log-odds that the user likes the candidate."""
+
+    needs_history = False
+
+    def __init__(self, model: RankingModel, dataset: RankingDataset, **options: Any):
+        super().__init__(model, model.head.interaction, **options)
+        self.dataset, self.ratings = dataset, dataset.ratings.tolist()
+
+    def _score(self, requests: Sequence[Request]) -> torch.Tensor:
+        head, users = self.model.head, [request.user for request in requests]
+        fresh = self._users_to_encode(requests)
+        with self.stages("lookup"):
+            x = self._inputs(requests, fresh)
+        if self.cache is None:
+            return head(x)
+        with self.stages("cache"):
+            history, vectors = head.encode(x)
+            if fresh:
+                lengths = x.history_offsets.diff()[[users.index(user) for user in fresh]]
+                self.cache.put(fresh, jm.Jagged(history.values, _offsets(lengths.tolist()).to(self.device)))
+            kept = self._select(users)
+        targets = head.targets(x)
+        return head.logits(x, vectors, targets.values, head.interaction.score(targets, kept).values)
+
+    def _users_to_encode(self, requests: Sequence[Request]) -> list[int]:
+        if self.cache is None:
+            fresh = [request.user for request in requests]
+        else:
+            missing = set(self.cache.missing([request.user for request in requests]))
+            fresh = [request.user for request in requests if request.user in missing or len(request.events.item)]
+        self.counts["encoded"] += len(fresh)
+        self.counts["reused"] += len(requests) - len(fresh)
+        return fresh
+
+    def _inputs(self, requests: Sequence[Request], fresh: list[int]) -> Any:
+        """The model's embeddings, with the histories of the users in `fresh`; those of the others are empty."""
+        users, fresh = np.array([request.user for request in requests]), set(fresh)
+        history = self._events(requests, self.max_history, fresh)
+        stream = self._events(requests, self.dataset.max_stream, fresh) if self.dataset.max_stream else None
+        targets, lengths = _targets(requests)
+        batch = self.dataset.make_batch(users, history, targets, lengths, np.zeros(len(targets), np.float32), stream).to(self.device)
+        model = self.model
+        return model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
+
+    def _events(self, requests: Sequence[Request], count: int, users: set[int]) -> Events:
+        windows = [self.histories.window(x.user, x.events, count) if x.user in users else NONE for x in requests]
+        return Events(*_joined(*windows), np.array([len(window.item) for window in windows], dtype=np.int64))
+
+    @torch.no_grad()
+    def attention(self, user: int, candidates: np.ndarray) -> torch.Tensor | None:
+        head, request = self.model.head, Request(user, candidates)
+        if not isinstance(head.interaction, jm.JaggedTargetAttention):
+            return None
+        x = self._inputs([request], [user])
+        history, _ = head.encode(x)
+        k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
+        q = head.interaction.q_proj(head.targets(x).values).unflatten(1, k.shape[1:])
+        scores = torch.einsum("chd,lhd->hcl", q, k) * k.shape[2] ** -0.5
+        return scores.softmax(dim=2).mean(dim=0).float().cpu()
+
+
+class SequenceRanker(Ranker):
+    """Serves a SequenceModel with the encoder hstu. The score is the dot product of the query of the last event and the candidate."""
+
+    needs_history = True
+
+    def __init__(self, model: SequenceModel, **options: Any):
+        super().__init__(model, model.encoder.encoder, **options)
+
+    def _score(self, requests: Sequence[Request]) -> torch.Tensor:
+        stack, windows = self.model.encoder.encoder, [self.histories.window(x.user, x.events, self.max_history) for x in requests]
+        begins = self._first_rows(requests, [len(window.item) for window in windows])
+        with self.stages("lookup"):
+            embedded, rows, offsets = self._lookup(requests, windows, begins)
+        last = offsets[1:] - 1
+        if self.cache is None:
+            encoded = stack((rows, torch.from_numpy(offsets).to(self.device)))[0][last]
+        else:
+            with self.stages("cache"):
+                kept = self._update(requests, begins, rows, offsets)
+            ones = torch.arange(len(requests) + 1, device=self.device)
+            encoded = stack.score((rows[last], ones), kept)[0]
+        vectors = self.model.encoder.vectors(encoded, embedded)
+        counts = torch.tensor([len(x.candidates) for x in requests], device=self.device)
+        queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
+        return (queries * vectors.targets).sum(dim=1)
+
+    def _first_rows(self, requests: Sequence[Request], lengths: list[int]) -> list[int]:
+        """The first row of each window that is not cached: 0 if none is."""
+        if self.cache is None:
+            self.counts["encoded"] += len(requests)
+            return [0] * len(requests)
+        missing, begins = set(self.cache.missing([x.user for x in requests])), []
+        for request, length in zip(requests, lengths, strict=True):
+            new = len(request.events.item)
+            outgrown = new > 0 and self.histories.length(request.user) + new > self.max_history  # all positions change
+            encoded = request.user in missing or outgrown
+            begins.append(0 if encoded else length - new - 1)
+            self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
+        return begins
+
+    def _lookup(self, requests: Sequence[Request], windows: list[NewEvents], begins: list[int]) -> tuple[Any, torch.Tensor, np.ndarray]:
+        """The embeddings, the encoder's input rows from the first row on, and their offsets [B + 1]."""
+        item = np.concatenate([window.item[begin:] for window, begin in zip(windows, begins, strict=True)])
+        position, lengths = ranges(np.array(begins), np.array([len(window.item) for window in windows]))
+        nothing = np.zeros(0, np.int64), np.zeros(len(requests), np.int64)
+        ids = keyed({"item": (item, lengths), "position": (position, lengths), "target": _targets(requests), "rival": nothing})
+        embedded = self.model.embeddings(ids.to(self.device))
+        return embedded, self.model.encoder.inputs(embedded), np.concatenate([[0], lengths.cumsum()])
+
+    def _update(self, requests: Sequence[Request], begins: list[int], rows: torch.Tensor, offsets: np.ndarray) -> jm.KeyValues:
+        """Write all rows but each user's last one, from the first row on. Returns the cached rows of all users."""
+        whole = [b for b, begin in enumerate(begins) if begin == 0]  # of a single event, nothing is cached: put it again
+        grown = [b for b, begin in enumerate(begins) if begin > 0 and offsets[b + 1] - offsets[b] > 1]
+        for write, chosen in ((self.cache.put, whole), (self.cache.append, grown)):
+            if chosen:
+                index, lengths = ranges(offsets[chosen], offsets[np.array(chosen) + 1] - 1)
+                write([requests[b].user for b in chosen], jm.Jagged(rows[index], _offsets(lengths).to(self.device)))
+        return self._select([request.user for request in requests])
+
+    def attention(self, user: int, candidates: np.ndarray) -> None:
+        """None: candidates do not attend to the history."""
+
+
+# -- from a file of weights --------------------------------------------------------------------------------------------------------------
+
+
+def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argparse.Namespace:
+    """The options of the training program that wrote the settings, with another log if `data` is given."""
+    options = program.parse_arguments([])
+    vars(options).update({name: value for name, value in settings.items() if name in vars(options)})
+    return argparse.Namespace(**{**vars(options), "data": data or options.data})
+
+
+def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None) -> Ranker:
+    """The ranker of a file of weights and its log. The histories are those before the test split.
+
+    Args:
+        cache_bytes: budget of the cache; 0: none.
+        data: path of the log; that of the training if None.
+
+    Raises:
+        ValueError: the model has no ranker, or none with a cache; the log does not fit the model.
+    """
+    name = weights.settings["model"]
+    if name in INTERACTIONS:
+        ranker = _ranking_ranker(weights.settings, device, cache_bytes, data)
+    elif name in ENCODERS:
+        ranker = _sequence_ranker(weights.settings, device, cache_bytes, data)
+    else:
+        raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
+    ranker.load(weights)
+    return ranker
+
+
+def _ranking_ranker(settings: dict[str, Any], device: torch.device, cache_bytes: int, data: str | None) -> RankingRanker:
+    options = options_of(train_dlrm, settings, data)
+    if cache_bytes and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
+        what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
+        raise ValueError(
+            f"a cache needs the interaction 'attention' and parts of {sorted(CACHED_PARTS)}, not {what}; serve without a cache"
+        )
+    dataset = train_dlrm.load_datasets(options)["test"]
+    log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
+    model = train_dlrm.make_model(options, dataset.tables, None, device)
+    return RankingRanker(model, dataset, **_state(log, dataset.rating_index, held_out, options.max_history, cache_bytes))
+
+
+def _sequence_ranker(settings: dict[str, Any], device: torch.device, cache_bytes: int, data: str | None) -> SequenceRanker:
+    options = options_of(train_hstu, settings, data)
+    if options.model != "hstu" or options.intervals or options.relative_time:
+        what = f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
+        raise ValueError(f"a next-item model is served with the encoder hstu, without intervals and relative_time, not {what}")
+    dataset = train_hstu.load_datasets(options)["test"]
+    log = dataset.log
+    model = train_hstu.make_model(options, options.model, log.num_items, device)
+    return SequenceRanker(model, **_state(log, np.zeros_like(log.item), dataset.windows.end, options.max_history, cache_bytes))
+
+
+def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray, max_history: int, cache_bytes: int) -> dict[str, Any]:
+    kept = np.ones(len(log), dtype=bool)
+    kept[held_out] = False
+    items = defaultdict(list)
+    for user, item in zip(log.user[held_out].tolist(), log.item[held_out].tolist(), strict=True):
+        items[user].append(item)
+    return dict(histories=Histories(log, rating, kept), max_history=max_history, cache_bytes=cache_bytes, held_out=dict(items))

@@ -1,0 +1,165 @@
+"""Options of an HSTU, checks of its inputs, and which rows of a history later rows see."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn import functional as nnf
+
+from ..bias import check_timestamps
+from ..containers.jagged import Jagged
+from ..containers.offsets import rows_and_segments
+from ..masks import AttentionMask
+from ..scalars import check_number, check_size
+from ..validation import values_are_checkable
+
+
+@dataclasses.dataclass(frozen=True)
+class HSTUConfig:
+    """The options that all layers of an HSTU share.
+
+    Args:
+        head_dim: width of q and k per head; embedding_dim / num_heads if None.
+        linear_dim: width of u and v per head; embedding_dim / num_heads if None.
+        dropout: dropout probability, applied to the input of the output projection.
+        scaling_seqlen: attention weights are divided by this length. If None, they are divided by the container's max_seqlen, which the
+            host must know. A fixed number makes a row's result independent of the rest of the batch.
+        contextual_seqlen, max_attn_len, min_full_attn_seqlen, target_group_size, global_prefix, recent_history: parameters of the causal
+            mask, see `AttentionMask`.
+        relative_position: the most rows N of a segment. Each layer then learns a bias of attention scores by relative position, see
+            `RelativeBias`. 0: none.
+        relative_time: number K of boundaries between buckets of time differences. Each layer then learns a bias by these buckets, with the
+            boundaries of `RelativeBias.log_boundaries(K)`, and needs timestamps. 0: none.
+
+    Both biases are the published ones and cost a lookup for each score. Production models often add embeddings of a row's position, and of
+    the time since the previous row, to the input instead, at no cost in attention.
+
+    Raises:
+        TypeError, ValueError: a field has another type or is out of range.
+    """
+
+    head_dim: int | None = None
+    linear_dim: int | None = None
+    dropout: float = 0.0
+    scaling_seqlen: int | None = None
+    contextual_seqlen: int = 0
+    max_attn_len: int = 0
+    min_full_attn_seqlen: int = 0
+    target_group_size: int = 1
+    global_prefix: int = 0
+    recent_history: int = 0
+    relative_position: int = 0
+    relative_time: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("head_dim", "linear_dim", "scaling_seqlen"):
+            if getattr(self, name) is not None:
+                check_size(name, getattr(self, name))
+        check_number("dropout", self.dropout, 0, 1)
+        for name in ("relative_position", "relative_time"):
+            check_size(name, getattr(self, name), at_least=0)
+        self.mask()  # checks the mask's fields
+
+    def mask(self, num_targets: Tensor | None = None) -> AttentionMask:
+        """The layers' attention mask, for example for `Jagged.prepare`.
+
+        Args:
+            num_targets: as in `AttentionMask`.
+        """
+        names = (
+            "contextual_seqlen", "max_attn_len", "min_full_attn_seqlen", "target_group_size", "global_prefix", "recent_history",
+        )  # fmt: skip
+        return AttentionMask(causal=True, num_targets=num_targets, **{name: getattr(self, name) for name in names})
+
+
+def check_appendable(config: HSTUConfig) -> None:
+    """ValueError unless the rows of a history stay the same when later events follow it."""
+    why = "to append events to a cache: otherwise "
+    if config.scaling_seqlen is None:
+        raise ValueError(f"config.scaling_seqlen must be given {why}all rows change with the length, got None")
+    for name in ("contextual_seqlen", "recent_history"):
+        if getattr(config, name):
+            raise ValueError(f"config.{name} must be 0 {why}later events change earlier rows, got {getattr(config, name)}")
+    effects = dict(min_full_attn_seqlen="later events change earlier rows", global_prefix="cached rows have gaps between their positions")
+    for name, effect in effects.items():
+        if config.max_attn_len and getattr(config, name):
+            raise ValueError(f"config.{name} must be 0 with max_attn_len {why}{effect}, got {getattr(config, name)}")
+
+
+def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
+    """ValueError if a segment, with these parts, has more rows than config.relative_position and the host knows the lengths."""
+    if not config.relative_position or not all(values_are_checkable(x) for x in offsets) or offsets[0].shape[0] < 2:
+        return
+    longest = int(torch.stack([x.diff().long().cpu() for x in offsets]).sum(0).max())
+    if longest > config.relative_position:
+        verb = "has" if len(offsets) == 1 else "have"
+        raise ValueError(f"{name} {verb} a segment of {longest} rows, more than config.relative_position, {config.relative_position}")
+
+
+def check_times(owner: str, rows: Tensor, config: HSTUConfig, timestamps: Tensor | None, query_timestamps: Tensor | None) -> None:
+    """Check the timestamps of rows, whose owner errors call `owner`."""
+    check_row_timestamps("timestamps", timestamps, owner, rows, config)
+    if query_timestamps is not None:
+        check_row_timestamps("query_timestamps", query_timestamps, owner, rows, config)
+
+
+def check_row_timestamps(name: str, x: Tensor | None, owner: str, rows: Tensor, config: HSTUConfig) -> None:
+    if not config.relative_time:
+        if x is not None:
+            raise ValueError(f"{name} must be None without config.relative_time, got a {type(x).__name__}")
+        return
+    if x is None:
+        raise ValueError(f"{name} must be given with config.relative_time, got None")
+    check_timestamps(name, x)
+    if x.shape[0] != rows.shape[0]:
+        raise ValueError(f"{name} must have one element for each row of {owner}, {rows.shape[0]}, got {x.shape[0]}")
+    if x.device != rows.device:
+        raise ValueError(f"{name} must be on the device of {owner}'s values, {rows.device}, got {x.device}")
+
+
+def next_timestamps(timestamps: Tensor, offsets: Tensor) -> Tensor:
+    """The timestamps of the next rows of the segments, and of a segment's last row its own."""
+    offsets = offsets.to(timestamps.device, non_blocking=True)
+    rows, segments = rows_and_segments(offsets, timestamps.shape[0])
+    return timestamps[torch.minimum(rows + 1, offsets[1:][segments] - 1)]
+
+
+def rows_seen_by_targets(history: Jagged, config: HSTUConfig) -> tuple[Tensor | slice, Tensor | None]:
+    """The rows of the histories that later targets see, and the offsets of these rows. All rows and None if the mask hides none.
+
+    Without a global prefix they are the last rows of a history, so the relative positions of targets to cached rows are those in the whole
+    history.
+
+    All context rows have position id 0, so the context counts as one row here. Targets see all rows of a history of at most max_attn_len
+    rows, and the last max_attn_len rows of a longer one. They see nothing of a history that is shorter than the context: its rows have
+    the same id as the targets. Of these rows they see the last recent_history ones. Besides, they see the rows of the global prefix.
+    """
+    context, limit = config.contextual_seqlen, 0 if config.min_full_attn_seqlen else config.max_attn_len
+    if not (context or limit or config.recent_history):
+        return slice(None), None
+    if config.relative_position and config.global_prefix:
+        raise ValueError(
+            "config.global_prefix must be 0 to cache with relative_position and a limit of the visible rows (contextual_seqlen, "
+            f"max_attn_len, recent_history): cached rows would have gaps between their positions; got {config.global_prefix}"
+        )
+    lengths = history.offsets.diff() if history.host_lengths is None else history.host_lengths
+    if lengths.is_meta:
+        raise ValueError(
+            "history's offsets must be on the host if the config has max_attn_len, recent_history or contextual_seqlen, got meta offsets: "
+            "the number of cached rows depends on their values"
+        )
+    seen = torch.where(lengths < context, 0, lengths)
+    if limit:
+        seen = seen.where(seen <= limit + max(context - 1, 0), limit)
+    if config.recent_history:
+        seen = seen.clamp(max=config.recent_history)
+    total, ends = history.values.shape[0], lengths.cumsum(0)
+    row = torch.arange(total, device=lengths.device)
+    kept = row >= torch.repeat_interleave(ends - seen, lengths, output_size=total)
+    if config.global_prefix:
+        kept |= row < torch.repeat_interleave(ends - lengths + config.global_prefix, lengths, output_size=total)
+        seen = torch.minimum(seen + config.global_prefix, lengths)
+    rows = kept.nonzero().squeeze(1)
+    return rows.to(history.values.device), nnf.pad(seen.cumsum(0), (1, 0)).to(history.offsets.dtype)

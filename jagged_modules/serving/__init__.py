@@ -1,0 +1,1 @@
+"""Serving: caches of users' histories between requests."""

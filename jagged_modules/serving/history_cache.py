@@ -1,0 +1,331 @@
+"""HistoryCache: keys and values of many users' histories, kept between requests."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from array import array
+from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..containers.jagged import Jagged
+from ..containers.key_values import KeyValues
+from ..scalars import check_kind, check_size, is_sequence, to_ints
+from .pages import CacheFull, PageTable, RowRange, row_indices
+
+__all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "HistoryCache"]
+
+
+class CachingLayer(Protocol):
+    """A layer with a cache: `HSTUStack`, `JaggedTargetAttention`, `JaggedGDPA`, or any module with these methods.
+
+    append_reads_cache: whether the keys and values of new events depend on the cached rows.
+    max_cached_rows: how many of the latest rows the next events and targets see; None: all.
+    """
+
+    append_reads_cache: bool
+
+    @property
+    def max_cached_rows(self) -> int | None: ...
+
+    @property
+    def cache(self) -> Callable[..., KeyValues]: ...
+
+    @property
+    def append(self) -> Callable[..., tuple[Any, KeyValues]]: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheStatistics:
+    """The state of a HistoryCache and its counts since it was made.
+
+    users, rows: cached users and rows of all of them, those of other weights too.
+    bytes, max_bytes: of the pages in use, and the budget.
+    hits, misses: users that `missing` found cached, and those it returned.
+    evictions: users that lost their pages to others.
+    """
+
+    users: int
+    rows: int
+    bytes: int
+    max_bytes: int
+    hits: int
+    misses: int
+    evictions: int
+
+
+class HistoryCache:
+    """Keys and values of many users' histories, in pages, with a budget of bytes and least-recently-used eviction.
+
+    The cache belongs to one layer. A user's rows are valid for the weights that computed them: after a change of the layer's parameters
+    (also in place), all users count as not cached until `put` computes their histories anew.
+
+    `select` gathers the rows of a batch of users into one jagged tensor with one index_select. It reads and writes each selected row once:
+    for R rows, 2 · R · layers · H · (key width + value width) elements. The scores of the batch read the same rows.
+
+    All methods are safe to call from several threads. `select` copies the rows, so later calls do not change its result. Calls that write
+    (`put`, `append`, `evict`, `clear`) wait for one another; `select` waits for their page table and their copies, not for their layers.
+
+    Gradients are not supported.
+
+    Args:
+        layer: an `HSTUStack`, `JaggedTargetAttention` or `JaggedGDPA`. Call its `eval()` first if it has dropout.
+        max_bytes: budget of the pages, which are allocated at the first write, on the device and in the dtype of the layer's keys.
+        page_rows: rows of a page. A user's last page is filled in part, on average by half.
+
+    Raises:
+        TypeError, ValueError: an argument has another type or is out of range.
+
+    Example::
+
+        hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
+        cache = jm.HistoryCache(hstu, max_bytes=2**20)
+        cache.put(["ann", "bob"], (torch.randn(5, 32), torch.tensor([0, 2, 5])))       # histories of 2 and 3 events
+        cache.append(["bob"], (torch.randn(1, 32), torch.tensor([0, 1])))              # a new event
+        targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                          # 3 targets of bob, 1 of ann
+        values, offsets = hstu.score(targets, cache.select(["bob", "ann"]))            # [4, 32]
+    """
+
+    def __init__(self, layer: CachingLayer, max_bytes: int, page_rows: int = 16) -> None:
+        check_kind("layer", layer, nn.Module, "a layer with cache and append")
+        for name in ("cache", "append", "append_reads_cache", "max_cached_rows"):
+            if not hasattr(layer, name):
+                raise TypeError(f"layer must be an HSTUStack, JaggedTargetAttention or JaggedGDPA, got {type(layer).__name__}")
+        check_size("max_bytes", max_bytes)
+        check_size("page_rows", page_rows)
+        self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
+        self._weights: tuple[object, ...] = ()
+        self._columns: list[Tensor] = []  # keys and values [rows, layers, H, width], and timestamps [rows] if the layer has them
+        self._table: PageTable | None = None
+        self._hits = self._misses = 0
+        self._writer, self._lock = threading.Lock(), threading.Lock()  # the second guards all attributes
+        self._last_copy: torch.Event | None = None
+
+    # -- users -----------------------------------------------------------------------------------------------------------------
+
+    def __len__(self) -> int:
+        with self._lock:
+            return 0 if self._table is None else len(self._table.users)
+
+    def __contains__(self, user: Hashable) -> bool:
+        with self._lock:
+            return self._is_cached(user, self._current_weights())
+
+    def missing(self, users: Iterable[Hashable]) -> list[Hashable]:
+        """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
+
+        The other users become the most recently used ones, so the next `put` evicts them last.
+        """
+        with self._lock:
+            weights, missing = self._current_weights(), list[Hashable]()
+            for user in users:
+                if self._table is not None and self._is_cached(user, weights):
+                    self._table.touch(user)
+                    self._hits += 1
+                else:
+                    missing.append(user)
+                    self._misses += 1
+            return missing
+
+    def statistics(self) -> CacheStatistics:
+        """Sizes and counts."""
+        with self._lock:
+            table = self._table
+            if table is None:
+                return CacheStatistics(0, 0, 0, self.max_bytes, self._hits, self._misses, 0)
+            size = (table.num_pages - table.num_free) * self._page_bytes()
+            return CacheStatistics(len(table.users), table.num_rows, size, self.max_bytes, self._hits, self._misses, table.evictions)
+
+    # -- rows ------------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def put(self, users: Sequence[Hashable], history: Any, **timestamps: Tensor | None) -> None:
+        """Compute and keep the whole histories of users, in place of what is cached of them.
+
+        Args:
+            users: one hashable key per segment of the history, without repetition.
+            history, timestamps: arguments of the layer's `cache`. A segment may be empty: `append` then adds all its events.
+
+        Raises:
+            TypeError, ValueError: as the layer's `cache`; users are repeated, or not one per segment.
+            ValueError: the layer's dtype, device or sizes are no longer those of the first put.
+            CacheFull: the histories need more than max_bytes. Nothing has changed; a part of the users may fit.
+        """
+        with self._writer:
+            weights = self._current_weights()
+            rows = self.layer.cache(history, **timestamps)
+            self._check_users(users, rows.num_segments, "history")
+            with self._ordered():
+                table = self._allocate(rows)
+                self._write(users, rows, table.replace(users, _lengths(rows), weights))
+
+    @torch.no_grad()
+    def append(self, users: Sequence[Hashable], events: Any, **timestamps: Tensor | None) -> Any:
+        """Compute and keep the next events of cached users.
+
+        Args:
+            users: one key per segment of the events, without repetition. All must be cached: `put` the histories of others first.
+            events, timestamps: arguments of the layer's `append`.
+
+        Returns:
+            What the layer's `append` returns for the events: for an HSTUStack the container with the updated rows, else None.
+
+        Raises:
+            KeyError: a user is not cached with the layer's present weights.
+            TypeError, ValueError: as the layer's `append`; users are repeated, or not one per segment.
+            CacheFull: the histories need more than max_bytes. Nothing has changed.
+        """
+        with self._writer:
+            cached = self.select(users) if self.layer.append_reads_cache else self._empty(users)
+            outputs, added = self.layer.append(events, cached, **timestamps)
+            self._check_users(users, added.num_segments, "events")
+            with self._ordered():
+                table = self._allocate(added)
+                self._write(users, added, table.extend(users, _lengths(added)))
+                if self.layer.max_cached_rows is not None:
+                    for user in users:
+                        table.keep_last(user, self.layer.max_cached_rows)
+            return outputs
+
+    @torch.no_grad()
+    def select(self, users: Sequence[Hashable]) -> KeyValues:
+        """A copy of the keys and values of these users, for the layer's `score`. They become the most recently used ones.
+
+        Args:
+            users: keys of cached users, in any order, also repeated.
+
+        Returns:
+            One segment per user.
+
+        Raises:
+            KeyError: a user is not cached with the layer's present weights.
+        """
+        with self._ordered():
+            table = self._check_cached(users)
+            known = [table.touch(user) for user in users]
+            return self._gather([RowRange(x.pages, x.first, x.length) for x in known])
+
+    def evict(self, users: Iterable[Hashable]) -> None:
+        """Forget users. Those that are not cached are ignored."""
+        with self._writer, self._lock:
+            for user in users:
+                if self._table is not None and user in self._table.users:
+                    self._table.drop(user)
+
+    def clear(self) -> None:
+        """Forget all users. The pages stay allocated."""
+        with self._writer, self._lock:
+            if self._table is not None:
+                self._table = PageTable(self._table.num_pages, self.page_rows)
+
+    # -- inside ----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _ordered(self) -> Generator[None]:
+        """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which may be on another stream."""
+        with self._lock:
+            if self._last_copy is not None:
+                torch.cuda.current_stream(self._columns[0].device).wait_event(self._last_copy)
+            yield
+            if self._columns and self._columns[0].is_cuda:
+                self._last_copy = torch.cuda.current_stream(self._columns[0].device).record_event()
+
+    def _current_weights(self) -> tuple[object, ...]:
+        """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
+        layer: Any = self.layer
+        tensors: list[Tensor] = [*layer.parameters(), *layer.buffers()]
+        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        if weights != self._weights:
+            self._weights = weights  # one object for all users
+        return self._weights
+
+    def _is_cached(self, user: Hashable, weights: tuple[object, ...]) -> bool:
+        return self._table is not None and user in self._table.users and self._table.users[user].weights == weights
+
+    def _check_cached(self, users: Sequence[Hashable]) -> PageTable:
+        weights = self._current_weights()
+        for user in users:
+            if self._is_cached(user, weights):
+                continue
+            stale = self._table is not None and user in self._table.users
+            raise KeyError(f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}: put the history first")
+        if self._table is None:
+            raise KeyError("select needs at least one user before the first put")
+        return self._table
+
+    def _check_users(self, users: Sequence[Hashable], segments: int, name: str) -> None:
+        if not is_sequence(users):
+            raise TypeError(f"users must be a list or a tuple of keys, got {type(users).__name__}")
+        if len(users) != segments:
+            raise ValueError(f"users must be one per segment of {name}, {segments}, got {len(users)}")
+        if len(set(users)) != len(users):
+            repeated = next(user for i, user in enumerate(users) if user in users[:i])
+            raise ValueError(f"users must not be repeated, got {repeated!r} twice")
+
+    def _page_bytes(self) -> int:
+        return self.page_rows * sum(x[0].numel() * x.element_size() for x in self._columns)
+
+    def _allocate(self, rows: KeyValues) -> PageTable:
+        """The page table; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
+        self._check_kind(rows)
+        if self._table is None:
+            first = rows.layers[0].values
+            shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((len(rows.layers), *first.shape[1:]), first.dtype)]
+            if rows.timestamps is not None:
+                shapes.append(((), torch.int64))
+            with torch.inference_mode(False):  # later calls may write outside of it
+                row_bytes = sum(torch.empty(shape, dtype=dtype).nbytes for shape, dtype in shapes)
+                num_pages = self.max_bytes // (row_bytes * self.page_rows)
+                if not num_pages:
+                    raise CacheFull(
+                        f"max_bytes must be at least a page of {self.page_rows} rows, {row_bytes * self.page_rows}, got {self.max_bytes}"
+                    )
+                self._columns = [torch.empty(num_pages * self.page_rows, *x, dtype=dtype, device=first.device) for x, dtype in shapes]
+            self._table = PageTable(num_pages, self.page_rows)
+        return self._table
+
+    def _check_kind(self, rows: KeyValues) -> None:
+        if self._table is None:
+            return
+        pages, first = self._columns[0], rows.layers[0].values
+        found = (len(rows.layers), *first.shape[1:]), first.dtype, first.device, rows.timestamps is not None
+        expected = tuple(pages.shape[1:]), pages.dtype, pages.device, len(self._columns) > 1
+        for name, x, own in zip(("shape", "dtype", "device", "timestamps"), found, expected):
+            if x != own:
+                raise ValueError(f"the layer's keys and values must keep the {name} of the first put, {own}, got {x}")
+
+    def _write(self, users: Sequence[Hashable], rows: KeyValues, ranges: Sequence[RowRange]) -> None:
+        """Copy the rows to these ranges. If that fails, for example without memory, the users are forgotten."""
+        try:
+            index, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
+            for i, layer in enumerate(rows.layers):
+                self._columns[0][:, i].index_copy_(0, index, layer.values)
+            if rows.timestamps is not None:
+                self._columns[1].index_copy_(0, index, rows.timestamps)
+        except BaseException:
+            for user in users:
+                if self._table is not None:
+                    self._table.drop(user)
+            raise
+
+    def _gather(self, ranges: Sequence[RowRange]) -> KeyValues:
+        index, offsets, lengths = row_indices(ranges, self.page_rows, self._columns[0].device)
+        values, *times = (x.index_select(0, index) for x in self._columns)
+        layers = values.unbind(1)
+        first = Jagged(layers[0], offsets, host_lengths=lengths)
+        return KeyValues((first, *(first.with_values(x) for x in layers[1:])), *times)
+
+    def _empty(self, users: Sequence[Hashable]) -> KeyValues:
+        """No rows of these users, who must be cached."""
+        with self._lock:
+            self._check_cached(users)
+            return self._gather([RowRange(array("q"), 0, 0)] * len(users))
+
+
+def _lengths(rows: KeyValues) -> list[int]:
+    lengths = rows.layers[0].host_lengths
+    return to_ints(rows.layers[0].offsets.diff() if lengths is None else lengths)

@@ -1,0 +1,150 @@
+"""Pages: rows of many users in pages of fixed size, with a page table on the host and least-recently-used eviction.
+
+    user → the pages of the user          row r of a user is row  page[(first + r) // page_rows] · page_rows + (first + r) % page_rows
+
+A user's rows need not be adjacent, so that they can grow, and the pages of an evicted user serve any other user.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from array import array
+from collections import OrderedDict
+from collections.abc import Collection, Hashable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..containers.offsets import segments_and_positions
+
+
+class CacheFull(ValueError):
+    """The rows of one call need more pages than the budget has."""
+
+
+@dataclasses.dataclass
+class UserPages:
+    """The pages of one user: rows first to first + length of them.
+
+    weights: the version of the weights that computed the rows.
+    """
+
+    weights: tuple[object, ...]
+    pages: array[int] = dataclasses.field(default_factory=lambda: array("q"))
+    first: int = 0
+    length: int = 0
+
+
+class RowRange(NamedTuple):
+    """Rows begin to begin + length of a user's pages."""
+
+    pages: array[int]
+    begin: int
+    length: int
+
+
+class PageTable:
+    """Which pages hold the rows of which user. Users are ordered by their last use.
+
+    Args:
+        num_pages: number of pages.
+        page_rows: rows of a page.
+    """
+
+    def __init__(self, num_pages: int, page_rows: int) -> None:
+        self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
+        self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
+        self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
+
+    @property
+    def num_free(self) -> int:
+        return self.num_pages - self._unused + len(self._freed)
+
+    def touch(self, user: Hashable) -> UserPages:
+        """The pages of a user, who becomes the most recently used one."""
+        self.users.move_to_end(user)
+        return self.users[user]
+
+    def drop(self, user: Hashable) -> None:
+        x = self.users.pop(user)
+        self._freed.extend(x.pages)
+        self.num_rows -= x.length
+
+    def replace(self, users: Sequence[Hashable], lengths: Sequence[int], weights: tuple[object, ...]) -> list[RowRange]:
+        """Give each user pages for a history of this length in place of those that the user has. Returns the rows to write."""
+        self._check(sum(self._pages_of(length) for length in lengths), len(users))
+        for user in users:
+            if user in self.users:
+                self.drop(user)
+            self.users[user] = UserPages(weights)
+        return self.extend(users, lengths)
+
+    def extend(self, users: Sequence[Hashable], lengths: Sequence[int]) -> list[RowRange]:
+        """Give each user pages for so many more rows. Returns the rows to write."""
+        known = [self.touch(user) for user in users]
+        ends = [x.first + x.length + length for x, length in zip(known, lengths)]
+        self._check(sum(self._pages_of(end) for end in ends), len(users))
+        self._make_room(sum(self._pages_of(end) - len(x.pages) for x, end in zip(known, ends)), set(users))
+        ranges: list[RowRange] = []
+        for x, length, end in zip(known, lengths, ends):
+            while len(x.pages) < self._pages_of(end):
+                x.pages.append(self._take())
+            ranges.append(RowRange(x.pages, end - length, length))
+            x.length += length
+        self.num_rows += sum(lengths)
+        return ranges
+
+    def keep_last(self, user: Hashable, rows: int) -> None:
+        """Drop all but the last rows of a user, and free the pages before them."""
+        x = self.users[user]
+        if x.length <= rows:
+            return
+        self.num_rows -= x.length - rows
+        x.first, x.length = x.first + x.length - rows, rows
+        unused = x.first // self.page_rows
+        self._freed.extend(x.pages[:unused])
+        x.pages, x.first = x.pages[unused:], x.first % self.page_rows
+
+    def _pages_of(self, rows: int) -> int:
+        return -(-rows // self.page_rows)
+
+    def _check(self, pages: int, users: int) -> None:
+        if pages > self.num_pages:
+            raise CacheFull(
+                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows, but the histories of these {users} users need {pages}"
+            )
+
+    def _make_room(self, pages: int, keep: Collection[Hashable]) -> None:
+        """Evict the least recently used users, but none of `keep`, until so many pages are free."""
+        while self.num_free < pages:
+            self.drop(next(user for user in self.users if user not in keep))
+            self.evictions += 1
+
+    def _take(self) -> int:
+        if self._freed:
+            return self._freed.pop()
+        self._unused += 1
+        return self._unused - 1
+
+
+def row_indices(ranges: Sequence[RowRange], page_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of storage of these ranges, one after another: int64 `[L]`; the offsets `[B + 1]` of the ranges, both on the device; and
+    their lengths `[B]` on the host."""
+    pages = array("q")
+    firsts: list[int] = []  # row of the range in the concatenated pages
+    for x in ranges:
+        firsts.append(len(pages) * page_rows + x.begin)
+        pages.extend(x.pages)
+    lengths = torch.tensor([x.length for x in ranges], dtype=torch.int64)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    total = int(offsets[-1])
+    table, first, offsets = (x.to(device, non_blocking=True) for x in (_to_tensor(pages), torch.tensor(firsts), offsets))
+    segments, positions = segments_and_positions(offsets, total)
+    positions = positions + first[segments] if total else positions
+    return table[positions // page_rows] * page_rows + positions % page_rows, offsets, lengths
+
+
+def _to_tensor(pages: array[int]) -> Tensor:
+    """int64, without a copy."""
+    return torch.frombuffer(pages, dtype=torch.int64) if pages else torch.empty(0, dtype=torch.int64)

@@ -1,0 +1,41 @@
+"""A running service for tests over real sockets. It needs the extra "serve"."""
+
+import re
+import socket
+import threading
+import time
+
+import httpx
+import uvicorn
+from serving_app import Service, ServiceLimits, make_app
+from serving_batcher import Limits
+
+LIMITS = ServiceLimits(Limits(max_queue=8, max_wait=0.002), max_candidates=50, max_events=20, max_body=20_000, deadline=30.0)
+
+
+class Running:
+    """A service behind uvicorn in a thread, and a client."""
+
+    def __init__(self, service: Service):
+        self.service = service
+        self.server = uvicorn.Server(uvicorn.Config(make_app(service), port=0, log_level="error"))
+        listener = socket.create_server(("127.0.0.1", 0))
+        self.address = listener.getsockname()
+        self.thread = threading.Thread(target=self.server.run, args=([listener],))
+        self.thread.start()
+        while not self.server.started:
+            time.sleep(0.01)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{self.address[1]}", timeout=30)
+
+    def rank(self, body) -> httpx.Response:
+        return self.client.post("/rank", json=body)
+
+    def metric(self, name: str) -> float:
+        """The value of a metric by its name with labels."""
+        found = re.search(rf"^{re.escape(name)} (\S+)$", self.client.get("/metrics").text, re.MULTILINE)
+        return float(found[1]) if found else 0.0
+
+    def stop(self) -> None:
+        self.server.should_exit = True
+        self.thread.join(30)
+        self.client.close()

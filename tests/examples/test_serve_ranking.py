@@ -1,0 +1,103 @@
+"""The program itself: starts from one command, answers all requests before it stops, and comes back after it was killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
+    pytest.importorskip(_name, reason='needs the extra "serve"')
+
+import httpx  # noqa: E402
+import serve_ranking  # noqa: E402
+
+ROOT = Path(__file__).parents[2]
+
+
+class Program:
+    """python examples/serve_ranking.py, and a client."""
+
+    def __init__(self, *arguments):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+        paths = [str(ROOT), str(ROOT / "kernels"), *sys.path]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"}
+        command = [
+            sys.executable,
+            str(ROOT / "examples" / "serve_ranking.py"),
+            "--device",
+            "cpu",
+            "--port",
+            str(port),
+            *map(str, arguments),
+        ]
+        self.process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=30)
+        end = time.monotonic() + 120
+        while not self.is_healthy():
+            assert self.process.poll() is None and time.monotonic() < end, self.process.communicate()[0]
+            time.sleep(0.1)
+
+    def is_healthy(self) -> bool:
+        try:
+            return self.client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def rank(self, user: int) -> httpx.Response:
+        return self.client.post("/rank", json={"user": user, "candidates": [5, 6, 7]})
+
+    def end(self, number: signal.Signals) -> int:
+        self.process.send_signal(number)
+        return self.process.wait(60)
+
+
+def test_a_terminated_program_answers_all_requests(served):
+    program = Program("--weights", served["attention"], "--max-wait-ms", 800)
+    with ThreadPoolExecutor(10) as threads:
+        answers = [threads.submit(program.rank, user) for user in range(10)]
+        time.sleep(0.4)  # they wait for others of their batch
+        assert program.end(signal.SIGTERM) in (0, -signal.SIGTERM)
+        assert [answer.result().status_code for answer in answers] == [200] * 10
+    assert not program.is_healthy()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "hstu"])
+def test_a_killed_program_serves_the_same_scores_after_a_restart(served, name):
+    scores = []
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        program = Program("--weights", served[name])
+        scores.append([program.rank(user).json()["scores"] for user in (1, 2, 1)])
+        program.end(number)
+    assert scores[0] == scores[1]
+
+
+@pytest.mark.slow
+def test_without_weights_a_small_model_is_trained_once(tmp_path):
+    for _ in range(2):
+        program = Program("--out", tmp_path)
+        assert program.rank(1).status_code == 200
+        program.end(signal.SIGTERM)
+        output = program.process.communicate()[0]
+    assert "training a small model" not in output
+    assert (tmp_path / "attention" / "weights.pt").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--weights", "nowhere.pt"], "serve_ranking: .*No such file or directory: 'nowhere.pt'"),
+        (["--weights", str(ROOT / "README.md")], "serve_ranking: .*README.md is not a file of weights"),
+        (["--device", "no"], "serve_ranking: device must be auto, cpu, cuda, cuda:0, ..., not 'no'"),
+    ],
+)
+def test_bad_options_end_with_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=message):
+        serve_ranking.main(arguments)

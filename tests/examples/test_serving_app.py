@@ -1,0 +1,353 @@
+"""The HTTP interface over real sockets: every fault gets a clear answer, is counted, and the next request is served."""
+
+import asyncio
+import contextlib
+import json
+import math
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from checkpoints import load_weights
+
+from .serving import Requests, ranker_of
+
+for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
+    pytest.importorskip(_name, reason='needs the extra "serve"')
+
+import httpx  # noqa: E402
+from serving_app import Service  # noqa: E402
+
+from .running import LIMITS, Running  # noqa: E402
+
+GOOD = {"user": 3, "candidates": [5, 6, 7]}
+
+
+@pytest.fixture(scope="module")
+def shared(served):
+    """One service of the ranking model for tests that leave it as it was."""
+    running = Running(Service(ranker_of(served["attention"]), LIMITS))
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def start(served):
+    """name of a model, limits, reload → a service of its own."""
+    with contextlib.ExitStack() as stack:
+
+        def running(name="attention", limits=LIMITS, reload=None, cache_bytes=10**7):
+            service = Service(ranker_of(served[name], cache_bytes), limits)
+            if reload is not None:
+                service._reload = lambda: reload(service.ranker)
+            running = Running(service)
+            stack.callback(running.stop)
+            return running
+
+        yield running
+
+
+def assert_serves(running: Running, body=GOOD) -> list[float]:
+    """The next request is served."""
+    answer = running.rank(body)
+    assert answer.status_code == 200, answer.text
+    scores = answer.json()["scores"]
+    assert len(scores) == len(body["candidates"]) and all(map(lambda x: x == x, scores))
+    return scores
+
+
+@pytest.mark.parametrize("name", ["attention", "hstu"])
+def test_scores_are_those_of_the_ranker(start, served, name):
+    """After new events too, which the next request finds in the history."""
+    running, offline = start(name), ranker_of(served[name], 0)
+    requests, scored = Requests(offline), 0
+    for events in (0, 2, 0, 1):
+        request = requests.of(3, events=events)
+        scored += len(request.candidates)
+        ratings = offline.ratings or [None]
+        events = [{"item": int(i), "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
+        scores = assert_serves(running, {"user": 3, "candidates": request.candidates.tolist(), "events": events})
+        torch.testing.assert_close(torch.tensor(scores), offline.score([request])[0])
+    assert running.metric('rank_requests_total{status="200"}') == 4
+    assert running.metric("rank_candidates_total") == scored
+    assert running.metric('rank_stage_seconds_count{stage="score"}') == 4 == running.metric("rank_seconds_count")
+
+
+MANY, NAN = list(range(51)), math.nan
+FAULTS = {  # a request → status, error
+    "unknown user": ({**GOOD, "user": 25}, 404, "no user 25: users are 0 to 24"),
+    "negative user": ({**GOOD, "user": -1}, 404, "no user -1: users are 0 to 24"),
+    "no candidates": ({**GOOD, "candidates": []}, 422, "body.candidates: List should have at least 1 item after validation, not 0"),
+    "too many candidates": ({**GOOD, "candidates": MANY}, 413, "candidates must be at most 50, got 51"),
+    "unknown item": ({**GOOD, "candidates": [1, 10**6]}, 422, "candidates must be items from 0 to 861, got 1000000"),
+    "over-long history": ({**GOOD, "events": [{"item": 1, "rating": 4}] * 21}, 413, "events must be at most 20, got 21"),
+    "unknown rating": ({**GOOD, "events": [{"item": 1, "rating": 4.5}]}, 422, "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got 4.5"),
+    "no rating": ({**GOOD, "events": [{"item": 1}]}, 422, "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got None"),
+    "NaN rating": ({**GOOD, "events": [{"item": 1, "rating": NAN}]}, 422, "body.events.0.rating: Input should be a finite number"),
+    "infinite deadline": ({**GOOD, "deadline_ms": math.inf}, 422, "body.deadline_ms: Input should be a finite number"),
+    "text for a number": ({**GOOD, "user": "x"}, 422, "body.user: Input should be a valid integer, unable to parse string as an integer"),
+    "unknown field": ({**GOOD, "pickle": "x"}, 422, "body.pickle: Extra inputs are not permitted"),
+    "malformed JSON": ('{"user": 3, ', 400, None),
+    "no JSON": (b"\x80\x04\x95pickle", 400, None),
+    "large body": ({**GOOD, "candidates": [1] * 20_000}, 413, "the body must be at most 20000 bytes, got 60027"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body, status, error", FAULTS.values(), ids=FAULTS)
+def test_bad_requests(shared, body, status, error):
+    """Each is answered, counted, and does not change the user's history."""
+    length, before = shared.service.ranker.histories.length(3), shared.metric(f'rank_requests_total{{status="{status}"}}')
+    content = body if isinstance(body, (str, bytes)) else json.dumps(body)
+    answer = shared.client.post("/rank", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == status, answer.text
+    found = answer.json()["error"]
+    assert found == error if error else found
+    counted = shared.metric(f'rank_requests_total{{status="{status}"}}') - before
+    assert counted == 1
+    assert shared.service.ranker.histories.length(3) == length
+    assert_serves(shared)
+
+
+def test_a_body_of_unknown_length_is_limited(shared):
+    answer = shared.client.post("/rank", content=iter([b" " * 5000] * 10), headers={"content-type": "application/json"})
+    assert answer.status_code == 413 and answer.json()["error"] == "the body must be at most 20000 bytes"
+    assert_serves(shared)
+
+
+def test_a_user_without_events_of_a_next_item_model(start):
+    running = start("hstu")
+    running.service.ranker.histories._offsets[:] = 0
+    answer = running.rank(GOOD)
+    assert answer.status_code == 422 and answer.json()["error"] == "user 3 has no events yet: send some in 'events'"
+    assert_serves(running, {**GOOD, "events": [{"item": 4}]})
+
+
+def test_health_page_and_unknown_paths(shared):
+    assert shared.client.get("/health").json() == {"status": "ok", "weights_version": 1, "queue": 0}
+    page = shared.client.get("/")
+    assert page.headers["content-type"].startswith("text/html") and "<html" in page.text
+    assert shared.client.get("/nowhere").status_code == 404
+    assert shared.client.get("/rank").status_code == 405
+
+
+def test_the_events_of_a_user_and_attention_weights(shared):
+    found = shared.client.get("/users/3", params={"candidates": [5, 6]}).json()
+    assert found["user"] == 3 and len(found["events"]) == 50 and found["held_out"]
+    assert set(found["events"][0]) == {"item", "rating"}
+    assert [len(x) for x in found["attention"]] == [50, 50] and all(0 < sum(x) <= 1.0001 for x in found["attention"])
+    assert "attention" not in shared.client.get("/users/3").json()
+    assert shared.client.get("/users/99").status_code == 404
+    assert shared.client.get("/users/3", params={"candidates": [-5]}).status_code == 422
+
+
+class Hold:
+    """Makes the ranker wait inside `score` until released."""
+
+    def __init__(self, service: Service):
+        self.released, self.entered, self.users = threading.Event(), threading.Event(), []
+        score = service.ranker.score
+
+        def held(requests):
+            self.entered.set()
+            assert self.released.wait(30)
+            self.users += [x.user for x in requests]
+            return score(requests)
+
+        service.ranker.score = held
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def test_a_full_queue_is_answered_with_429(start):
+    running = start()
+    hold = Hold(running.service)
+    with ThreadPoolExecutor(40) as threads:
+        first = threads.submit(running.rank, {**GOOD, "user": 24})
+        assert hold.entered.wait(30)
+        answers = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(20)]
+        wait_until(lambda: sum(x.done() for x in answers) == 12)
+        assert running.metric("rank_queue_length") == 8
+        hold.released.set()
+        statuses = [x.result().status_code for x in [first, *answers]]
+    assert statuses.count(200) == 9 and statuses.count(429) == 12
+    assert running.metric('rank_requests_total{status="429"}') == 12
+    assert_serves(running)
+
+
+def test_a_deadline(start):
+    running = start()
+    hold = Hold(running.service)
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(running.rank, GOOD)
+        assert hold.entered.wait(30)
+        late = threads.submit(running.rank, {**GOOD, "user": 4, "deadline_ms": 10})
+        wait_until(lambda: len(running.service.batcher) == 1)
+        time.sleep(0.05)
+        hold.released.set()
+        assert first.result().status_code == 200 and late.result().status_code == 504
+    assert "the deadline passed in the queue" in late.result().json()["error"]
+    assert running.metric("rank_late") == 1 and hold.users == [3]
+    assert_serves(running)
+
+
+def test_a_client_that_leaves(start):
+    """Its request is dropped from the queue."""
+    running = start()
+    hold = Hold(running.service)
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(running.rank, GOOD)
+        assert hold.entered.wait(30)
+
+        async def leave():
+            async with httpx.AsyncClient(base_url=running.client.base_url) as client:
+                task = asyncio.create_task(client.post("/rank", json={**GOOD, "user": 4}))
+                while len(running.service.batcher) == 0:
+                    await asyncio.sleep(0.005)
+                task.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await task
+
+        asyncio.run(leave())
+        wait_until(lambda: running.metric('rank_requests_total{status="499"}') == 1)
+        hold.released.set()
+        assert first.result().status_code == 200
+    assert_serves(running)
+    assert hold.users == [3, 3] and running.metric("rank_cancelled") == 1
+
+
+def test_out_of_memory_is_split(start):
+    running = start()
+    score = running.service.ranker.score
+
+    def limited(requests):
+        if sum(len(x.candidates) for x in requests) > 4:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return score(requests)
+
+    body = {"user": 3, "candidates": list(range(10)), "events": [{"item": 1, "rating": 4}] * 2}
+    length = running.service.ranker.histories.length(3)
+    running.service.ranker.score = limited
+    scores = assert_serves(running, body)
+    assert running.metric("rank_splits") == 3 and running.service.ranker.histories.length(3) == length + 2
+    running.service.ranker.score = score
+    assert assert_serves(running, {**body, "events": []}) == pytest.approx(scores, rel=1.3e-6, abs=1e-5)
+
+
+def test_out_of_memory_without_end(start):
+    running = start()
+    score = running.service.ranker.score
+    running.service.ranker.score = lambda requests: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory"))
+    answer = running.rank(GOOD)
+    assert answer.status_code == 503 and answer.json() == {"error": "CUDA out of memory"}
+    running.service.ranker.score = score
+    assert_serves(running)
+
+
+def test_a_worker_that_is_killed(start):
+    running = start()
+    score = running.service.ranker.score
+
+    def killed(requests):
+        running.service.ranker.score = score
+        raise SystemExit
+
+    running.service.ranker.score = killed
+    answer = running.rank(GOOD)
+    assert answer.status_code == 503 and answer.json()["error"] == "the scoring thread ended: SystemExit"
+    assert_serves(running)
+    assert running.metric("rank_restarts") == 1 and running.client.get("/health").status_code == 200
+
+
+def test_scores_that_are_not_finite_fail_alone(start):
+    """The embedding of item 40 is NaN: the request with it fails, another of the same batch does not."""
+    running = start()
+    hold = Hold(running.service)
+    with torch.no_grad():
+        running.service.ranker.model.sequences.embeddings["item"].weight[40] = float("nan")
+    with ThreadPoolExecutor(4) as threads:
+        first = threads.submit(running.rank, {**GOOD, "user": 9})
+        assert hold.entered.wait(30)
+        seen = {user for user in range(25) if 40 in running.service.ranker.histories.window(user, _none(), 200).item}
+        bad_user, good_user = [user for user in range(9) if user not in seen][:2]
+        bad, good = (threads.submit(running.rank, {"user": u, "candidates": c}) for u, c in ((bad_user, [5, 40]), (good_user, [5, 6])))
+        wait_until(lambda: len(running.service.batcher) == 2)
+        hold.released.set()
+        assert bad.result().status_code == 500 and bad.result().json()["error"] == "the model's scores are not finite"
+        assert good.result().status_code == first.result().status_code == 200
+    assert_serves(running, {"user": bad_user, "candidates": [5, 6]})
+
+
+def _none():
+    from serving_rankers import NONE
+
+    return NONE
+
+
+def test_an_error_of_the_model(start):
+    running = start()
+    score = running.service.ranker.score
+    running.service.ranker.score = lambda requests: 1 / 0
+    answer = running.rank(GOOD)
+    assert answer.status_code == 500 and answer.json()["error"] == "ZeroDivisionError in the model"
+    running.service.ranker.score = score
+    assert_serves(running)
+
+
+def test_new_weights_between_batches(start, served):
+    """Under load, every answer has the scores of the version that it names."""
+
+    def reload(ranker):
+        ranker.load(load_weights(served["attention"]))
+        with torch.no_grad():
+            ranker.model.head.over[3].bias += 1
+
+    running = start(reload=reload)
+    before = assert_serves(running)
+    with ThreadPoolExecutor(3) as threads:
+        answers = [threads.submit(running.rank, GOOD) for _ in range(6)]
+        assert running.client.post("/reload").json() == {"weights_version": 2}
+        answers += [threads.submit(running.rank, GOOD) for _ in range(6)]
+        found = [x.result().json() for x in answers]
+    assert {x["weights_version"] for x in found} == {1, 2}
+    for answer in found:
+        scores = [x + answer["weights_version"] - 1 for x in before]
+        assert answer["scores"] == pytest.approx(scores, rel=1.3e-6, abs=1e-5)
+    assert running.service.ranker.counts["encoded"] == 2, "the cached history was of other weights"
+
+
+def test_weights_that_cannot_be_loaded(start):
+    def refuse(ranker):
+        raise ValueError("the weights are of another model: x differ")
+
+    running = start(reload=refuse)
+    before = assert_serves(running)
+    answer = running.client.post("/reload")
+    assert answer.status_code == 409 and answer.json()["error"] == "the weights are of another model: x differ"
+    assert assert_serves(running) == before and running.client.get("/health").json()["weights_version"] == 1
+    running.service._reload = None
+    assert running.client.post("/reload").status_code == 409
+
+
+def test_a_shutdown_answers_all_requests(start):
+    running = start()
+    hold = Hold(running.service)
+    with ThreadPoolExecutor(9) as threads:
+        first = threads.submit(running.rank, GOOD)
+        assert hold.entered.wait(30)
+        waiting = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(4, 12)]
+        wait_until(lambda: len(running.service.batcher) == 8)
+        running.server.should_exit = True
+        time.sleep(0.2)
+        hold.released.set()
+        assert [x.result().status_code for x in [first, *waiting]] == [200] * 9
+    running.thread.join(30)
+    assert not running.thread.is_alive() and not running.service.batcher.is_alive()
+    with pytest.raises(httpx.ConnectError):
+        running.rank(GOOD)

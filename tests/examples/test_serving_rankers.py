@@ -1,0 +1,229 @@
+"""Rankers: cached scores equal those of the whole model, failures change nothing, served scores equal the offline evaluation."""
+
+import os
+import pickle
+
+import numpy as np
+import pytest
+import torch
+import train_dlrm
+import train_hstu
+from checkpoints import export_weights, load_weights
+from ranking_data import RankingDataset
+from serving_rankers import NONE, NewEvents, Request, options_of
+from training import rank_unseen
+
+import jagged_modules as jm
+
+from .serving import CACHE, CPU, PROGRAMS, Requests, ranker_of, train
+
+NAMES = list(PROGRAMS)
+every_model = pytest.mark.parametrize("name", NAMES)
+
+
+def assert_same_scores(found, expected):
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+@every_model
+def test_cached_scores_equal_those_without_a_cache(served, name):
+    """Of 40 batches with new events, until some histories outgrow the model's window; in a cache that evicts, too."""
+    rankers = [ranker_of(served[name], cache) for cache in (0, CACHE, {"attention": 100_000, "hstu": 200_000}[name])]
+    requests = Requests(rankers[0])
+    for _ in range(40):
+        batch = requests.batch()
+        expected, *found = (ranker.score(batch) for ranker in rankers)
+        for scores in found:
+            assert_same_scores(scores, expected)
+    _, large, small = rankers
+    assert large.counts["reused"] > 20 and large.cache.statistics().evictions == 0
+    assert small.cache.statistics().evictions > 20
+    assert rankers[0].counts == {"reused": 0, "appended": 0, "encoded": 200}
+    if name == "hstu":
+        assert large.counts["appended"] > 5
+        assert max(large.histories.length(user) for user in range(25)) > large.max_history
+
+
+@every_model
+def test_scores_of_a_history_of_one_event_that_grows(served, name):
+    whole, cached = ranker_of(served[name], 0), ranker_of(served[name])
+    for ranker in (whole, cached):
+        ranker.histories._offsets[:] = 0  # nobody has events
+    requests = Requests(whole)
+    for events in (1, 0, 1, 2, 0):
+        batch = [requests.of(3, events=events)]
+        assert_same_scores(cached.score(batch), whole.score(batch))
+
+
+@every_model
+def test_several_requests_of_a_user(served, name):
+    """Scored together, after the events of the first, in the order of the requests."""
+    together, alone = ranker_of(served[name]), ranker_of(served[name], 0)
+    requests = Requests(alone)
+    for _ in range(3):
+        batch = [requests.of(user, events=events) for user, events in ((7, 2), (3, 0), (7, 0), (9, 1), (3, 0), (7, 0))]
+        assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
+
+
+@every_model
+def test_a_failure_changes_nothing(served, name, monkeypatch):
+    """An error after the cache was written: the events are not stored, and the next scores are right."""
+    ranker, whole = ranker_of(served[name]), ranker_of(served[name], 0)
+    requests = Requests(ranker)
+    warm, failing, after = [requests.of(1)], [requests.of(1, events=2), requests.of(2, events=1)], [requests.of(1), requests.of(2)]
+    ranker.score(warm)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "float", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            ranker.score(failing)
+    assert_same_scores(ranker.score(after), whole.score(after))
+    assert_same_scores(ranker.score(failing), whole.score(failing))
+
+
+@every_model
+def test_a_batch_that_the_cache_has_no_room_for(served, name):
+    ranker = ranker_of(served[name], 40_000)
+    with pytest.raises(jm.CacheFull):
+        ranker.score([Requests(ranker).of(user) for user in range(12)])
+
+
+@every_model
+def test_other_weights(served, name, tmp_path):
+    """After a reload, scores are those of the new weights, for cached users too. Weights of another model are refused."""
+    ranker, other = ranker_of(served[name]), train(tmp_path, name, "--seed", "1")
+    batch = Requests(ranker).batch()
+    before = ranker.score([Request(x.user, x.candidates) for x in batch])
+    fresh = ranker_of(served[name], 0)
+    for x in (ranker, fresh):
+        x.model.load_state_dict({key: value + 0.01 if value.is_floating_point() else value for key, value in x.model.state_dict().items()})
+    batch = [Request(x.user, x.candidates) for x in batch]
+    after = ranker.score(batch)
+    assert_same_scores(after, fresh.score(batch))
+    assert not any(torch.equal(x, y) for x, y in zip(before, after))
+    ranker.load(load_weights(served[name]))
+    assert_same_scores(ranker.score(batch), before)
+    larger = train(tmp_path, name, "--embedding-dim", "32")
+    assert larger == other
+    with pytest.raises(ValueError, match="^the weights are of another model: .* differ$"):
+        ranker.load(load_weights(larger))
+    assert_same_scores(ranker.score(batch), before)
+
+
+# -- logged against served -----------------------------------------------------------------------------------------------------
+
+
+def test_served_scores_equal_the_offline_evaluation_of_a_ranking_model(served):
+    """Each chunk of the test split as a request: its candidates, after the events since the user's chunk before."""
+    ranker, weights = ranker_of(served["attention"]), load_weights(served["attention"])
+    dataset: RankingDataset = train_dlrm.load_datasets(options_of(train_dlrm, weights.settings, None))["test"]
+    chunks, log = dataset.chunks, dataset.log
+    offline, known = ranker_of(served["attention"], 0).model, {}
+    compared = 0
+    for chunk in range(len(chunks)):
+        user, end = int(log.user[chunks.start[chunk]]), int(chunks.history_end[chunk])
+        first = np.searchsorted(log.user, user)
+        begin = known.get(user, int(first) + ranker.histories.length(user))
+        new = slice(begin, max(begin, end))
+        if end < begin:
+            continue  # ties: events at the time of the split are in the served history already
+        request = Request(user, log.item[chunks.start[chunk] : chunks.end[chunk]], NewEvents(log.item[new], dataset.rating_index[new]))
+        with torch.no_grad():
+            expected = offline(dataset[[chunk]])
+        torch.testing.assert_close(ranker.score([request])[0], expected)
+        known[user] = max(begin, end)
+        compared += len(expected)
+    assert compared > 0.9 * len(dataset.labels()) and ranker.counts["encoded"] > 0
+
+
+def test_served_scores_equal_the_offline_evaluation_of_a_next_item_model(served):
+    """Scores of all items after the history of the test split, whose last event comes with the request; and the target's rank."""
+    ranker, weights = ranker_of(served["hstu"]), load_weights(served["hstu"])
+    dataset = train_hstu.load_datasets(options_of(train_hstu, weights.settings, None))["test"]
+    model, everything = ranker_of(served["hstu"], 0).model, np.arange(ranker.histories.num_items)
+    users = dataset.log.user[dataset.windows.end]
+    batch = dataset[list(range(len(dataset)))].add_rivals(torch.from_numpy(everything))
+    with torch.no_grad():
+        vectors = model(batch)
+    last = batch.last_inputs()
+    expected = vectors.queries[last] @ vectors.rivals.T
+    found = torch.stack([ranker.score([Request(int(user), everything)])[0] for user in users])
+    torch.testing.assert_close(found, expected)
+    again = torch.stack(ranker.score([Request(int(user), everything, NONE) for user in users]))
+    torch.testing.assert_close(again, expected)
+    ranks = [rank_unseen(scores, batch.targets[last], batch.seen["seen"]) for scores in (found, expected)]
+    assert torch.equal(*ranks)
+
+
+# -- files of weights ----------------------------------------------------------------------------------------------------------
+
+
+class Payload:
+    """A pickle that would make a folder when it is read."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize("save", [torch.save, lambda x, path: path.write_bytes(pickle.dumps(x))], ids=["torch.save", "pickle"])
+def test_a_file_of_weights_runs_no_code(tmp_path, save):
+    save({"settings": {}, "tensors": Payload(tmp_path / "ran")}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="weights.pt is not a file of weights"):
+        load_weights(tmp_path / "weights.pt")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"abc", b"PK\x03\x04"])
+def test_a_file_that_is_none_of_weights(tmp_path, content):
+    (tmp_path / "weights.pt").write_bytes(content)
+    with pytest.raises(ValueError, match="is not a file of weights"):
+        load_weights(tmp_path / "weights.pt")
+
+
+def test_weights_are_the_best_average(served):
+    """Those of the checkpoint, in a file that was exported again."""
+    for path in served.values():
+        first = load_weights(path)
+        assert export_weights(path.parent) == path
+        again = load_weights(path)
+        assert first.settings == again.settings and first.tensors.keys() == again.tensors.keys()
+        assert all(torch.equal(x, again.tensors[name]) for name, x in first.tensors.items())
+
+
+def test_no_checkpoint(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no checkpoint in"):
+        export_weights(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("attention", ["--parts", "stream", "compress"], r"parts of \['compress', 'gdpa'\], not interaction attention and parts"),
+        ("hstu", ["--intervals"], "is served with the encoder hstu, without intervals"),
+    ],
+)
+def test_models_without_a_cache(tmp_path, name, arguments, message):
+    weights = train(tmp_path, name, *arguments)
+    with pytest.raises(ValueError, match=message):
+        ranker_of(weights)
+
+
+def test_a_model_with_streams_is_served_without_a_cache(tmp_path):
+    ranker = ranker_of(train(tmp_path, "attention", "--parts", "stream", "compress", "gdpa", "interformer"), 0)
+    scores = ranker.score(Requests(ranker).batch())
+    assert all(x.isfinite().all() for x in scores)
+
+
+def test_attention_weights(served):
+    """They are those of the layer: the values that they weigh give its result."""
+    ranker = ranker_of(served["attention"], 0)
+    weights = ranker.attention(4, np.array([5, 6, 7]))
+    assert weights.shape == (3, min(60, ranker.histories.length(4)))
+    torch.testing.assert_close(weights.sum(dim=1), torch.ones(3))
+    alone = ranker.attention(4, np.array([6]))
+    torch.testing.assert_close(alone[0], weights[1])
+    assert ranker_of(served["hstu"]).attention(4, np.array([5])) is None
+    assert ranker.device == CPU

@@ -1,0 +1,183 @@
+"""Cached histories that grow: append, then score equals the full forward, for every layer with a cache."""
+
+import pytest
+import torch
+
+import jagged_modules as jm
+
+from .caching import HSTU_CONFIGS, Timeline, hstu, jagged
+from .hstu_cases import HEADS, WIDTH, config_of
+
+PARTS = [[4, 0, 7, 1, 0], [1, 0, 0, 3, 2], [0, 0, 5, 1, 1]]  # events of five users: the history, then two times new ones
+TARGETS = [2, 1, 4, 0, 3]
+BUDGET = 2**20
+CACHES = {"tensors": None, "pages": 3}  # rows of a page
+
+
+def applies(name=None, page_rows=None, **_):
+    """`score` attends to all cached rows, of which a HistoryCache keeps the last max_attn_len, and joined tensors keep all."""
+    return page_rows is not None or name not in HSTU_CONFIGS or not HSTU_CONFIGS[name].max_attn_len
+
+
+@pytest.fixture(params=CACHES.values(), ids=CACHES)
+def page_rows(request):
+    return request.param
+
+
+@torch.no_grad()
+def grow(layer, timeline, page_rows, timed=False):
+    """The cache of all parts, and what append returned, part by part. Through a HistoryCache, or by joining tensors."""
+    users = list(range(len(timeline.targets)))
+    if page_rows is not None:
+        cache = jm.HistoryCache(layer, BUDGET, page_rows)
+        cache.put(users, jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
+        outputs = [
+            cache.append(users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed))
+            for i in range(1, len(timeline.parts))
+        ]
+        return cache.select(users), outputs
+    kv, outputs = layer.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed)), []
+    for i in range(1, len(timeline.parts)):
+        out, added = layer.append(jagged(timeline.take(timeline.rows, i)), kv, **timeline.times_of(i, timed))
+        outputs.append(out)
+        layers = [_joined(x, y) for x, y in zip(kv.layers, added.layers)]
+        times = (
+            None if not timed else _joined(*(kv.layers[0].with_values(kv.timestamps), added.layers[0].with_values(added.timestamps))).values
+        )
+        kv = jm.KeyValues(tuple(layers), times)
+    return kv, outputs
+
+
+def _joined(x, y):
+    return jm.Jagged(*jm.functional.jagged_concat([x.values, y.values], [x.offsets, y.offsets]))
+
+
+@pytest.mark.parametrize("name", HSTU_CONFIGS)
+def test_hstu(name, page_rows):
+    """Targets and new events get the rows of the full forward."""
+    config = HSTU_CONFIGS[name]
+    timeline, stack, timed = Timeline(PARTS, TARGETS), hstu(config), config.relative_time > 0
+    full = stack(jagged(timeline.rows), torch.tensor(TARGETS), **timeline.times_of(None, timed))
+    expected = list(full.values.split(timeline.lengths))
+    kv, outputs = grow(stack, timeline, page_rows, timed)
+    scores = stack.score(jagged(timeline.take(timeline.rows, -1)), kv, **timeline.times_of(-1, timed))
+    torch.testing.assert_close(scores.values, torch.cat(timeline.take(expected, -1)))
+    for i, out in enumerate(outputs):
+        torch.testing.assert_close(out.values, torch.cat(timeline.take(expected, i + 1)))
+
+
+def test_the_cached_rows_of_limited_attention(offsets_of):
+    """A HistoryCache keeps the last max_attn_len rows, of long and of short histories."""
+    timeline, stack = Timeline(PARTS, TARGETS), hstu(HSTU_CONFIGS["short"])
+    kv, _ = grow(stack, timeline, 2)
+    assert kv.layers[0].offsets.diff().tolist() == [3, 0, 3, 3, 3]
+
+
+GDPA = {
+    "gelu": dict(),
+    "softmax": dict(activation="softmax"),
+    "norm": dict(activation="softmax", config=jm.GDPAConfig(qk_norm=True, num_kv_heads=1, head_dim=6)),
+    "causal": dict(activation="softmax", mask=jm.AttentionMask(causal=True)),
+    "window": dict(activation="silu", mask=jm.AttentionMask(causal=True, window=(2, 0))),
+}
+
+
+@pytest.mark.parametrize("name", GDPA)
+def test_gdpa(name, page_rows):
+    timeline, layer = Timeline(PARTS, TARGETS), jm.JaggedGDPA(WIDTH, HEADS, **GDPA[name]).double()
+    context = jagged([x[: len(x) - t] for x, t in zip(timeline.rows, TARGETS)])
+    kv, outputs = grow(layer, timeline, page_rows)
+    targets = jagged(timeline.take(timeline.rows, -1))
+    torch.testing.assert_close(layer.score(targets, kv).values, layer(targets, context).values)
+    assert outputs == [None, None]
+
+
+@pytest.mark.parametrize("name", ["causal", "window"])
+def test_a_causal_gdpa_decodes(name, page_rows):
+    """The outputs of new events are those of causal self-attention."""
+    timeline, layer = Timeline(PARTS, [0] * 5), jm.JaggedGDPA(WIDTH, HEADS, **GDPA[name]).double()
+    expected = list(layer(jagged(timeline.rows)).values.split(timeline.lengths))
+    kv, _ = grow(layer, timeline, page_rows)
+    out = layer.score(jagged(timeline.take(timeline.rows, 2)), kv)
+    torch.testing.assert_close(out.values, torch.cat(timeline.take(expected, 2)))
+
+
+def test_gdpa_with_targets_and_a_bias():
+    timeline = Timeline(PARTS, TARGETS)
+    layer = jm.JaggedGDPA(WIDTH, HEADS, "softmax", mask=jm.AttentionMask(causal=True)).double()
+    bias = jm.RelativeBias(position=torch.randn(2 * 40 - 1, dtype=torch.float64))
+    everything, targets, counts = jagged(timeline.rows), jagged(timeline.take(timeline.rows, -1)), torch.tensor(TARGETS)
+    full = layer(everything, num_targets=counts, bias=bias).values.split(timeline.lengths)
+    scores = layer.score(targets, layer.cache(everything), num_targets=counts, bias=bias)
+    torch.testing.assert_close(scores.values, torch.cat(timeline.take(list(full), -1)))
+
+
+@pytest.mark.parametrize("form", ["jagged", "dense", "candidates"])
+def test_target_attention(form, page_rows):
+    timeline, layer = Timeline(PARTS, TARGETS), jm.JaggedTargetAttention(WIDTH, HEADS).double()
+    history = jagged([x[: len(x) - t] for x, t in zip(timeline.rows, TARGETS)])
+    kv, _ = grow(layer, timeline, page_rows)
+    if form == "jagged":
+        targets = jagged(timeline.take(timeline.rows, -1))
+        torch.testing.assert_close(layer.score(targets, kv).values, layer(targets, history).values)
+        return
+    targets = torch.randn(5, 3, WIDTH, dtype=torch.float64)
+    candidates = None if form == "dense" else torch.tensor([4, 0, 0, 2, 1])
+    torch.testing.assert_close(layer.score(targets, kv, candidates), layer(targets, history, candidates))
+
+
+def test_scoring_runs_hooks_and_projects_no_history():
+    """Forward hooks see cache and score, as they see a plain forward."""
+    history, targets = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), (torch.randn(2, WIDTH), torch.tensor([0, 1, 2]))
+    for layer in (jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS)):
+        calls, projections = [], []
+        layer.register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        layer.kv_proj.register_forward_hook(lambda *_, projections=projections: projections.append(1))
+        kv = layer.cache(history)
+        layer.score(targets, kv)
+        assert len(calls) == 2 and len(projections) == 1
+
+
+NOT_APPENDABLE = {
+    "contextual_seqlen must be 0 to append": dict(contextual_seqlen=2),
+    "recent_history must be 0 to append": dict(recent_history=3),
+    "min_full_attn_seqlen must be 0 with max_attn_len": dict(max_attn_len=2, min_full_attn_seqlen=1),
+    "global_prefix must be 0 with max_attn_len": dict(max_attn_len=2, global_prefix=1),
+    "scaling_seqlen must be given": dict(scaling_seqlen=None),
+}
+
+
+@pytest.mark.parametrize("message, fields", NOT_APPENDABLE.items(), ids=NOT_APPENDABLE)
+def test_configs_whose_earlier_rows_change(message, fields):
+    stack, x = hstu(config_of(**fields)), jm.Jagged(torch.randn(5, WIDTH, dtype=torch.float64), torch.tensor([0, 2, 5]), max_seqlen=4)
+    kv = stack.cache(x)
+    with pytest.raises(ValueError, match=f"^config.{message}"):
+        stack.append(x, kv)
+    cache = jm.HistoryCache(stack, BUDGET)
+    cache.put([0, 1], x)
+    with pytest.raises(ValueError, match=f"^config.{message}"):
+        cache.append([0, 1], x)
+
+
+@pytest.mark.parametrize("option", ["num_seeds", "num_weights"])
+def test_learned_rows_have_no_cache(option):
+    layer, x = jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**{option: 2})), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
+    kv = jm.JaggedGDPA(WIDTH, HEADS).cache(x)
+    for call in (lambda: layer.cache(x), lambda: layer.score(x, kv), lambda: layer.append(x, kv)):
+        with pytest.raises(ValueError, match=f"^config.{option} must be 0 to cache keys and values of a context, got 2"):
+            call()
+
+
+def test_arguments_of_forward_exclude_one_another():
+    x, kv = (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), None
+    target, gdpa, layer = jm.JaggedTargetAttention(WIDTH, HEADS), jm.JaggedGDPA(WIDTH, HEADS), hstu(config_of()).layers[0]
+    kv = target.cache(x)
+    for call, message in {
+        lambda: target(x, x, cache=kv): "^history must be None with cache, got tuple",
+        lambda: target(x, x, return_cache=True): "^targets must be None with return_cache, got tuple",
+        lambda: gdpa(x, x, cache=kv): "^context must be None with cache, got tuple",
+        lambda: gdpa(x, x, return_cache=True): "^x must be None with return_cache, got tuple",
+        lambda: layer((x[0].double(), x[1]), append=True): "^append needs a cache",
+    }.items():
+        with pytest.raises(ValueError, match=message):
+            call()
