@@ -21,7 +21,7 @@
 # VARIANT=cpu|cuda    overrides the look for a GPU
 # PY=python           runs in an environment you prepared yourself and installs nothing
 # WORKERS=0           runs the tests in one process, without pytest-xdist
-# GPU_WORKERS=16      processes of make test-gpu, by default one for each core, at most 32
+# GPU_WORKERS=16      processes of make test-gpu, by default one for each core and each 4 GiB of the first GPU's memory, at most 32
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
@@ -32,7 +32,8 @@ PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
 SECONDS ?= 60
-GPU_WORKERS ?= $(shell echo $$(( $$(nproc) < 32 ? $$(nproc) : 32 )))
+gpu_mib = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+GPU_WORKERS ?= $(shell printf '%s\n' 32 $$(nproc) $$(( $(or $(gpu_mib),131072) / 4096 )) | sort -n | head -n 1)
 EXAMPLE ?= dlrm
 
 # torchrec names the CUDA fbgemm-gpu, and CPU builds of fbgemm-gpu have another name: so these two come without dependencies.

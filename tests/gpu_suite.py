@@ -172,8 +172,8 @@ class GpuReport:
     "linear_compress|fp16|M64 K8 N65|2 levels". A test module's EXPECTED_CELLS are those that some test must cover.
     """
 
-    def __init__(self):
-        self.times = CompileTimes()
+    def __init__(self, config: pytest.Config):
+        self.config, self.times = config, CompileTimes()
         self.of_functions: dict[str, Cost] = defaultdict(Cost)
         self.expected: set[str] = set()
         self.outcomes: dict[str, Counter] = defaultdict(Counter)  # cell → outcome → tests
@@ -186,6 +186,10 @@ class GpuReport:
         cost = self.of_functions[report.nodeid.partition("[")[0]]
         cost.tests += report.when == "call"
         cost.seconds += report.duration
+        if report.failed:  # at once, because a run may be ended by time
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            crash = getattr(report.longrepr, "reprcrash", None)
+            terminal.write_line(f"\nFAILED {report.nodeid}: {crash.message.splitlines()[0] if crash else report.longreprtext[-200:]}")
         if report.outcome != "passed" or report.when == "setup":
             self._outcome[report.nodeid] = report.outcome
         if report.when != "teardown":
@@ -253,6 +257,6 @@ def _cell_text(outcomes: Counter) -> str:
 def register(config: pytest.Config) -> None:
     """Register the plugin that reports, the one that runs tests, or both if there are no workers."""
     if not hasattr(config, "workerinput"):
-        config.pluginmanager.register(GpuReport(), REPORT)
+        config.pluginmanager.register(GpuReport(config), REPORT)
     if hasattr(config, "workerinput") or not config.getoption("numprocesses", None):
         config.pluginmanager.register(GpuWorker(config))

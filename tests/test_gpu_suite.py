@@ -92,6 +92,13 @@ def test_a_test_that_breaks_its_context_is_named_and_others_run(output):
 
 
 @pytest.mark.slow
+def test_a_failure_is_named_at_once(output):
+    """Not at the end alone, which a run that is ended by time does not reach."""
+    named = output.index("FAILED test_example.py::test_that_fails: assert False")
+    assert named < output.index("FAILED test_example.py::test_that_fails - assert False")
+
+
+@pytest.mark.slow
 def test_the_matrix_shows_what_ran(output):
     lines = [line.split() for line in output.splitlines()]
     assert ["plain", "4", "F"] in lines and ["masked", "skip", "HOLE"] in lines, output

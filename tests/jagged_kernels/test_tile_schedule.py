@@ -254,13 +254,13 @@ def test_bad_input(change, error, message):
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
     """The longest segments come first. A group has its segments' first blocks, then the second ones, and so on."""
-    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64
-    of_two_segments = int(2.2 * sum(lengths) / len(lengths) * heads * head_dim)
-    monkeypatch.setattr(cost, "GROUP_ELEMENTS", of_two_segments // (1 if mask is None else 2))
+    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64  # 16, 64, 32, 32 and 3 blocks, with middles at 136, 32, 80, 112 and 145
+    elements = 100 * 128 * heads * head_dim
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", elements if mask is None else elements // 2)
     sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
     schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
     expected = []
-    for group in [(1, 2), (3, 0), (4,)]:
+    for group in [(1, 2), (3, 0, 4)]:
         for block in range(64):
             expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
     assert schedule.tiles.tolist() == expected

@@ -34,8 +34,9 @@ def work_class(work: Tensor) -> Tensor:
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
-def segments_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim: int, mask: MaskParams | None) -> int:
-    """How many segments' key tiles are listed in turn, block by block; 0: all tiles are sorted by work.
+def blocks_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim: int, block_m: int, mask: MaskParams | None) -> int:
+    """How many blocks of `block_m` keys the segments of a group have together, if key tiles are listed in groups of segments; 0: all tiles
+    are sorted by work.
 
     Hopper's one-pass backward adds the terms of dq in the order of a segment's tiles. Tiles of one segment and head that run at the same
     time wait for one another, and tiles of too many segments evict one another's rows from the L2 cache. Under a causal mask, a tile reads
@@ -44,7 +45,7 @@ def segments_per_group(num_keys: int, num_segments: int, num_heads: int, head_di
     if not head_dim or num_keys < max(1, LONG_KEYS * num_segments) or not (mask is None or mask.is_causal):
         return 0
     elements = GROUP_ELEMENTS if mask is None else 2 * GROUP_ELEMENTS
-    return min(num_segments, max(1, elements * num_segments // (num_keys * num_heads * padded_dim(head_dim))))
+    return max(1, elements // (num_heads * padded_dim(head_dim) * block_m))
 
 
 def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ own work, and two launches sort by counting. `_tile_work_kernel` computes the cl
 each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
 of atomic additions, so the list does not either.
 
-Key tiles in groups of segments (cost.segments_per_group): one launch ranks the segments, another writes their tiles.
+Key tiles in groups of segments (cost.blocks_per_group): one launch ranks the segments, another writes their tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, segments_per_group
+from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, blocks_per_group
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
@@ -232,46 +232,59 @@ def _segment_order_kernel(
     tl.store(order_ptr + rank, segments, mask=real)
 
 
-@safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "num_heads", "per_group"])
-def _grouped_list_kernel(
-    offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, per_group,
-    BLOCK_M: tl.constexpr, MEMBERS: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
-):  # fmt: skip
-    """Each program writes the tiles of the segment of its rank. MEMBERS: per_group rounded up to a power of two.
+@triton.jit
+def _ranked_segments(offsets_ptr, order_ptr, start, blocks_before, num_segments, group_blocks, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
+    """CHUNK ranks from `start` on: the ranks, the blocks of their segments and their groups, given the blocks of all lower ranks."""
+    ranks = start + tl.arange(0, CHUNK)
+    segments = tl.load(order_ptr + ranks, mask=ranks < num_segments, other=0)
+    blocks = _num_blocks(offsets_ptr, segments, ranks < num_segments, BLOCK_M)
+    middles = blocks_before + tl.cumsum(blocks, 0) - blocks + blocks // 2
+    return ranks, blocks, tl.where(ranks < num_segments, middles // group_blocks, -1)
 
-    Before a tile come all tiles of earlier groups, the blocks with a smaller number of all members, and the same block of members of lower
-    rank, which all have it.
+
+@safe_ptxas
+@triton.jit(do_not_specialize=["num_segments", "num_heads", "group_blocks"])
+def _grouped_list_kernel(
+    offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, group_blocks,
+    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the tiles of the segment of its rank.
+
+    Before a tile come all tiles of earlier groups, the blocks with a smaller number of all segments of its group, and the same block of
+    the group's segments of lower rank, which all have it.
     """
     rank = tl.program_id(0)
-    first = rank // per_group * per_group
-    before, total = 0, 0
-    for start in range(0, num_segments, CHUNK):
-        ranks = start + tl.arange(0, CHUNK)
-        segments = tl.load(order_ptr + ranks, mask=ranks < num_segments, other=0)
-        blocks = _num_blocks(offsets_ptr, segments, ranks < num_segments, BLOCK_M)
-        before += tl.sum(tl.where(ranks < first, blocks, 0), 0)
-        total += tl.sum(blocks, 0)
-    if rank == 0:
-        tl.store(num_tiles_ptr, total * num_heads)
-        tl.store(num_tiles_ptr + 1, total * num_heads)
-
-    members = first + tl.arange(0, MEMBERS)
-    real = (members < first + per_group) & (members < num_segments)
-    of_members = _num_blocks(offsets_ptr, tl.load(order_ptr + members, mask=real, other=0), real, BLOCK_M)
     segment = tl.load(order_ptr + rank)
     num_blocks = tl.cdiv(load_segment(offsets_ptr, segment)[1], BLOCK_M)
-    for start in range(0, num_blocks, BLOCKS):
-        block = start + tl.arange(0, BLOCKS)
-        place = before + tl.sum(tl.minimum(of_members[None, :], block[:, None]), 1) + rank - first
+    lower = 0
+    for start in range(0, rank, CHUNK):
+        ranks, blocks, _ = _ranked_segments(offsets_ptr, order_ptr, start, 0, num_segments, group_blocks, BLOCK_M, CHUNK)
+        lower += tl.sum(tl.where(ranks < rank, blocks, 0), 0)
+    group = (lower + num_blocks // 2) // group_blocks
+
+    for first in range(0, num_blocks, BLOCKS):
+        block = first + tl.arange(0, BLOCKS)
+        place = tl.zeros([BLOCKS], tl.int32)
+        total = 0
+        for start in range(0, num_segments, CHUNK):
+            ranks, blocks, groups = _ranked_segments(
+                offsets_ptr, order_ptr, start, total, num_segments, group_blocks, BLOCK_M, CHUNK
+            )  # fmt: skip
+            of_group = groups == group
+            earlier = tl.where((groups < group) & (groups >= 0), blocks, 0) + (of_group & (ranks < rank)).to(tl.int32)
+            place += tl.sum(earlier, 0) + tl.sum(tl.where(of_group[None, :], tl.minimum(blocks[None, :], block[:, None]), 0), 1)
+            total += tl.sum(blocks, 0)
         tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
         for head in range(0, num_heads):
             tl.store(tile_ptr + head * 3, segment, mask=block < num_blocks)
             tl.store(tile_ptr + head * 3 + 1, head, mask=block < num_blocks)
             tl.store(tile_ptr + head * 3 + 2, block, mask=block < num_blocks)
+    if rank == num_segments - 1:
+        tl.store(num_tiles_ptr, (lower + num_blocks) * num_heads)
+        tl.store(num_tiles_ptr + 1, (lower + num_blocks) * num_heads)
 
 
-def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, per_group: int) -> None:
+def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, group_blocks: int) -> None:
     """Write `tiles` and `num_tiles`, of at least one segment."""
     num_segments, segments = offsets.shape[0] - 1, 32
     order = offsets.new_empty((num_segments,), dtype=torch.int32)
@@ -279,8 +292,7 @@ def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_
         offsets, order, num_segments, BLOCK_M=block_m, SEGMENTS=segments, CHUNK=256
     )  # fmt: skip
     _grouped_list_kernel[(num_segments,)](
-        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, per_group,
-        BLOCK_M=block_m, MEMBERS=triton.next_power_of_2(per_group), BLOCKS=32, CHUNK=256,
+        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, group_blocks, BLOCK_M=block_m, BLOCKS=32, CHUNK=128
     )  # fmt: skip
 
 
@@ -315,9 +327,11 @@ def tile_list(
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
     params = None if mask is None else MaskParams(*mask)
-    per_group = segments_per_group(total_rows, num_segments, num_heads, head_dim, params) if key_tiles and groups == 1 else 0
-    if per_group and num_segments:
-        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, per_group)
+    group_blocks = 0
+    if key_tiles and groups == 1:
+        group_blocks = blocks_per_group(total_rows, num_segments, num_heads, head_dim, block_m, params)
+    if group_blocks and num_segments:
+        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, group_blocks)
         return tiles, num_tiles
     if params is not None and num_segments:
         sizes = total_rows, num_heads, block_m, block_n

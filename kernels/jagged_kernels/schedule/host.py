@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import is_short, key_tile_work, query_tile_work, segments_per_group, sort_key, work_class
+from .cost import blocks_per_group, is_short, key_tile_work, query_tile_work, sort_key, work_class
 
 
 class TileList(NamedTuple):
@@ -51,7 +51,7 @@ class Segments(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
     """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first. Key tiles of long
-    histories may be listed in groups of segments instead (cost.segments_per_group); then all count as tiles of long segments.
+    histories may be listed in groups of segments instead (cost.blocks_per_group); then all count as tiles of long segments.
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
@@ -163,11 +163,11 @@ def zigzag_schedule(
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     params = None if mask is None else MaskParams(*mask.params)
-    per_group = 0
+    group_blocks = 0
     if key_tiles and groups == 1:
-        per_group = segments_per_group(int(q_lengths.sum()), len(q_lengths), num_heads, head_dim, params)
-    if per_group:
-        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, num_heads, block_m, block_n, params, per_group)
+        group_blocks = blocks_per_group(int(q_lengths.sum()), len(q_lengths), num_heads, head_dim, block_m, params)
+    if group_blocks:
+        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, num_heads, block_m, block_n, params, group_blocks)
         num_long = len(tiles)
     elif mask is None or not len(q_lengths):
         tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
@@ -244,17 +244,22 @@ def _masked_tiles(
 
 
 def _tiles_in_groups(
-    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None, per_group: int
+    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None, group_blocks: int
 ) -> tuple[Tensor, Tensor]:
-    """Key tiles in groups of `per_group` segments, longest segments first, and the work of each. A group lists the first blocks of its
-    segments, then the second ones, and so on. The heads of a block follow one another."""
+    """Key tiles in groups of segments, longest segments first, and the work of each. A group lists the first blocks of its segments, then
+    the second ones, and so on. The heads of a block follow one another.
+
+    The segments, longest first, lie on a line of blocks. Those whose middles are in the same `group_blocks` blocks are a group.
+    """
     blocks = cdiv(lengths, block_m)
-    rank = torch.empty_like(blocks)
-    rank[torch.argsort(blocks, descending=True, stable=True)] = torch.arange(len(blocks), dtype=blocks.dtype)
-    segment, block = _blocks_of_segments(blocks)
-    group, member = torch.div(rank, per_group, rounding_mode="floor").long(), rank % per_group
-    order = torch.argsort((group[segment] * (blocks.max() + 1) + block) * per_group + member[segment])
-    segment, block = segment[order], block[order]
+    order = torch.argsort(blocks, descending=True, stable=True)
+    blocks = blocks[order].long()
+    middles = blocks.cumsum(0) - blocks + torch.div(blocks, 2, rounding_mode="floor")
+    rank, block = _blocks_of_segments(blocks)
+    group = torch.div(middles, group_blocks, rounding_mode="floor")[rank]
+    key = (group * (blocks.max() + 1) + block) * len(blocks) + rank
+    sorted_tiles = torch.argsort(key)
+    segment, block = order.to(torch.int32)[rank[sorted_tiles]], block[sorted_tiles]
     columns = other_lengths[segment]
     work = cdiv(columns, block_n)
     if mask is not None:

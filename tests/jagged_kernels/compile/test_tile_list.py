@@ -40,9 +40,9 @@ def test_masked_list_kernel_compiles(capability):
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_grouped_list_kernels_compile(capability):
     types = dict(offsets_ptr="*i64", order_ptr="*i32", tiles_ptr="*i32", num_tiles_ptr="*i32")
-    types |= dict(num_segments="i32", num_heads="i32", per_group="i32")
+    types |= dict(num_segments="i32", num_heads="i32", group_blocks="i32")
     for kernel, constants in [
         (tile_list._segment_order_kernel, dict(BLOCK_M=128, SEGMENTS=32, CHUNK=256)),
-        (tile_list._grouped_list_kernel, dict(BLOCK_M=128, MEMBERS=4, BLOCKS=32, CHUNK=256)),
+        (tile_list._grouped_list_kernel, dict(BLOCK_M=128, BLOCKS=32, CHUNK=128)),
     ]:
         assert compile_for(capability, kernel, constants, types.get, aligned=()).asm["cubin"]
