@@ -75,6 +75,7 @@ from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, kernel_bias
+from .dq_sums import DqSums
 from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, has_times, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
@@ -104,7 +105,7 @@ from .hopper_ds import (
     workspace_limit,
     write_delta,
 )
-from .hopper_one_pass import DqSums, attention_bwd_hopper_kernel, one_pass_constants
+from .hopper_one_pass import attention_bwd_hopper_kernel, one_pass_constants
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands, empty_table_gradients
 from .scales import output_factor, score_factor

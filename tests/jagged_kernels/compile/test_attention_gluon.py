@@ -7,6 +7,7 @@ from marks import slow_after
 
 pytest.importorskip("triton")
 
+from jagged_kernels.attention import dq_sums  # noqa: E402
 from jagged_kernels.attention import hopper_backward as attention_backward  # noqa: E402
 from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
 from jagged_kernels.attention import hopper_ds as attention_ds  # noqa: E402
@@ -209,7 +210,7 @@ def test_kernel_that_rounds_dq_of_hopper_compiles():
     types = dict(sums_ptr="*fp32", added_ptr="*i32", dq_ptr="*bf16", q_offsets_ptr="*i64", factor="fp32", output_scale="fp32")
     types |= dict(num_segments="i32", num_blocks="i32")
     constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6, PARTS=2)
-    compile_for(90, attention_one_pass.attention_dq_kernel, constants, types.get, aligned=())
+    compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 
 def test_kernels_beside_stored_ds_compile():

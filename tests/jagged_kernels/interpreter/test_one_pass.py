@@ -4,7 +4,7 @@ import pytest
 import torch
 from jagged_kernels.schedule.host import Segments, TileList
 
-hopper_one_pass = pytest.importorskip("jagged_kernels.attention.hopper_one_pass")
+dq_sums = pytest.importorskip("jagged_kernels.attention.dq_sums")
 
 
 @pytest.mark.parametrize("dim, block", [(40, 64), (64, 128), (128, 64)])
@@ -13,7 +13,7 @@ hopper_one_pass = pytest.importorskip("jagged_kernels.attention.hopper_one_pass"
 def test_sums_are_rounded_to_dq(offsets, lengths, dim, block, segment_scale):
     """Blocks that no tile of keys visits have gradient 0. Their memory is not initialised: here it is NaN."""
     q = torch.empty(sum(lengths), 2, dim, dtype=torch.float16)
-    segments, sums = offsets(lengths), hopper_one_pass.DqSums.empty(q, len(lengths), block)
+    segments, sums = offsets(lengths), dq_sums.DqSums.empty(q, len(lengths), block)
     parts = len(sums.added) // (2 * sums.num_blocks)
     assert parts == (2 if dim == 128 or block == 128 else 1) and not sums.added.any() and not sums.next_tile.any()
     sums.sums.fill_(float("nan"))
