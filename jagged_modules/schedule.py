@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 import torch
-from jagged_kernels.attention.select import AttentionProblem, select
+from jagged_kernels.attention.select import AttentionProblem, Selection, select
 from jagged_kernels.common.device import device_properties, gpu_capability
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
@@ -64,7 +64,8 @@ def host_schedule(
         kv_rows=int(kv_lengths.sum()),
         kv_segments=len(kv_lengths),
     )
-    tile = select(problem).tile
+    selection = select(problem)
+    tile = selection.tile
     forward = zigzag_schedule(
         q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, num_workers=workers, mask=mask
     )  # fmt: skip
@@ -77,7 +78,7 @@ def host_schedule(
         num_workers=workers,
         mask=mask,
         key_tiles=True,
-        head_dim=head_dim,
+        head_dim=_grouped_dim(problem, selection),
     )
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
@@ -114,12 +115,13 @@ def device_schedule(
     if not torch.compiler.is_compiling():  # sizes are symbols there, and a choice that depends on them would recompile
         segments = dict(q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
         problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, **segments)
-    tile = select(problem).tile
+    selection = select(problem)
+    tile = selection.tile
 
     def build(
         offsets: Tensor, other_offsets: Tensor, rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool = False
     ) -> TileSchedule:
-        options = mask, num_targets, key_tiles, problem.head_dim
+        options = mask, num_targets, key_tiles, _grouped_dim(problem, selection) if key_tiles else 0
         tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, *options)
         return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS)
 
@@ -128,3 +130,8 @@ def device_schedule(
         return schedule
     of_keys = build(kv_offsets, q_offsets, kv_rows, num_kv_heads, tile.key, tile.query, key_tiles=True)
     return dataclasses.replace(schedule, backward=of_keys)
+
+
+def _grouped_dim(problem: AttentionProblem, selection: Selection) -> int:
+    """head_dim of `zigzag_schedule` for key tiles: 0 for kernels that gain nothing from groups of segments."""
+    return problem.head_dim if selection.backend == "hopper" and not problem.batch_invariant else 0

@@ -45,20 +45,7 @@ def make_trainer(program: str, folder, plan: str = "auto", optimizer: str = "sgd
         def optimizers(self):
             return OPTIMIZERS[optimizer], OPTIMIZERS["sgd"]
 
-    arguments = [
-        "--device",
-        device_type,
-        "--users",
-        "12",
-        "--embedding-dim",
-        "16",
-        "--num-heads",
-        "2",
-        "--dropout",
-        "0",
-        "--max-history",
-        "20",
-    ]
+    arguments = f"--device {device_type} --users 12 --embedding-dim 16 --num-heads 2 --dropout 0 --max-history 20".split()
     options = module.parse_arguments([*arguments, *own, "--batch-size", str(BATCH_SIZE), "--sharding", plan, "--out", str(folder)])
     datasets = module.load_datasets(options)
     train = copy.copy(datasets["train"])

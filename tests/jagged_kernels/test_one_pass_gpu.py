@@ -34,8 +34,8 @@ def counts(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch, counts):
     """Selects the kernel for all lengths, and lists key tiles in groups of few segments."""
-    monkeypatch.setattr(select, "one_pass_seqlen", lambda *_: 0)
-    monkeypatch.setattr(cost, "LONG_KEYS", 0)
+    for module in (select, cost):
+        monkeypatch.setattr(module, "one_pass_seqlen", lambda *_: 0)
     monkeypatch.setattr(cost, "GROUP_ELEMENTS", 2**16)
     return counts
 

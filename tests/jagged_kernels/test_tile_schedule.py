@@ -270,7 +270,14 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
 
 @pytest.mark.parametrize(
     "change",
-    [dict(head_dim=0), dict(key_tiles=False), dict(lengths=[2047, 3000, 100]), dict(mask=jm.AttentionMask(window=(9, None)))],
+    [
+        dict(head_dim=0),
+        dict(key_tiles=False),
+        dict(lengths=[2047, 3000, 100]),
+        dict(lengths=[4095, 5000, 3000], head_dim=128),
+        dict(lengths=[8191, 9000, 7000], head_dim=128, mask=jm.AttentionMask(causal=True)),
+        dict(mask=jm.AttentionMask(window=(9, None))),
+    ],
     ids=str,
 )
 def test_other_tiles_are_sorted_by_work(change):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from jagged_kernels.attention.select import AttentionProblem, select
 from jagged_kernels.common import device
+from jagged_kernels.schedule.host import zigzag_schedule
 
 from jagged_modules import AttentionMask, functional
 from jagged_modules.schedule import host_schedule
@@ -106,3 +107,23 @@ def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, ker
         functional.jagged_attention(q, q, q, offsets_of([200] * 4), mask=mask).sum().backward()
     names = [launch.kernel for launch in launches if launch.kernel in ("_tile_list_kernel", "_tile_work_kernel", "_masked_list_kernel")]
     assert names == kernels * 2
+
+
+@pytest.mark.parametrize(
+    "options, grouped",
+    [
+        (dict(capability=(9, 0)), True),
+        (dict(capability=(8, 0)), False),
+        (dict(capability=(9, 0), implementation="triton"), False),
+        (dict(capability=(9, 0), batch_invariant=True), False),
+    ],
+    ids=str,
+)
+def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, grouped):
+    lengths = torch.tensor([2048, 4096, 2048])
+    sizes = dict(num_heads=2, num_kv_heads=2)
+    backward = host_schedule(lengths, lengths, **sizes, head_dim=64, dtype=torch.bfloat16, **options).backward
+    by_work = zigzag_schedule(
+        lengths, lengths, num_heads=2, block_m=backward.block_m, block_n=backward.block_n, num_workers=1, key_tiles=True
+    )
+    assert torch.equal(backward.tiles, by_work.tiles) != grouped

@@ -440,7 +440,7 @@ class _Launches:
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
         q_desc, do_desc = self.row_descriptors(config.block)
-        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_dim=dk.shape[2])
+        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_tiles=True)
         if blocks := grid(tiles):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
@@ -458,7 +458,7 @@ class _Launches:
             write_delta(grads.do, self.operands.out, grads.delta)
         q_desc, do_desc = self.row_descriptors(config.block)
         sums = DqSums.empty(q, keys.q_offsets.shape[0] - 1, config.block)
-        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, key_dim=k.shape[2])
+        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, key_tiles=True, head_dim=k.shape[2])
         if blocks := grid(tiles):
             attention_bwd_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, sums.descriptor(), grads.dk, grads.dv, lse,

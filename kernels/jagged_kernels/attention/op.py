@@ -270,7 +270,7 @@ def _triton_dkdv(
     q, k, v, _, lse = operands
     do, _, dk, dv, delta = grads
     config = selection.dkdv
-    tiles, num_tiles = kernel_tiles(keys, config, dk.shape[0], k.shape[1], params, key_dim=k.shape[2])
+    tiles, num_tiles = kernel_tiles(keys, config, dk.shape[0], k.shape[1], params, key_tiles=True)
     if grid := _grid(config, tiles):
         align, strides = row_and_head_strides(q, k, v, do, dk, dv)
         attention_bwd_dkdv_kernel[grid](

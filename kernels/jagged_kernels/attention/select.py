@@ -15,6 +15,7 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
+from ..schedule.cost import one_pass_seqlen
 from .configs import (
     AttentionTile,
     HopperConfig,
@@ -204,13 +205,6 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     if not supported or q_seqlen is None or kv_seqlen is None:
         return False
     return min(q_seqlen, kv_seqlen) >= one_pass_seqlen(p.head_dim, p.masked)
-
-
-def one_pass_seqlen(head_dim: int, masked: bool) -> int:
-    """Mean rows of a segment from which on `one_pass_is_faster`."""
-    if padded_dim(head_dim) == 64:
-        return 2048
-    return 8192 if masked else 4096
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:

@@ -18,7 +18,6 @@ from ..common.device import cdiv
 
 SHORT = 64  # rows of a short segment at most; also those of a packed tile (packed.py)
 EXACT_WORK, WORK_CLASSES = 512, 958
-LONG_KEYS = 2048  # mean keys of a segment from which on key tiles are listed in groups of segments
 GROUP_ELEMENTS = 2**22  # of q in the segments of a group: with dO and fp32 sums of dq, 32 MiB, which the L2 cache of an H100 holds
 TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
 EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
@@ -34,6 +33,13 @@ def work_class(work: Tensor) -> Tensor:
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
+def one_pass_seqlen(head_dim: int, masked: bool) -> int:
+    """Mean rows of a segment from which on Hopper's one-pass backward is faster, and its key tiles are listed in groups of segments."""
+    if padded_dim(head_dim) <= 64:
+        return 2048
+    return 8192 if masked else 4096
+
+
 def blocks_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim: int, block_m: int, mask: MaskParams | None) -> int:
     """How many blocks of `block_m` keys the segments of a group have together, if key tiles are listed in groups of segments; 0: all tiles
     are sorted by work.
@@ -42,7 +48,9 @@ def blocks_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim:
     time wait for one another, and tiles of too many segments evict one another's rows from the L2 cache. Under a causal mask, a tile reads
     half of a segment's rows on average. docs/decisions/one-pass-backward.md has figures.
     """
-    if not head_dim or num_keys < max(1, LONG_KEYS * num_segments) or not (mask is None or mask.is_causal):
+    if not head_dim or not (mask is None or mask.is_causal):
+        return 0
+    if num_keys < max(1, num_segments * one_pass_seqlen(head_dim, mask is not None)):
         return 0
     elements = GROUP_ELEMENTS if mask is None else 2 * GROUP_ELEMENTS
     return max(1, elements // (num_heads * padded_dim(head_dim) * block_m))

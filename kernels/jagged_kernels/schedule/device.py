@@ -347,16 +347,17 @@ def tile_list(
 
 
 def kernel_tiles(
-    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_dim: int = 0
+    segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False,
+    head_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_dim: the head dim, if the tiled side is the keys; 0: it is the queries.
+    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys. head_dim: as in `tile_list`.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is None or block != config.tile:
         offsets = segments.q_offsets, segments.kv_offsets
         sizes = total_rows, num_heads, config.tile, config.block
-        offsets = reversed(offsets) if key_dim else offsets
-        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_dim > 0, key_dim)
+        offsets = reversed(offsets) if key_tiles else offsets
+        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_tiles, head_dim)
     return tiles, num_tiles[1:] if segments.long_only else num_tiles

@@ -138,7 +138,8 @@ def zigzag_schedule(
         num_workers: thread blocks that the tiles are assigned to.
         mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
-        head_dim: of the queries, for key tiles, which may then be listed in groups of segments. 0: they are sorted by work.
+        head_dim: of the queries, for key tiles that Hopper's kernels take, which may then be listed in groups of segments. 0: all tiles are
+            sorted by work.
 
     Returns:
         TileSchedule with host tensors.
