@@ -13,6 +13,7 @@ Exchange. Two options make ranks on GPUs send fewer bytes, see `Exchange`. With 
 """
 
 import argparse
+import gc
 import logging
 import os
 import sys
@@ -78,6 +79,8 @@ def process_group(device_name: str, timeout: float) -> Iterator[None]:
         raise
     # After an error the group is left alone: its destruction may wait for a rank that is gone.
     dist.destroy_process_group()
+    # A sharded model is a reference cycle that holds the group, whose threads would outlive Python and abort the process.
+    gc.collect()
 
 
 def is_distributed() -> bool:
