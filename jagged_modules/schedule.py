@@ -66,19 +66,10 @@ def host_schedule(
     )
     selection = select(problem)
     tile = selection.tile
-    forward = zigzag_schedule(
-        q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, num_workers=workers, mask=mask
-    )  # fmt: skip
+    options = dict(num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection))
+    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **options)
     backward = zigzag_schedule(
-        kv_lengths,
-        q_lengths,
-        num_heads=num_kv_heads,
-        block_m=tile.key,
-        block_n=tile.query,
-        num_workers=workers,
-        mask=mask,
-        key_tiles=True,
-        head_dim=_grouped_dim(problem, selection),
+        kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, key_tiles=True, **options
     )
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
@@ -118,20 +109,22 @@ def device_schedule(
     selection = select(problem)
     tile = selection.tile
 
+    head_dim = _grouped_dim(problem, selection)
+
     def build(
-        offsets: Tensor, other_offsets: Tensor, rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool = False
+        offsets: Tensor, other_offsets: Tensor, rows: int, other_rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool
     ) -> TileSchedule:
-        options = mask, num_targets, key_tiles, _grouped_dim(problem, selection) if key_tiles else 0
+        options = mask, num_targets, key_tiles, head_dim, other_rows
         tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, *options)
         return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS)
 
-    schedule = build(q_offsets, kv_offsets, q_rows, num_heads, tile.query, tile.key)
+    schedule = build(q_offsets, kv_offsets, q_rows, kv_rows, num_heads, tile.query, tile.key, False)
     if not backward:
         return schedule
-    of_keys = build(kv_offsets, q_offsets, kv_rows, num_kv_heads, tile.key, tile.query, key_tiles=True)
+    of_keys = build(kv_offsets, q_offsets, kv_rows, q_rows, num_kv_heads, tile.key, tile.query, True)
     return dataclasses.replace(schedule, backward=of_keys)
 
 
 def _grouped_dim(problem: AttentionProblem, selection: Selection) -> int:
-    """head_dim of `zigzag_schedule` for key tiles: 0 for kernels that gain nothing from groups of segments."""
+    """head_dim of `zigzag_schedule`: 0 for kernels that gain nothing from groups of segments."""
     return problem.head_dim if selection.backend == "hopper" and not problem.batch_invariant else 0

@@ -254,7 +254,7 @@ LONGEST = 8192  # rows of a segment from which on one kernel is faster for all h
     [
         (dict(), True),
         (sizes(LONGEST, 2047), False),
-        (sizes(2047, LONGEST), False),
+        (sizes(767, LONGEST), False),
         (dict(masked=True), False),
         (dict(masked=True, causal=True), True),
         (dict(biased=True), False),
@@ -275,6 +275,14 @@ def test_one_kernel_for_all_gradients_of_long_segments(dim, change, expected):
     assert (selection.one_pass is not None) == expected
     if expected:
         assert selection.one_pass.tile == selection.dkdv.tile == selection.tile.key
+
+
+def test_one_kernel_for_all_gradients_of_few_targets_at_small_head_dims():
+    """From 768 targets per history of 2,048 events on."""
+    assert select(problem(64, **sizes(768, 2048))).one_pass is not None
+    for change in (sizes(767, 2048), sizes(768, 2047), sizes(768, 2048) | dict(masked=True, causal=True)):
+        assert select(problem(64, **change)).one_pass is None
+    assert select(problem(128, **sizes(4095, LONGEST))).one_pass is None
 
 
 @pytest.mark.parametrize(

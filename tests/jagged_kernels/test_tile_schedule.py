@@ -268,6 +268,33 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
     assert schedule.work.tolist() == [-(-lengths[segment] // 64) - (2 * block if mask else 0) for segment, _, block in expected]
 
 
+@pytest.mark.parametrize("key_tiles", [False, True])
+def test_tiles_under_a_mask_are_listed_in_groups_forward_and_backward_in_turn(monkeypatch, key_tiles):
+    """The first group begins with the blocks that have most work, the second one with those that have least."""
+    lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128  # 3, 8, 4, 4 and 1 blocks, with middles at 17, 4, 10, 14 and 19
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 12 * 128 * heads * head_dim)
+    sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132, mask=jm.AttentionMask(causal=True))
+    schedule = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles, head_dim=head_dim)
+    expected = []
+    for group, backward in [((1, 2), False), ((3, 0, 4), True)]:
+        for block in range(8) if key_tiles != backward else reversed(range(8)):
+            expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
+    assert schedule.tiles.tolist() == expected
+    assert schedule.num_tiles.tolist() == [len(expected)] * 2
+    by_work = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles)
+    work = {tuple(tile): work for tile, work in zip(by_work.tiles.tolist(), by_work.work.tolist())}
+    assert schedule.work.tolist() == [work[tuple(tile)] for tile in expected]
+
+
+def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch):
+    """Targets: a history has 4,096 keys and 64 queries, so 4 histories fit where 1 does in self-attention. 32 blocks each."""
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 256 * 2 * 64)
+    sizes = dict(num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True, head_dim=64)
+    schedule = zigzag_schedule([4096] * 8, [64] * 8, **sizes)
+    first = schedule.tiles[: 4 * 2 * 32]
+    assert first[:, 0].unique().tolist() == [0, 1, 2, 3] and first[:8, 2].tolist() == [0] * 8
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -276,6 +303,10 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
         dict(lengths=[2047, 3000, 100]),
         dict(lengths=[4095, 5000, 3000], head_dim=128),
         dict(lengths=[8191, 9000, 7000], head_dim=128, mask=jm.AttentionMask(causal=True)),
+        dict(lengths=[2049] * 2, head_dim=128, mask=jm.AttentionMask(causal=True)),
+        dict(lengths=[200, 300, 250], head_dim=128, mask=jm.AttentionMask(causal=True)),
+        dict(lengths=[500], mask=jm.AttentionMask(causal=True)),
+        dict(lengths=[500], mask=jm.AttentionMask(causal=True), key_tiles=False),
         dict(mask=jm.AttentionMask(window=(9, None))),
     ],
     ids=str,

@@ -412,8 +412,9 @@ class _Launches:
         return head_descriptor(self.operands.q, rows), head_descriptor(self.grads.do, rows)
 
     def query_tiles(self, segments: Segments) -> TileList:
-        dq, config = self.grads.dq, self.selection.dq
-        return TileList(*kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params), config.tile)
+        dq, config, num_keys = self.grads.dq, self.selection.dq, self.operands.k.shape[0]
+        tiles = kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params, head_dim=dq.shape[2], other_rows=num_keys)
+        return TileList(*tiles, config.tile)
 
     def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles. Returns the gradients of the bias tables."""
@@ -440,7 +441,8 @@ class _Launches:
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
         q_desc, do_desc = self.row_descriptors(config.block)
-        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_tiles=True)
+        sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
+        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, **sizes)
         if blocks := grid(tiles):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
@@ -458,7 +460,8 @@ class _Launches:
             write_delta(grads.do, self.operands.out, grads.delta)
         q_desc, do_desc = self.row_descriptors(config.block)
         sums = DqSums.empty(q, keys.q_offsets.shape[0] - 1, config.block)
-        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, key_tiles=True, head_dim=k.shape[2])
+        sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
+        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, **sizes)
         if blocks := grid(tiles):
             attention_bwd_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, sums.descriptor(), grads.dk, grads.dv, lse,

@@ -491,7 +491,7 @@ def attention_fwd_hopper_kernel(
 def forward(operands: Operands, segments: Segments, params: AttentionParams, config: HopperConfig) -> None:
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
-    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params)
+    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params, head_dim=q.shape[2], other_rows=k.shape[0])
     num_segments = segments.segments_per_group
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)

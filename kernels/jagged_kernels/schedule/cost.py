@@ -8,6 +8,7 @@ written again.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,7 +19,8 @@ from ..common.device import cdiv
 
 SHORT = 64  # rows of a short segment at most; also those of a packed tile (packed.py)
 EXACT_WORK, WORK_CLASSES = 512, 958
-GROUP_ELEMENTS = 2**22  # of q in the segments of a group: with dO and fp32 sums of dq, 32 MiB, which the L2 cache of an H100 holds
+GROUP_ELEMENTS = 2**22  # of a tensor that the tiles of a group loop over: 8 MiB of 16-bit numbers. The L2 cache of an H100 holds 50 MB.
+GROUPED_SEQLEN = 256  # mean rows of a segment from which on tiles under a mask are listed in groups; packed tiles are for shorter ones
 TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
 EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 
@@ -40,20 +42,47 @@ def one_pass_seqlen(head_dim: int, masked: bool) -> int:
     return 8192 if masked else 4096
 
 
-def blocks_per_group(num_keys: int, num_segments: int, num_heads: int, head_dim: int, block_m: int, mask: MaskParams | None) -> int:
-    """How many blocks of `block_m` keys the segments of a group have together, if key tiles are listed in groups of segments; 0: all tiles
-    are sorted by work.
+class Grouping(NamedTuple):
+    """How tiles are listed in groups of segments.
 
-    Hopper's one-pass backward adds the terms of dq in the order of a segment's tiles. Tiles of one segment and head that run at the same
-    time wait for one another, and tiles of too many segments evict one another's rows from the L2 cache. Under a causal mask, a tile reads
-    half of a segment's rows on average. docs/decisions/one-pass-backward.md has figures.
+    blocks: how many blocks of the tiled side the segments of a group have together. alternates: every other group is listed backward.
     """
-    if not head_dim or not (mask is None or mask.is_causal):
-        return 0
-    if num_keys < max(1, num_segments * one_pass_seqlen(head_dim, mask is not None)):
-        return 0
-    elements = GROUP_ELEMENTS if mask is None else 2 * GROUP_ELEMENTS
-    return max(1, elements // (num_heads * padded_dim(head_dim) * block_m))
+
+    blocks: int
+    alternates: bool
+
+
+def grouping(
+    rows: int, other_rows: int, num_segments: int, num_heads: int, head_dim: int, block_m: int, mask: MaskParams | None, key_tiles: bool
+) -> Grouping | None:
+    """Whether and how tiles of Hopper's kernels are listed in groups of segments; None: all tiles are sorted by work.
+
+    Thread blocks that run at the same time then read the same rows through the L2 cache. Tiles sorted by work do that too without a mask,
+    where all tiles of a segment have the same work. Under a mask they are tiles of different segments: at head dim 128 they are bound by
+    memory. At 64 they are not, and a list sorted by work is balanced better. Groups are listed forward and backward in turn, so that
+    neighbours in the list have about the same work, which the zigzag's balance needs.
+
+    Key tiles of the one-pass backward are in groups with and without a mask, always forward: a tile waits for its predecessors.
+    docs/decisions/tiles-in-groups.md has figures.
+
+    Args:
+        rows, other_rows: of the tiled side, and of the side that a tile loops over.
+        head_dim: 0 for kernels that gain nothing.
+    """
+    if not head_dim or not num_segments or not rows:
+        return None
+    mean, fewest = rows / num_segments, one_pass_seqlen(head_dim, mask is not None)
+    may_be_one_pass = key_tiles and (mask is None or mask.is_causal)
+    if may_be_one_pass and mean >= fewest:
+        alternates, elements = False, GROUP_ELEMENTS * (1 if mask is None else 2)  # a key tile reads half of the rows on average
+    elif mask is None or padded_dim(head_dim) <= 64 or mean < GROUPED_SEQLEN:
+        return None
+    elif may_be_one_pass and mean > fewest / 4:  # no gain there, and a list backward for the one-pass kernel would be a deadlock
+        return None
+    else:
+        alternates, elements = True, GROUP_ELEMENTS
+    blocks = elements * rows // (num_heads * padded_dim(head_dim) * max(1, other_rows) * block_m)
+    return Grouping(min(max(1, blocks), 2**30), alternates)
 
 
 def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ own work, and two launches sort by counting. `_tile_work_kernel` computes the cl
 each class in every CHUNK of tiles. From these counts `_masked_list_kernel` computes each tile's place. Counts do not depend on the order
 of atomic additions, so the list does not either.
 
-Key tiles in groups of segments (cost.blocks_per_group): one launch ranks the segments, another writes their tiles.
+In groups of segments (cost.grouping): one launch ranks the segments, another writes their tiles.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..attention.params import AttentionParams, MaskParams
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, blocks_per_group
+from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, Grouping, grouping
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
@@ -206,7 +206,7 @@ def _launch_masked_list(
     )
 
 
-# -- key tiles in groups of segments --------------------------------------------------------------------------------------------------
+# -- in groups of segments ------------------------------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -246,12 +246,12 @@ def _ranked_segments(offsets_ptr, order_ptr, start, blocks_before, num_segments,
 @triton.jit(do_not_specialize=["num_segments", "num_heads", "group_blocks"])
 def _grouped_list_kernel(
     offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, group_blocks,
-    BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
+    KEY_TILES: tl.constexpr, ALTERNATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the tiles of the segment of its rank.
 
-    Before a tile come all tiles of earlier groups, the blocks with a smaller number of all segments of its group, and the same block of
-    the group's segments of lower rank, which all have it.
+    Before a tile come all tiles of earlier groups, the blocks with a smaller number of all segments of its group, or with a larger one, and
+    the same block of the group's segments of lower rank, which all have it.
     """
     rank = tl.program_id(0)
     segment = tl.load(order_ptr + rank)
@@ -261,6 +261,10 @@ def _grouped_list_kernel(
         ranks, blocks, _ = _ranked_segments(offsets_ptr, order_ptr, start, 0, num_segments, group_blocks, BLOCK_M, CHUNK)
         lower += tl.sum(tl.where(ranks < rank, blocks, 0), 0)
     group = (lower + num_blocks // 2) // group_blocks
+    forward = group >= 0
+    if ALTERNATES:
+        forward = group % 2 == 0
+    ascending = forward == KEY_TILES
 
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)
@@ -272,7 +276,9 @@ def _grouped_list_kernel(
             )  # fmt: skip
             of_group = groups == group
             earlier = tl.where((groups < group) & (groups >= 0), blocks, 0) + (of_group & (ranks < rank)).to(tl.int32)
-            place += tl.sum(earlier, 0) + tl.sum(tl.where(of_group[None, :], tl.minimum(blocks[None, :], block[:, None]), 0), 1)
+            smaller = tl.minimum(blocks[None, :], block[:, None])
+            larger = tl.maximum(blocks[None, :] - 1 - block[:, None], 0)
+            place += tl.sum(earlier, 0) + tl.sum(tl.where(of_group[None, :], tl.where(ascending, smaller, larger), 0), 1)
             total += tl.sum(blocks, 0)
         tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
         for head in range(0, num_heads):
@@ -284,7 +290,9 @@ def _grouped_list_kernel(
         tl.store(num_tiles_ptr + 1, (lower + num_blocks) * num_heads)
 
 
-def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, group_blocks: int) -> None:
+def _launch_grouped_list(
+    offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, key_tiles: bool, grouping: Grouping
+) -> None:
     """Write `tiles` and `num_tiles`, of at least one segment."""
     num_segments, segments = offsets.shape[0] - 1, 32
     order = offsets.new_empty((num_segments,), dtype=torch.int32)
@@ -292,7 +300,8 @@ def _launch_grouped_list(offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_
         offsets, order, num_segments, BLOCK_M=block_m, SEGMENTS=segments, CHUNK=256
     )  # fmt: skip
     _grouped_list_kernel[(num_segments,)](
-        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, group_blocks, BLOCK_M=block_m, BLOCKS=32, CHUNK=128
+        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, grouping.blocks, KEY_TILES=key_tiles,
+        ALTERNATES=grouping.alternates, BLOCK_M=block_m, BLOCKS=32, CHUNK=128,
     )  # fmt: skip
 
 
@@ -307,14 +316,14 @@ def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n,
 @operator("tile_list", fake=_empty_list)
 def tile_list(
     offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
-    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False, head_dim: int = 0,
+    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False, head_dim: int = 0, other_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles of `host.zigzag_schedule`, from offsets on the device.
 
     Args:
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Queries
             may have several groups, as in `zigzag_schedule`.
-        num_heads, block_m, block_n, key_tiles, head_dim: as in `zigzag_schedule`.
+        num_heads, block_m, block_n, key_tiles, head_dim: as in `zigzag_schedule`. other_rows: of the other side together, with a head_dim.
         mask: `MaskParams`, with num_targets `[B]` if it has targets.
 
     Returns:
@@ -327,11 +336,11 @@ def tile_list(
     queries, keys = reversed(sides) if key_tiles else sides
     groups = num_query_groups(*queries, *keys, mask)
     params = None if mask is None else MaskParams(*mask)
-    group_blocks = 0
-    if key_tiles and groups == 1:
-        group_blocks = blocks_per_group(total_rows, num_segments, num_heads, head_dim, block_m, params)
-    if group_blocks and num_segments:
-        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, group_blocks)
+    in_groups = None
+    if groups == 1:
+        in_groups = grouping(total_rows, other_rows, num_segments, num_heads, head_dim, block_m, params, key_tiles)
+    if in_groups is not None:
+        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, key_tiles, in_groups)
         return tiles, num_tiles
     if params is not None and num_segments:
         sizes = total_rows, num_heads, block_m, block_n
@@ -348,16 +357,17 @@ def tile_list(
 
 def kernel_tiles(
     segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False,
-    head_dim: int = 0,
+    head_dim: int = 0, other_rows: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys. head_dim: as in `tile_list`.
+    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys. head_dim, other_rows: as in `tile_list`.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is None or block != config.tile:
         offsets = segments.q_offsets, segments.kv_offsets
         sizes = total_rows, num_heads, config.tile, config.block
         offsets = reversed(offsets) if key_tiles else offsets
-        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_tiles, head_dim)
+        head_dim = 0 if params.batch_invariant else head_dim
+        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_tiles, head_dim, other_rows)
     return tiles, num_tiles[1:] if segments.long_only else num_tiles

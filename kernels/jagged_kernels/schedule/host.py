@@ -18,7 +18,7 @@ from torch import Tensor
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import blocks_per_group, is_short, key_tile_work, query_tile_work, sort_key, work_class
+from .cost import Grouping, grouping, is_short, key_tile_work, query_tile_work, sort_key, work_class
 
 
 class TileList(NamedTuple):
@@ -50,8 +50,8 @@ class Segments(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TileSchedule:
-    """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first. Key tiles of long
-    histories may be listed in groups of segments instead (cost.blocks_per_group); then all count as tiles of long segments.
+    """Tiles of one attention call: those of long segments, then those of short ones (cost.is_short), each longest first. Or they are listed
+    in groups of segments (cost.grouping); then all count as tiles of long segments.
 
     Attributes:
         tiles: int32 `[T, 3]`, rows (segment, head, block); block counts blocks of `block_m` rows from the segment's start.
@@ -138,8 +138,7 @@ def zigzag_schedule(
         num_workers: thread blocks that the tiles are assigned to.
         mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
-        head_dim: of the queries, for key tiles that Hopper's kernels take, which may then be listed in groups of segments. 0: all tiles are
-            sorted by work.
+        head_dim: of the queries, for Hopper's kernels, whose tiles may be listed in groups of segments. 0: all tiles are sorted by work.
 
     Returns:
         TileSchedule with host tensors.
@@ -164,17 +163,19 @@ def zigzag_schedule(
     if num_targets is not None and len(num_targets) != len(q_lengths):
         raise ValueError(f"mask.num_targets must have one entry per segment, {len(q_lengths)}, got {len(num_targets)}")
     params = None if mask is None else MaskParams(*mask.params)
-    group_blocks = 0
-    if key_tiles and groups == 1:
-        group_blocks = blocks_per_group(int(q_lengths.sum()), len(q_lengths), num_heads, head_dim, block_m, params)
-    if group_blocks:
-        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, num_heads, block_m, block_n, params, group_blocks)
+    in_groups = None
+    if groups == 1 and head_dim:
+        rows, other_rows = int(q_lengths.sum()), int(kv_lengths.sum())
+        in_groups = grouping(rows, other_rows, len(q_lengths), num_heads, head_dim, block_m, params, key_tiles)
+    num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
+    sizes = num_heads, block_m, block_n
+    if in_groups is not None:
+        tiles, work = _tiles_in_groups(q_lengths, kv_lengths, *sizes, params, num_targets, key_tiles, in_groups)
         num_long = len(tiles)
     elif mask is None or not len(q_lengths):
-        tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), num_heads, block_m, block_n)
+        tiles, work, num_long = _tiles(q_lengths, kv_lengths, *((1, groups) if key_tiles else (groups, 1)), *sizes)
     else:
-        num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
-        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, num_heads, block_m, block_n, params, num_targets, key_tiles)
+        tiles, work, num_long = _masked_tiles(q_lengths, kv_lengths, *sizes, params, num_targets, key_tiles)
     return TileSchedule(
         tiles=tiles,
         num_tiles=torch.tensor([len(tiles), num_long], dtype=torch.int32),
@@ -235,36 +236,49 @@ def _masked_tiles(
     lengths, other_lengths: of the tiled side and of the side that a tile loops over. num_targets: `[B]` or None.
     """
     segment, block = _blocks_of_segments(cdiv(lengths, block_m))
-    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
-    sides = lengths[segment], other_lengths[segment]
-    count_blocks = key_tile_work if key_tiles else query_tile_work
-    work = count_blocks(block, *(reversed(sides) if key_tiles else sides), targets, mask, block_m, block_n)
-    short = is_short(*sides)
+    work = _masked_work(segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles)
+    short = is_short(lengths[segment], other_lengths[segment])
     order = torch.argsort(sort_key(work_class(work), short), descending=True, stable=True)
     return _with_heads(segment[order], block[order], num_heads), work[order].repeat_interleave(num_heads), int((~short).sum()) * num_heads
 
 
-def _tiles_in_groups(
-    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None, group_blocks: int
-) -> tuple[Tensor, Tensor]:
-    """Key tiles in groups of segments, longest segments first, and the work of each. A group lists the first blocks of its segments, then
-    the second ones, and so on. The heads of a block follow one another.
+def _masked_work(
+    segment: Tensor, block: Tensor, lengths: Tensor, other_lengths: Tensor, block_m: int, block_n: int, mask: MaskParams,
+    num_targets: Tensor | None, key_tiles: bool,
+) -> Tensor:  # fmt: skip
+    """The work of tiles under a mask."""
+    targets = 0 if num_targets is None else num_targets.to(torch.int32)[segment]
+    sides = lengths[segment], other_lengths[segment]
+    if key_tiles:
+        return key_tile_work(block, *reversed(sides), targets, mask, block_m, block_n)
+    return query_tile_work(block, *sides, targets, mask, block_m, block_n)
 
-    The segments, longest first, lie on a line of blocks. Those whose middles are in the same `group_blocks` blocks are a group.
+
+def _tiles_in_groups(
+    lengths: Tensor, other_lengths: Tensor, num_heads: int, block_m: int, block_n: int, mask: MaskParams | None,
+    num_targets: Tensor | None, key_tiles: bool, grouping: Grouping,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Tiles in groups of segments, longest segments first, and the work of each. The heads of a block follow one another.
+
+    The segments, longest first, lie on a line of blocks. Those whose middles are in the same `grouping.blocks` blocks are a group. A group
+    lists the blocks of one number of all its segments, then those of the next number. It starts with the blocks that have most work under a
+    causal mask: the first ones of keys, the last ones of queries. If groups alternate, every other one starts at the other end.
     """
     blocks = cdiv(lengths, block_m)
     order = torch.argsort(blocks, descending=True, stable=True)
     blocks = blocks[order].long()
     middles = blocks.cumsum(0) - blocks + torch.div(blocks, 2, rounding_mode="floor")
     rank, block = _blocks_of_segments(blocks)
-    group = torch.div(middles, group_blocks, rounding_mode="floor")[rank]
-    key = (group * (blocks.max() + 1) + block) * len(blocks) + rank
+    group = torch.div(middles, grouping.blocks, rounding_mode="floor")[rank]
+    forward = (group % 2 == 0) | (not grouping.alternates)
+    number = torch.where(forward == key_tiles, block, blocks.max() - block)
+    key = (group * (blocks.max() + 1) + number) * len(blocks) + rank
     sorted_tiles = torch.argsort(key)
     segment, block = order.to(torch.int32)[rank[sorted_tiles]], block[sorted_tiles]
-    columns = other_lengths[segment]
-    work = cdiv(columns, block_n)
-    if mask is not None:
-        work = key_tile_work(block, columns, lengths[segment], 0, mask, block_m, block_n)
+    if mask is None:
+        work = cdiv(other_lengths[segment], block_n)
+    else:
+        work = _masked_work(segment, block, lengths, other_lengths, block_m, block_n, mask, num_targets, key_tiles)
     return _with_heads(segment, block, num_heads), work.repeat_interleave(num_heads)
 
 

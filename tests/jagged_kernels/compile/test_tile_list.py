@@ -43,6 +43,7 @@ def test_grouped_list_kernels_compile(capability):
     types |= dict(num_segments="i32", num_heads="i32", group_blocks="i32")
     for kernel, constants in [
         (tile_list._segment_order_kernel, dict(BLOCK_M=128, SEGMENTS=32, CHUNK=256)),
-        (tile_list._grouped_list_kernel, dict(BLOCK_M=128, BLOCKS=32, CHUNK=128)),
+        (tile_list._grouped_list_kernel, dict(KEY_TILES=True, ALTERNATES=False, BLOCK_M=128, BLOCKS=32, CHUNK=128)),
+        (tile_list._grouped_list_kernel, dict(KEY_TILES=False, ALTERNATES=True, BLOCK_M=128, BLOCKS=32, CHUNK=128)),
     ]:
         assert compile_for(capability, kernel, constants, types.get, aligned=()).asm["cubin"]

@@ -143,6 +143,21 @@ LOAD = """
 """
 
 
+CONTROL = """
+    import sys
+    import torch
+
+    device, path = sys.argv[1:]
+    x = torch.randn(3, 2, device=device)
+    program = torch.export.export(torch.nn.Linear(2, 2, device=device), (x,))
+    torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
+"""
+
+
+def run_python(code, *args):
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(code), *map(str, args)], capture_output=True, text=True)
+
+
 def check_package(tmp_path, device, operators):
     """A package runs in a process that imports the operators alone, for sizes that the export did not see."""
     model, fused = fused_on(device)
@@ -150,8 +165,9 @@ def check_package(tmp_path, device, operators):
     with torch.no_grad():
         cases = [(given, expected(model, given)) for size in SIZES for given in [moved(inputs(*size), device)]]
     torch.save(cases, tmp_path / "cases.pt")
-    command = [sys.executable, "-c", textwrap.dedent(LOAD.format(operators=operators)), package, str(tmp_path / "cases.pt")]
-    run = subprocess.run(command, capture_output=True, text=True)
+    run = run_python(LOAD.format(operators=operators), package, tmp_path / "cases.pt")
+    if run.returncode < 0 and run_python(CONTROL, device, tmp_path / "control.pt2").returncode < 0:
+        pytest.skip("torch's package of a Linear crashes too: this machine's C++ compiler (CXX) does not fit its torch")
     assert run.returncode == 0, run.stderr
     assert run.stdout == "same results\n"
 
