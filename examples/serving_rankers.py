@@ -127,7 +127,7 @@ class Ranker(ABC):
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
         self.device = next(model.parameters()).device
-        self.cache = jm.HistoryCache(layer, cache_bytes) if cache_bytes else None
+        self.cache = jm.PagedHistoryCache(layer, cache_bytes) if cache_bytes else None
         self.ratings: list[float] = []
         self.stages = Stages()
         self.counts = {"reused": 0, "appended": 0, "encoded": 0}  # requests by what happened to their histories
@@ -175,7 +175,7 @@ class Ranker(ABC):
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
         self.model.load_state_dict(weights.tensors)
 
-    def _select(self, users: list[int]) -> jm.KeyValues:
+    def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of it."""
         try:
             return self.cache.select(users)
@@ -309,7 +309,7 @@ class SequenceRanker(Ranker):
         embedded = self.model.embeddings(ids.to(self.device))
         return embedded, self.model.encoder.inputs(embedded), np.concatenate([[0], lengths.cumsum()])
 
-    def _update(self, requests: Sequence[Request], begins: list[int], rows: torch.Tensor, offsets: np.ndarray) -> jm.KeyValues:
+    def _update(self, requests: Sequence[Request], begins: list[int], rows: torch.Tensor, offsets: np.ndarray) -> jm.HistoryCache:
         """Write all rows but each user's last one, from the first row on. Returns the cached rows of all users."""
         whole = [b for b, begin in enumerate(begins) if begin == 0]  # of a single event, nothing is cached: put it again
         grown = [b for b, begin in enumerate(begins) if begin > 0 and offsets[b + 1] - offsets[b] > 1]

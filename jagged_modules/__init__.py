@@ -8,8 +8,8 @@ from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
 from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
+from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
-from .containers.key_values import KeyValues
 from .graphed import graphed
 from .layers.block_attention import BlockDiagonalSelfAttention
 from .layers.gdpa import GDPABlock, GDPAConfig, JaggedGDPA
@@ -21,7 +21,7 @@ from .layers.self_target_attention import JaggedSelfTargetAttention
 from .layers.target_attention import JaggedTargetAttention
 from .masks import AttentionMask
 from .rotary import Rotary
-from .serving.history_cache import CacheFull, CacheStatistics, HistoryCache
+from .serving.paged_history_cache import CacheFull, CacheStatistics, PagedHistoryCache
 from .settings import backward_workspace, batch_invariant, debug_checks
 
 if TYPE_CHECKING:
@@ -44,8 +44,8 @@ __all__ = [
     "JaggedMLP",
     "JaggedSelfTargetAttention",
     "JaggedTargetAttention",
-    "KeyValues",
     "LinearCompressEmbedding",
+    "PagedHistoryCache",
     "RelativeBias",
     "Rotary",
     "TileSchedule",

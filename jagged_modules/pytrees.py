@@ -16,8 +16,8 @@ from torch.utils._pytree import GetAttrKey, register_pytree_node
 
 from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
+from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
-from .containers.key_values import KeyValues
 from .containers.segmentation import Segmentation
 from .functional import ScorePlan
 from .masks import AttentionMask
@@ -100,4 +100,4 @@ _register(RelativeBias, ("position", "time", "timestamps", "boundaries", "query_
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
 _register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
 _register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers"))
-_register(KeyValues, ("layers", "timestamps"))
+_register(HistoryCache, ("layers", "timestamps"), ("max_rows",))

@@ -1,4 +1,4 @@
-"""The Python examples of README.md."""
+"""The Python examples of README.md and of other documents."""
 
 import re
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def examples() -> list[str]:
-    return re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def examples(document: Path = README) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
 
 
 def example_with(text: str) -> str:

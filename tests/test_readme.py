@@ -1,11 +1,14 @@
-"""The Python examples of README.md run as they stand, one after another: some use names of an earlier one."""
+"""The Python examples of documents run as they stand, one after another: some use names of an earlier one."""
+
+from pathlib import Path
 
 import pytest
-from readme import examples
+from readme import README, examples
 
 
-def test_examples_run():
+@pytest.mark.parametrize("document", [README, Path(README.parent, "docs", "serving.md")], ids=lambda x: x.name)
+def test_examples_run(document):
     pytest.importorskip("torchrec")
     names = {"__name__": "readme"}
-    for code in examples():
-        exec(compile(code, "README.md", "exec"), names)
+    for code in examples(document):
+        exec(compile(code, document.name, "exec"), names)

@@ -59,7 +59,7 @@ class Jagged(Queries):
     def __init__(self, values: Tensor, offsets: Tensor, max_seqlen: int | None = None, *, host_lengths: Tensor | None = None) -> None:
         _check_parts("", values, offsets, max_seqlen)
         if host_lengths is not None:
-            host_lengths = _as_tensor("host_lengths", host_lengths)
+            host_lengths = as_tensor("host_lengths", host_lengths)
             _check_host_lengths(host_lengths, offsets, values.shape[0])
         self.values, self.offsets, self.max_seqlen = values, offsets, max_seqlen
         self._segmentation = segmentation_of(offsets, host_lengths)
@@ -395,7 +395,7 @@ def _refuse_weights(name: str, x: Any) -> None:
         )
 
 
-def _as_tensor(name: str, x: Any) -> Tensor:
+def as_tensor(name: str, x: Any) -> Tensor:
     try:
         return torch.as_tensor(x)
     except (TypeError, ValueError, RuntimeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,33 @@ def segments_and_positions(offsets: Tensor, total: int) -> tuple[Tensor, Tensor]
 def positions_in_segments(offsets: Tensor, total: int) -> Tensor:
     """`[total]` index of each row within its segment."""
     return segments_and_positions(offsets, total)[1]
+
+
+def rows_of_ranges(begins: Tensor, lengths: Tensor, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows begins[b] to begins[b] + lengths[b] of each b, one range after another, and the offsets `[B + 1]` of the ranges.
+
+    Args:
+        begins, lengths: int64 `[B]` on the host.
+        device: of the results.
+    """
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    total = int(offsets[-1])
+    begins, offsets = (x.to(device, non_blocking=True) for x in (begins, offsets))
+    segments, positions = segments_and_positions(offsets, total)
+    return begins[segments] + positions, offsets
+
+
+def concatenated_rows(offsets: Sequence[Tensor], totals: Sequence[int]) -> Tensor:
+    """int64 `[Σ totals]`: for each row of jagged tensors with these offsets, one tensor after another, its row in their concatenation
+    segment by segment."""
+    indices: list[Tensor] = []
+    for k, total in enumerate(totals):
+        rows, segment = rows_and_segments(offsets[k], total)
+        for other, bounds in enumerate(offsets):
+            if other != k:  # its rows before this one: those of earlier segments, and those of this segment if it comes before k
+                rows = rows + bounds[segment + int(other < k)]
+        indices.append(rows)
+    return torch.cat(indices).long()
 
 
 def matrix_offsets(offsets: Tensor, width: int) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..containers.offsets import rows_and_segments, segments_and_positions
+from ..containers.offsets import concatenated_rows, rows_and_segments, segments_and_positions
 from ..scalars import check_kind, check_size
 from ..validation import (
     check_dense,
@@ -160,15 +160,9 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
         offsets[k] = checked_offsets(f"offsets[{k}]", bounds, x.shape[0], x, f"values[{k}]'s")
         if bounds.shape != offsets[0].shape:
             raise ValueError(f"offsets[{k}] must have offsets[0]'s shape, {list(offsets[0].shape)}, got {list(bounds.shape)}")
-    indices: list[Tensor] = []
-    for k, x in enumerate(values):
-        rows, segment = rows_and_segments(offsets[k], x.shape[0])
-        for other, bounds in enumerate(offsets):
-            if other != k:  # its rows before this one: those of earlier segments, and those of this segment if it comes before x
-                rows = rows + bounds[segment + int(other < k)]
-        indices.append(rows)
     joined = torch.cat(values)
-    return torch.zeros_like(joined).index_copy(0, torch.cat(indices).long(), joined), sum(offsets[1:], offsets[0])
+    rows = concatenated_rows(offsets, [x.shape[0] for x in values])
+    return torch.zeros_like(joined).index_copy(0, rows, joined), sum(offsets[1:], offsets[0])
 
 
 def jagged_split(

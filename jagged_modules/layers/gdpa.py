@@ -11,15 +11,15 @@ from torch.types import Device
 
 from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
+from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..containers.key_values import KeyValues
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
+from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .key_values import layer_of_cache
 from .parameters import reset_all
 
 
@@ -159,7 +159,7 @@ class JaggedGDPA(nn.Module):
             nn.init.normal_(self.key_weights)
             nn.init.normal_(self.value_weights, std=self.config.num_weights**-0.5)
 
-    def cache(self, context: Any) -> KeyValues:
+    def cache(self, context: Any) -> HistoryCache:
         """Compute the keys and values of the context's rows, for any number of later calls of `score`.
 
         Args:
@@ -173,7 +173,7 @@ class JaggedGDPA(nn.Module):
         """
         return self(None, context, return_cache=True)
 
-    def append(self, events: Any, cache: KeyValues) -> tuple[None, KeyValues]:
+    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
         """Compute the keys and values of the next rows of cached contexts. Those of the earlier rows do not change.
 
         Args:
@@ -181,15 +181,15 @@ class JaggedGDPA(nn.Module):
             cache: keys and values of the contexts, of which only the number is read.
 
         Returns:
-            None, because `score` computes outputs, and the keys and values of the events.
+            None, because `score` computes outputs, and the keys and values of the events: `cache.append` adds them to the cache.
 
         Raises:
             TypeError, ValueError: as `cache`; the cache has another number of segments or another shape.
         """
-        check_kind("cache", cache, KeyValues, "a KeyValues")
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, x: Any, cache: KeyValues, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
+    def score(self, x: Any, cache: HistoryCache, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
         """Attend from x to cached contexts: `forward(x, context, num_targets, bias)` without projecting the contexts.
 
         A mask takes the rows of x for the last rows of the context. So in a causal self-attention the outputs of new events are
@@ -197,7 +197,7 @@ class JaggedGDPA(nn.Module):
 
         Args:
             x, num_targets, bias: as in `forward`.
-            cache: the result of `cache` for the contexts, or of `HistoryCache.select`. It is valid until the parameters change.
+            cache: the result of `cache` for the contexts, or of `PagedHistoryCache.select`. It is valid until the parameters change.
 
         Returns:
             As `forward`.
@@ -205,10 +205,10 @@ class JaggedGDPA(nn.Module):
         Raises:
             TypeError, ValueError: as `forward`; the cache does not fit the layer.
         """
-        check_kind("cache", cache, KeyValues, "a KeyValues")  # forward would accept None
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
         return self(x, None, num_targets, bias, cache=cache)
 
-    append_reads_cache, max_cached_rows = False, None  # for HistoryCache
+    append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
     @one_module
     @fixed_rows
@@ -219,7 +219,7 @@ class JaggedGDPA(nn.Module):
         num_targets: Tensor | None = None,
         bias: RelativeBias | None = None,
         *,
-        cache: KeyValues | None = None,
+        cache: HistoryCache | None = None,
         return_cache: bool = False,
     ) -> Any:
         """Attend within each segment.
@@ -234,8 +234,8 @@ class JaggedGDPA(nn.Module):
                 events of `append`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a KeyValues. The
-            dtype is that of the projections. The result of a row that sees no key is out_proj's bias.
+            x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a HistoryCache.
+            The dtype is that of the projections. The result of a row that sees no key is out_proj's bias.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
@@ -291,7 +291,7 @@ class JaggedGDPA(nn.Module):
         k, v = self.kv_proj(rows).unflatten(1, (2, self.num_kv_heads, self.head_dim)).unbind(1)
         return self.k_norm(k), v
 
-    def _cache(self, rows: Any, cache: KeyValues | None, **others: Any) -> KeyValues:
+    def _cache(self, rows: Any, cache: HistoryCache | None, **others: Any) -> HistoryCache:
         """Keys and values of a context's rows, or with the context's cache, of the next events."""
         self._check_cacheable()
         for name, argument in others.items():
@@ -301,14 +301,14 @@ class JaggedGDPA(nn.Module):
         keys = wrap_rows(name, rows, self.embedding_dim, self.out_proj)
         if cache is not None:
             layer_of_cache(cache, name, keys, self.num_kv_heads, 2 * self.head_dim, self.kv_proj)
-        return KeyValues((keys.with_values(torch.cat(self._project(keys.values), dim=2)),))
+        return HistoryCache((keys.with_values(torch.cat(self._project(keys.values), dim=2)),))
 
     def _check_cacheable(self) -> None:
         for name in ("num_seeds", "num_weights"):
             if getattr(self.config, name):
                 raise ValueError(f"config.{name} must be 0 to cache keys and values of a context, got {getattr(self.config, name)}")
 
-    def _keys(self, x: Jagged, context: Any, cache: KeyValues | None) -> Jagged:
+    def _keys(self, x: Jagged, context: Any, cache: HistoryCache | None) -> Jagged:
         """The rows of keys: of x, of the context, or the cache's keys and values."""
         if cache is not None:
             if context is not None:

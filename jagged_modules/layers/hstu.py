@@ -11,9 +11,9 @@ from torch.nn import functional as nnf
 from torch.types import Device
 
 from ..bias import RelativeBias
+from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..containers.key_values import KeyValues
-from ..functional import jagged_attention, jagged_concat
+from ..functional import jagged_attention
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_size
@@ -242,14 +242,13 @@ class HSTULayer(nn.Module):
         cache_timestamps: Tensor | None,
     ) -> Tensor:  # fmt: skip
         """Attention of events to cached histories and, causally, to one another. It copies the cached rows once, to join both."""
-        parts = [cache.offsets, events.offsets]
-        joined, offsets = jagged_concat([cache.values, torch.cat([k, v], dim=2)], parts)
-        if timestamps is not None and cache_timestamps is not None:
-            query_timestamps = next_timestamps(timestamps, events.offsets) if query_timestamps is None else query_timestamps
-            timestamps = jagged_concat([cache_timestamps, timestamps], parts)[0]
-        k, v = torch.split_with_sizes(joined, [self.head_dim, self.linear_dim], dim=2)
-        bias = self._bias(timestamps, query_timestamps)
-        return self._attend(q, k, v, events, Jagged(joined, offsets), self.config.mask(), self._scaling_seqlen(events), bias)
+        added = HistoryCache((events.with_values(torch.cat([k, v], dim=2)),), timestamps)
+        joined = HistoryCache((cache,), cache_timestamps).append(added)
+        if timestamps is not None and query_timestamps is None:
+            query_timestamps = next_timestamps(timestamps, events.offsets)
+        (keys,), bias = joined.layers, self._bias(joined.timestamps, query_timestamps)
+        k, v = torch.split_with_sizes(keys.values, [self.head_dim, self.linear_dim], dim=2)
+        return self._attend(q, k, v, events, keys, self.config.mask(), self._scaling_seqlen(events), bias)
 
     @fixed_rows
     def _output(self, x: Tensor, u: Tensor, a: Tensor) -> Tensor:
@@ -303,7 +302,7 @@ class HSTUStack(nn.Module):
         *,
         timestamps: Tensor | None = None,
         query_timestamps: Tensor | None = None,
-        cache: KeyValues | None = None,
+        cache: HistoryCache | None = None,
         return_cache: bool = False,
     ) -> Any:
         """Update all rows in each layer.
@@ -314,7 +313,7 @@ class HSTUStack(nn.Module):
             return_cache: if True, the call is `cache(x)`, with the timestamps; with cache too, it is `append(x, cache)`.
 
         Returns:
-            x's kind of container, with `[L, E]` values; with return_cache, a KeyValues; with both, the container and a KeyValues.
+            x's kind of container, with `[L, E]` values; with return_cache, a HistoryCache; with both, the container and a HistoryCache.
 
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; num_targets is given with cache or return_cache; the cache does not fit the
@@ -333,7 +332,7 @@ class HSTUStack(nn.Module):
             return self._append(x, cache, timestamps, query_timestamps)
         return self._score(x, cache, timestamps, query_timestamps)
 
-    def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> KeyValues:
+    def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> HistoryCache:
         """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
 
         Args:
@@ -352,7 +351,7 @@ class HSTUStack(nn.Module):
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
-    def score(self, targets: Any, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
+    def score(self, targets: Any, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
         """Score targets against cached histories.
 
         The result equals the targets' rows of `forward` over the history and the targets of each user, with equal query_timestamps. The
@@ -369,12 +368,12 @@ class HSTUStack(nn.Module):
         Raises:
             TypeError, ValueError: as `HSTULayer.forward`; the cache does not fit the layers.
         """
-        check_kind("cache", cache, KeyValues, "a KeyValues")  # forward would accept None
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
         return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
 
     def append(
-        self, events: Any, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
-    ) -> tuple[Any, KeyValues]:
+        self, events: Any, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
+    ) -> tuple[Any, HistoryCache]:
         """Process the next events of cached histories.
 
         The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
@@ -387,7 +386,8 @@ class HSTUStack(nn.Module):
             timestamps, query_timestamps: int64 `[N]` of the events, as in `cache`. The query timestamps of earlier rows do not change.
 
         Returns:
-            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows.
+            The events' kind of container, with `[N, E]` values, and the keys and values of the events' rows: `cache.append` adds them to
+            the cache.
 
         Raises:
             TypeError, ValueError: as `score`; later events change earlier rows under the config: it has contextual_seqlen, recent_history,
@@ -397,12 +397,13 @@ class HSTUStack(nn.Module):
 
             hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
             cache = hstu.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # two users with 2 and 3 events
-            (values, _), added = hstu.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)     # one new event of user 1
+            (values, _), new = hstu.append((torch.randn(1, 32), torch.tensor([0, 0, 1])), cache)       # one new event of user 1
+            cache = cache.append(new)                                              # 2 and 4 events
         """
-        check_kind("cache", cache, KeyValues, "a KeyValues")
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return self(events, timestamps=timestamps, query_timestamps=query_timestamps, cache=cache, return_cache=True)
 
-    append_reads_cache = True  # for HistoryCache: keys and values of new events depend on cached rows
+    append_reads_cache = True  # for PagedHistoryCache: keys and values of new events depend on cached rows
 
     @property
     def max_cached_rows(self) -> int | None:
@@ -413,7 +414,7 @@ class HSTUStack(nn.Module):
         first = self.layers[0]
         return wrap_rows(name, x, first.embedding_dim, first.uvqk_proj)
 
-    def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> KeyValues:
+    def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> HistoryCache:
         wrapped = self._wrap("history", history)
         check_lengths("history", self.config, wrapped.offsets)
         check_times("history", wrapped.values, self.config, timestamps, query_timestamps)
@@ -426,9 +427,9 @@ class HSTUStack(nn.Module):
             kept.append(keys_and_values)
         segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
         layers = tuple(segments.with_values(x) for x in kept)
-        return KeyValues(layers, None if timestamps is None else torch.cat([timestamps[rows]]))
+        return HistoryCache(layers, None if timestamps is None else torch.cat([timestamps[rows]]), self.max_cached_rows)
 
-    def _score(self, targets: Any, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
+    def _score(self, targets: Any, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
         wrapped = self._wrap("targets", targets)
         times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
         jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
@@ -436,7 +437,9 @@ class HSTUStack(nn.Module):
             jagged = layer(jagged, num_targets, cache=history, **times)
         return wrapped.unwrap(jagged.values)
 
-    def _append(self, events: Any, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None) -> tuple[Any, KeyValues]:
+    def _append(
+        self, events: Any, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None
+    ) -> tuple[Any, HistoryCache]:
         check_appendable(self.config)
         wrapped = self._wrap("events", events)
         times = self._check_cache("events", wrapped, cache, timestamps, query_timestamps)
@@ -445,13 +448,13 @@ class HSTUStack(nn.Module):
         for layer, history in zip(self.layers, cache.layers):
             jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
             added.append(wrapped.with_values(keys_and_values))
-        return wrapped.unwrap(jagged.values), KeyValues(tuple(added), timestamps)
+        return wrapped.unwrap(jagged.values), HistoryCache(tuple(added), timestamps, self.max_cached_rows)
 
     def _check_cache(
-        self, name: str, x: Jagged, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None
+        self, name: str, x: Jagged, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None
     ) -> dict[str, Tensor | None]:
         """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as arguments of the layers."""
-        check_kind("cache", cache, KeyValues, "a KeyValues")
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         if len(cache.layers) != len(self.layers):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         for layer, history in zip(self.layers, cache.layers):

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..containers.candidates import CandidateIndex
+from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
-from ..containers.key_values import KeyValues
 from ..functional import jagged_attention, target_attention
 from ..scalars import check_kind, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
+from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .key_values import layer_of_cache
 from .parameters import reset_all
 
 
@@ -58,7 +58,7 @@ class JaggedTargetAttention(nn.Module):
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
         reset_all(self.children())
 
-    def cache(self, history: Any) -> KeyValues:
+    def cache(self, history: Any) -> HistoryCache:
         """Compute the keys and values of the histories, for any number of later calls of `score`.
 
         Args:
@@ -72,7 +72,7 @@ class JaggedTargetAttention(nn.Module):
         """
         return self(None, history, return_cache=True)
 
-    def append(self, events: Any, cache: KeyValues) -> tuple[None, KeyValues]:
+    def append(self, events: Any, cache: HistoryCache) -> tuple[None, HistoryCache]:
         """Compute the keys and values of the next events of cached histories. Those of the earlier events do not change.
 
         Args:
@@ -80,20 +80,20 @@ class JaggedTargetAttention(nn.Module):
             cache: keys and values of the histories, of which only the number is read.
 
         Returns:
-            None, because events have no output, and the keys and values of the events.
+            None, because events have no output, and the keys and values of the events: `cache.append` adds them to the cache.
 
         Raises:
             TypeError, ValueError: as `forward`; the cache has another number of segments or another shape.
         """
-        check_kind("cache", cache, KeyValues, "a KeyValues")
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, targets: Any, cache: KeyValues, candidates: CandidateIndex | Tensor | None = None) -> Any:
+    def score(self, targets: Any, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None) -> Any:
         """Attend from the targets to cached histories: `forward(targets, history, candidates)` without projecting the histories.
 
         Args:
             targets, candidates: as in `forward`.
-            cache: the result of `cache` for the histories, or of `HistoryCache.select`. It is valid until the parameters change.
+            cache: the result of `cache` for the histories, or of `PagedHistoryCache.select`. It is valid until the parameters change.
 
         Returns:
             As `forward`.
@@ -107,10 +107,10 @@ class JaggedTargetAttention(nn.Module):
             cache = attention.cache((torch.randn(5, 32), torch.tensor([0, 2, 5])))         # two users with 2 and 3 events
             out = attention.score(torch.randn(4, 1, 32), cache, torch.tensor([0, 0, 0, 1]))  # [4, 1, 32]
         """
-        check_kind("cache", cache, KeyValues, "a KeyValues")  # forward would accept None
+        check_kind("cache", cache, HistoryCache, "a HistoryCache")  # forward would accept None
         return self(targets, None, candidates, cache=cache)
 
-    append_reads_cache, max_cached_rows = False, None  # for HistoryCache
+    append_reads_cache, max_cached_rows = False, None  # for PagedHistoryCache
 
     @one_module
     @fixed_rows
@@ -120,7 +120,7 @@ class JaggedTargetAttention(nn.Module):
         history: Any,
         candidates: CandidateIndex | Tensor | None = None,
         *,
-        cache: KeyValues | None = None,
+        cache: HistoryCache | None = None,
         return_cache: bool = False,
     ) -> Any:
         """Attend from the targets to the history of their user.
@@ -137,7 +137,7 @@ class JaggedTargetAttention(nn.Module):
 
         Returns:
             According to targets: `[B, T, E]`; the targets' kind of container with `[N, E]` values; `[num_candidates, n_q, E]`. With
-            return_cache, a KeyValues. The dtype is that of the projections. The result of a target whose history is empty is out_proj's
+            return_cache, a HistoryCache. The dtype is that of the projections. The result of a target whose history is empty is out_proj's
             bias.
 
         Raises:
@@ -181,7 +181,7 @@ class JaggedTargetAttention(nn.Module):
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
 
-    def _cache(self, targets: Any, rows: Any, cache: KeyValues | None) -> KeyValues:
+    def _cache(self, targets: Any, rows: Any, cache: HistoryCache | None) -> HistoryCache:
         """Keys and values of a history's rows, or with the history's cache, of the next events."""
         if targets is not None:
             raise ValueError(f"targets must be None with return_cache, got {type(targets).__name__}")
@@ -190,7 +190,7 @@ class JaggedTargetAttention(nn.Module):
         if cache is not None:
             layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
         k, v = self.kv_proj(jagged.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
-        return KeyValues((jagged.with_values(torch.cat([k, v], dim=2)),))
+        return HistoryCache((jagged.with_values(torch.cat([k, v], dim=2)),))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         return project_targets(self.q_proj, self.target_dim, self.num_heads, targets, dim, shape)

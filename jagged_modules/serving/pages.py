@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..containers.offsets import segments_and_positions
+from ..containers.offsets import rows_of_ranges
 
 
 class CacheFull(ValueError):
@@ -137,12 +137,9 @@ def row_indices(ranges: Sequence[RowRange], page_rows: int, device: torch.device
         firsts.append(len(pages) * page_rows + x.begin)
         pages.extend(x.pages)
     lengths = torch.tensor([x.length for x in ranges], dtype=torch.int64)
-    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
-    total = int(offsets[-1])
-    table, first, offsets = (x.to(device, non_blocking=True) for x in (_to_tensor(pages), torch.tensor(firsts), offsets))
-    segments, positions = segments_and_positions(offsets, total)
-    positions = positions + first[segments] if total else positions
-    return table[positions // page_rows] * page_rows + positions % page_rows, offsets, lengths
+    rows, offsets = rows_of_ranges(torch.tensor(firsts, dtype=torch.int64), lengths, device)
+    table = _to_tensor(pages).to(device, non_blocking=True)
+    return table[rows // page_rows] * page_rows + rows % page_rows, offsets, lengths
 
 
 def _to_tensor(pages: array[int]) -> Tensor:

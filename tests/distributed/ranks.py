@@ -3,6 +3,7 @@ next call, as their imports take seconds."""
 
 from __future__ import annotations
 
+import gc
 import pickle
 import traceback
 from collections.abc import Callable, Iterator
@@ -127,3 +128,4 @@ def one_rank() -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        gc.collect()  # a sharded model is a reference cycle that holds the group, whose threads would outlive Python and abort the process

@@ -1,4 +1,4 @@
-"""Layers with a cache, and histories that come in parts, for tests of HistoryCache."""
+"""Layers with a cache, and histories that come in parts, for tests of PagedHistoryCache."""
 
 import torch
 from torch import nn
@@ -28,15 +28,15 @@ class Rows(nn.Module):
         super().__init__()
         self.weight, self.max_cached_rows = nn.Parameter(torch.zeros(1)), max_cached_rows
 
-    def cache(self, history) -> jm.KeyValues:
+    def cache(self, history) -> jm.HistoryCache:
         history = jm.Jagged.wrap(history)
-        return jm.KeyValues((history.with_values(history.values[:, None]),))
+        return jm.HistoryCache((history.with_values(history.values[:, None]),))
 
-    def append(self, events, cache: jm.KeyValues) -> tuple[None, jm.KeyValues]:
+    def append(self, events, cache: jm.HistoryCache) -> tuple[None, jm.HistoryCache]:
         return None, self.cache(events)
 
 
-def rows_of(kv: jm.KeyValues) -> list[torch.Tensor]:
+def rows_of(kv: jm.HistoryCache) -> list[torch.Tensor]:
     """The rows of each user that `Rows` cached."""
     (layer,) = kv.layers
     return list(layer.values[:, 0].split(layer.offsets.diff().tolist()))

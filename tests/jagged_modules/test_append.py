@@ -14,11 +14,6 @@ BUDGET = 2**20
 CACHES = {"tensors": None, "pages": 3}  # rows of a page
 
 
-def applies(name=None, page_rows=None, **_):
-    """`score` attends to all cached rows, of which a HistoryCache keeps the last max_attn_len, and joined tensors keep all."""
-    return page_rows is not None or name not in HSTU_CONFIGS or not HSTU_CONFIGS[name].max_attn_len
-
-
 @pytest.fixture(params=CACHES.values(), ids=CACHES)
 def page_rows(request):
     return request.param
@@ -26,10 +21,10 @@ def page_rows(request):
 
 @torch.no_grad()
 def grow(layer, timeline, page_rows, timed=False):
-    """The cache of all parts, and what append returned, part by part. Through a HistoryCache, or by joining tensors."""
+    """The cache of all parts, and what append returned, part by part. Through a PagedHistoryCache, or HistoryCache.append."""
     users = list(range(len(timeline.targets)))
     if page_rows is not None:
-        cache = jm.HistoryCache(layer, BUDGET, page_rows)
+        cache = jm.PagedHistoryCache(layer, BUDGET, page_rows)
         cache.put(users, jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
         outputs = [
             cache.append(users, jagged(timeline.take(timeline.rows, i)), **timeline.times_of(i, timed))
@@ -40,16 +35,8 @@ def grow(layer, timeline, page_rows, timed=False):
     for i in range(1, len(timeline.parts)):
         out, added = layer.append(jagged(timeline.take(timeline.rows, i)), kv, **timeline.times_of(i, timed))
         outputs.append(out)
-        layers = [_joined(x, y) for x, y in zip(kv.layers, added.layers)]
-        times = (
-            None if not timed else _joined(*(kv.layers[0].with_values(kv.timestamps), added.layers[0].with_values(added.timestamps))).values
-        )
-        kv = jm.KeyValues(tuple(layers), times)
+        kv = kv.append(added)
     return kv, outputs
-
-
-def _joined(x, y):
-    return jm.Jagged(*jm.functional.jagged_concat([x.values, y.values], [x.offsets, y.offsets]))
 
 
 @pytest.mark.parametrize("name", HSTU_CONFIGS)
@@ -66,10 +53,10 @@ def test_hstu(name, page_rows):
         torch.testing.assert_close(out.values, torch.cat(timeline.take(expected, i + 1)))
 
 
-def test_the_cached_rows_of_limited_attention(offsets_of):
-    """A HistoryCache keeps the last max_attn_len rows, of long and of short histories."""
+def test_the_cached_rows_of_limited_attention(page_rows):
+    """The last max_attn_len rows are kept, of long and of short histories."""
     timeline, stack = Timeline(PARTS, TARGETS), hstu(HSTU_CONFIGS["short"])
-    kv, _ = grow(stack, timeline, 2)
+    kv, _ = grow(stack, timeline, page_rows)
     assert kv.layers[0].offsets.diff().tolist() == [3, 0, 3, 3, 3]
 
 
@@ -153,7 +140,7 @@ def test_configs_whose_earlier_rows_change(message, fields):
     kv = stack.cache(x)
     with pytest.raises(ValueError, match=f"^config.{message}"):
         stack.append(x, kv)
-    cache = jm.HistoryCache(stack, BUDGET)
+    cache = jm.PagedHistoryCache(stack, BUDGET)
     cache.put([0, 1], x)
     with pytest.raises(ValueError, match=f"^config.{message}"):
         cache.append([0, 1], x)

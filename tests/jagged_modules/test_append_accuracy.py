@@ -36,7 +36,7 @@ def test_appended_rows_and_scores(name, dtype, device):
     stack, cache, users = stack.to(device).eval(), None, list("abcde")
     with torch.no_grad():
         full = stack(jagged(timeline.rows).to(device), torch.tensor(TARGETS, device=device)).values
-        cache = jm.HistoryCache(stack, 2**22)
+        cache = jm.PagedHistoryCache(stack, 2**22)
         cache.put(users, jagged([x[:0] for x in timeline.rows]).to(device))
         parts = [cache.append(users, jagged(timeline.take(timeline.rows, i)).to(device)).values for i in range(len(PARTS))]
         parts.append(stack.score(jagged(timeline.take(timeline.rows, -1)).to(device), cache.select(users)).values)
@@ -77,7 +77,7 @@ def test_scores_of_target_attention(dtype, device):
         )
     )
     with torch.no_grad():
-        cache = jm.HistoryCache(layer, 2**22)
+        cache = jm.PagedHistoryCache(layer, 2**22)
         cache.put(users, parts[0])
         for part in parts[1:]:
             cache.append(users, part)
@@ -88,7 +88,7 @@ def test_scores_of_target_attention(dtype, device):
 @pytest.mark.gpu
 def test_calls_on_several_streams_wait_for_one_another():
     """A put on a stream that is busy, then a select on another stream, and the reverse."""
-    cache, side = jm.HistoryCache(Rows().cuda(), 2**24), torch.cuda.Stream()
+    cache, side = jm.PagedHistoryCache(Rows().cuda(), 2**24), torch.cuda.Stream()
     rows = [torch.randn(1000, 2, device="cuda") for _ in range(3)]
     torch.cuda.synchronize()
     with torch.cuda.stream(side):

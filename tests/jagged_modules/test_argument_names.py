@@ -62,18 +62,18 @@ def caches():
         return stack.cache((torch.ones(5, width, device=device, dtype=dtype), rows[1].to(device or "cpu")))
 
     wrong = dict(heads=of(heads=2), width=of(width=64), dtype=of(dtype=torch.float64), device=of(device="meta"))
-    return wrong | dict(fewer=of(rows=(None, OFFSETS[[0, 2]])), kind=[1], dims=jm.KeyValues((jm.Jagged(*ROWS),) * 2),
-                        tensors=jm.KeyValues((ROWS[0],) * 2))  # fmt: skip
+    return wrong | dict(fewer=of(rows=(None, OFFSETS[[0, 2]])), kind=[1], dims=jm.HistoryCache((jm.Jagged(*ROWS),) * 2),
+                        tensors=jm.HistoryCache((ROWS[0],) * 2))  # fmt: skip
 
 
 def single_caches(layer, make):
     """Wrong caches of a layer with one Jagged of keys and values."""
     values, rows = layer.cache(ROWS).layers[0].values, jm.Jagged(*ROWS)
     wrong = dict(
-        heads=make(2).cache(ROWS), layers=CACHE, fewer=layer.cache((ROWS[0], OFFSETS[[0, 2]])), kind=[1], dims=jm.KeyValues((rows,))
+        heads=make(2).cache(ROWS), layers=CACHE, fewer=layer.cache((ROWS[0], OFFSETS[[0, 2]])), kind=[1], dims=jm.HistoryCache((rows,))
     )
-    wrong |= dict(dtype=make(4).double().cache((ROWS[0].double(), OFFSETS)), tensors=jm.KeyValues((values,)))
-    return wrong | dict(device=jm.KeyValues((rows.with_values(values).to("meta"),)))
+    wrong |= dict(dtype=make(4).double().cache((ROWS[0].double(), OFFSETS)), tensors=jm.HistoryCache((values,)))
+    return wrong | dict(device=jm.HistoryCache((rows.with_values(values).to("meta"),)))
 
 
 CONFIG = jm.HSTUConfig(scaling_seqlen=10)
@@ -105,7 +105,7 @@ CALLS = {  # a call with one wrong argument: what errors must call it, the call,
     "hstu layer x": ("x", LAYER, X),
     "hstu layer num_targets": ("num_targets", lambda x: LAYER(ROWS, x), integers(COUNTS)),
     "hstu layer num_targets with cache": ("num_targets", lambda x: LAYER(ROWS, x, cache=CACHE.layers[0]), integers(torch.tensor([2, 3]))),
-    "hstu layer cache": ("cache", lambda x: LAYER(ROWS, cache=x.layers[0] if isinstance(x, jm.KeyValues) else x), caches()),
+    "hstu layer cache": ("cache", lambda x: LAYER(ROWS, cache=x.layers[0] if isinstance(x, jm.HistoryCache) else x), caches()),
     "hstu layer cache_rows": ("cache_rows", lambda x: LAYER(ROWS, cache_rows=x), dict(dtype=COUNTS.float(), dims=COUNTS[None])),
     "hstu layer timestamps": ("timestamps", lambda x: TIMED_LAYER(ROWS, timestamps=x), times(TIMES)),
     "hstu layer cache_timestamps": (
@@ -121,9 +121,9 @@ CALLS = {  # a call with one wrong argument: what errors must call it, the call,
     "hstu num_targets": ("num_targets", lambda x: HSTU(ROWS, x), integers(COUNTS)),
     "hstu history": ("history", HSTU.cache, X),
     "hstu targets": ("targets", lambda x: HSTU.score(x, CACHE), X | segments(*ROWS)),
-    "hstu cache": ("cache", lambda x: HSTU.score(ROWS, x), caches() | dict(layers=jm.KeyValues(CACHE.layers[:1]))),
+    "hstu cache": ("cache", lambda x: HSTU.score(ROWS, x), caches() | dict(layers=jm.HistoryCache(CACHE.layers[:1]))),
     "hstu events": ("events", lambda x: HSTU.append(x, CACHE), X | segments(*ROWS)),
-    "hstu cache of events": ("cache", lambda x: HSTU.append(ROWS, x), caches() | dict(layers=jm.KeyValues(CACHE.layers[:1]))),
+    "hstu cache of events": ("cache", lambda x: HSTU.append(ROWS, x), caches() | dict(layers=jm.HistoryCache(CACHE.layers[:1]))),
     "hstu events' timestamps": ("timestamps", lambda x: TIMED.append(ROWS, TIMED_CACHE, timestamps=x), times(TIMES)),
     "target cached history": ("history", TARGET.cache, X),
     "target cached targets": ("targets", lambda x: TARGET.score(x, TARGET.cache(ROWS)), X | segments(*ROWS)),

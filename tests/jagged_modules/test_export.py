@@ -319,10 +319,10 @@ CONTAINERS = {
     "TileSchedule": lambda: jm.Jagged(torch.randn(5, 4), OFFSETS).prepare(num_heads=2, head_dim=8)._schedule(
         None, 1, None, 2, 8, torch.float32, None
     ),
-    "KeyValues-timed": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10, relative_time=4)).cache(
+    "HistoryCache-timed": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10, relative_time=4)).cache(
         (torch.randn(5, 8), OFFSETS), torch.arange(5)
     ),
-    "KeyValues": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10)).cache((torch.randn(5, 8), OFFSETS)),
+    "HistoryCache": lambda: jm.HSTUStack(8, 2, 2, jm.HSTUConfig(scaling_seqlen=10)).cache((torch.randn(5, 8), OFFSETS)),
 }  # fmt: skip
 
 

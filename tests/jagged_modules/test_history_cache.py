@@ -1,335 +1,198 @@
-"""HistoryCache: pages, eviction, budgets, versions of weights, threads, 10^5 users."""
+"""HistoryCache.select and append: rows, gradients, sizes and errors. test_append.py compares their scores with the full forward."""
 
 import random
-import threading
 
 import pytest
 import torch
 
 import jagged_modules as jm
 
-from .caching import Rows, Timeline, hstu, jagged, rows_of
-from .hstu_cases import HEADS, WIDTH, config_of
-from .processes import WORKERS, in_threads
+from .caching import HSTU_CONFIGS, Timeline, hstu, jagged
+from .hstu_cases import HEADS, WIDTH
 
-ROW_BYTES = 4 * 2  # of Rows on fp32 rows of width 2
-
-
-def rows_for(user: int, begin: int, end: int) -> torch.Tensor:
-    """Rows [n, 2] that tell the user and the position."""
-    return torch.stack([torch.full((end - begin,), float(user)), torch.arange(float(begin), end)], dim=1)
+SHAPES = [(2, 6), (1, 3)]  # heads and widths of two layers
+LENGTHS = [[3, 0, 1, 5], [0, 0], [1], [], [0, 7, 2]]
 
 
-def cache_of(pages: int, page_rows: int = 4, max_cached_rows: int | None = None) -> jm.HistoryCache:
-    return jm.HistoryCache(Rows(max_cached_rows), pages * page_rows * ROW_BYTES, page_rows)
+def cache_of(lengths, timed=False, max_seqlen=None, max_rows=None, dtype=torch.float64, offsets_dtype=torch.int64):
+    """A cache of two layers with random rows, which need gradients."""
+    offsets = torch.nn.functional.pad(torch.tensor(lengths, dtype=torch.int64).cumsum(0), (1, 0)).to(offsets_dtype)
+    total = sum(lengths)
+    first = jm.Jagged(torch.randn(total, *SHAPES[0], dtype=dtype, requires_grad=True), offsets, max_seqlen)
+    second = first.with_values(torch.randn(total, *SHAPES[1], dtype=dtype, requires_grad=True))
+    return jm.HistoryCache((first, second), torch.randint(100, (total,)) if timed else None, max_rows)
 
 
-def put(cache: jm.HistoryCache, lengths: dict[int, int]) -> None:
-    cache.put(list(lengths), jagged([rows_for(user, 0, n) for user, n in lengths.items()]))
+def columns(cache):
+    """For each layer, and the timestamps if there are any, the rows of each segment."""
+    tensors = [x.values for x in cache.layers] + ([] if cache.timestamps is None else [cache.timestamps])
+    return [list(x.split(cache.layers[0].offsets.diff().tolist())) for x in tensors]
 
 
-def assert_holds(cache: jm.HistoryCache, ranges: dict[int, tuple[int, int]]) -> None:
-    """The cache returns these rows of each user, bit by bit."""
-    kept = rows_of(cache.select(list(ranges)))
-    for (user, (begin, end)), rows in zip(ranges.items(), kept, strict=True):
-        assert torch.equal(rows, rows_for(user, begin, end)), user
+def assert_holds(cache, expected):
+    """expected: as `columns`."""
+    assert cache.num_segments == len(expected[0])
+    for layer in cache.layers:
+        assert layer.host_lengths.tolist() == layer.offsets.diff().tolist() == [len(x) for x in expected[0]]
+        assert layer.segmentation_id == cache.layers[0].segmentation_id
+    for found, wanted in zip(columns(cache), expected, strict=True):
+        assert all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
-# -- pages ---------------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("timed", [False, True], ids=["plain", "timed"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_select(lengths, timed):
+    cache = cache_of(lengths, timed, max_seqlen=9, max_rows=8)
+    for count in (0, 1, len(lengths), 2 * len(lengths)):
+        segments = [random.randrange(len(lengths)) for _ in range(count if lengths else 0)]
+        selected = cache.select(segments)
+        assert_holds(selected, [[x[b] for b in segments] for x in columns(cache)])
+        assert (selected.layers[0].max_seqlen, selected.max_rows) == (9, 8)
 
 
-def test_any_order_and_repeated_users():
-    cache = cache_of(9)
-    put(cache, {7: 5, 8: 0, 9: 4})
-    kept = rows_of(cache.select([9, 7, 8, 9]))
-    assert [rows.tolist() for rows in kept] == [rows_for(u, 0, n).tolist() for u, n in ((9, 4), (7, 5), (8, 0), (9, 4))]
+@pytest.mark.parametrize("of", [list, tuple, torch.tensor, lambda x: torch.tensor(x, dtype=torch.int32)])
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64], ids=str)
+def test_select_takes_sequences_and_tensors(of, offsets_dtype):
+    cache = cache_of([3, 0, 1], offsets_dtype=offsets_dtype)
+    assert_holds(cache.select(of([2, 0, 2])), [[x[b] for b in (2, 0, 2)] for x in columns(cache)])
 
 
-@pytest.mark.parametrize("limit", [None, 6])
-def test_random_calls_equal_a_dictionary(limit):
-    """Puts, appends and evictions of 12 users in a budget that rarely has room for them, for 400 steps."""
-    generator, cache, expected = random.Random(0), cache_of(20, 4, limit), {}
-    for step in range(400):
-        users = generator.sample(range(12), generator.randint(1, 3))
-        counts = [generator.randint(0, 9) for _ in users]
-        if step % 7 == 6:
-            cache.evict(users)
-        elif set(users) <= set(expected) and all(expected[u][1] - expected[u][0] < 16 for u in users):
-            ends = [expected[u][1] for u in users]
-            cache.append(users, jagged([rows_for(u, end, end + n) for u, end, n in zip(users, ends, counts)]))
-            for u, end, n in zip(users, ends, counts):
-                begin = expected[u][0] if limit is None else max(expected[u][0], end + n - limit)
-                expected[u] = (begin, end + n)
-        else:
-            put(cache, dict(zip(users, counts)))
-            expected |= {u: (0, n) for u, n in zip(users, counts)}
-        expected = {u: x for u, x in expected.items() if u in cache}
-        assert_holds(cache, expected)
-        assert cache.statistics().rows == sum(end - begin for begin, end in expected.values())
-        assert cache.statistics().bytes <= cache.max_bytes
-    assert cache.statistics().evictions > 20
+@pytest.mark.parametrize("timed", [False, True], ids=["plain", "timed"])
+@pytest.mark.parametrize("max_rows", [None, 1, 4, 100])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_append(lengths, max_rows, timed):
+    for new_lengths in ([0] * len(lengths), [1] * len(lengths), lengths[::-1]):
+        cache, new = (cache_of(x, timed, max_rows=max_rows) for x in (lengths, new_lengths))
+        grown, kept = cache.append(new), slice(-max_rows if max_rows else None, None)
+        assert_holds(grown, [[torch.cat(rows)[kept] for rows in zip(*x)] for x in zip(columns(cache), columns(new))])
+        assert grown.max_rows == max_rows
 
 
-def test_the_least_recently_used_users_lose_their_pages():
-    cache = cache_of(4)
-    put(cache, {1: 4, 2: 4, 3: 4, 4: 4})
-    cache.select([1])
-    cache.append([2], jagged([rows_for(2, 4, 4)]))
-    put(cache, {5: 8})
-    assert [user in cache for user in (1, 2, 3, 4, 5)] == [True, True, False, False, True]
-    assert cache.statistics().evictions == 2
-    assert_holds(cache, {1: (0, 4), 2: (0, 4), 5: (0, 8)})
+@pytest.mark.parametrize(
+    "old, new, max_rows, expected", [(5, 2, None, 7), (None, 2, None, None), (5, None, 6, None), (5, 2, 6, 6), (5, 2, 9, 7)]
+)
+def test_max_seqlen_of_a_grown_cache(old, new, max_rows, expected):
+    parts = [cache_of([1, 2], max_seqlen=x, max_rows=max_rows) for x in (old, new)]
+    assert parts[0].append(parts[1]).layers[0].max_seqlen == expected
 
 
-def test_the_users_of_a_call_do_not_evict_one_another():
-    cache = cache_of(3)
-    put(cache, {1: 4, 2: 4, 3: 4})
-    cache.append([2, 1], jagged([rows_for(2, 4, 5), rows_for(1, 4, 4)]))
-    assert_holds(cache, {1: (0, 4), 2: (0, 5)})
-    assert 3 not in cache
+@pytest.mark.parametrize("max_rows", [None, 3])
+def test_gradients(max_rows):
+    cache, new = cache_of([3, 0, 1], max_rows=max_rows), cache_of([1, 2, 0], max_rows=max_rows)
+    tensors = [x.values for part in (cache, new) for x in part.layers]
+
+    def grown(*values):
+        parts = [
+            jm.HistoryCache(tuple(x.with_values(y) for x, y in zip(part.layers, pair)), None, max_rows)
+            for part, pair in ((cache, values[:2]), (new, values[2:]))
+        ]
+        return tuple(x.values for x in parts[0].append(parts[1]).select([2, 0, 0]).layers)
+
+    assert torch.autograd.gradcheck(grown, tensors)
 
 
-def test_more_than_the_budget_changes_nothing():
-    cache = cache_of(3)
-    put(cache, {1: 4, 2: 8})
-    message = r"^max_bytes allows 3 pages of 4 rows, but the histories of these 1 users need 4$"
-    with pytest.raises(jm.CacheFull, match=message):
-        put(cache, {1: 13})
-    with pytest.raises(jm.CacheFull, match=message):
-        cache.append([2], jagged([rows_for(2, 8, 13)]))
-    with pytest.raises(jm.CacheFull, match="^max_bytes must be at least a page of 16 rows, 128, got 100$"):
-        jm.HistoryCache(Rows(), 100).put([1], jagged([rows_for(1, 0, 1)]))
-    assert_holds(cache, {1: (0, 4), 2: (0, 8)})
-    assert cache.statistics() == jm.CacheStatistics(2, 12, 96, 96, 0, 0, 0)
+def test_the_rows_are_copies():
+    cache, new = cache_of([2, 1]), cache_of([0, 0])
+    for made in (cache.select([0, 1]), cache.append(new)):
+        for x, y in zip(made.layers, cache.layers):
+            assert torch.equal(x.values, y.values) and x.values.data_ptr() != y.values.data_ptr()
 
 
-def test_statistics_and_forgetting():
-    cache = cache_of(10)
-    assert cache.statistics() == jm.CacheStatistics(0, 0, 0, cache.max_bytes, 0, 0, 0) and len(cache) == 0
-    put(cache, {1: 5, 2: 1})
-    assert cache.missing([1, 3, 2, 4]) == [3, 4]
-    assert cache.statistics() == jm.CacheStatistics(2, 6, 3 * 4 * ROW_BYTES, cache.max_bytes, 2, 2, 0)
-    storage = cache._columns[0].data_ptr()
-    cache.evict([1, 3])
-    assert len(cache) == 1 and 1 not in cache
-    cache.clear()
-    assert len(cache) == 0
-    put(cache, {1: 40})
-    assert_holds(cache, {1: (0, 40)})
-    assert cache._columns[0].data_ptr() == storage
-
-
-def test_pages_made_in_inference_mode_serve_outside_of_it():
-    stack, timeline = hstu(config_of()), Timeline([[3, 2], [1, 1]], [0, 0])
-    cache = jm.HistoryCache(stack, 2**20)
-    with torch.inference_mode():
-        cache.put([1, 2], jagged(timeline.take(timeline.rows, 0)))
-    cache.append([1, 2], jagged(timeline.take(timeline.rows, 1)))
-    assert cache.select([1, 2]).layers[2].offsets.tolist() == [0, 4, 7]
-
-
-def test_a_score_is_not_changed_by_later_calls():
-    cache = cache_of(3)
-    put(cache, {1: 4})
-    before = cache.select([1])
-    put(cache, {2: 12})
-    assert torch.equal(rows_of(before)[0], rows_for(1, 0, 4))
-
-
-# -- weights -------------------------------------------------------------------------------------------------------------------
-
-
-def in_place(layer):
-    with torch.no_grad():
-        layer.layers[0].out_proj.weight += 1
-
-
-def loaded(layer):
-    layer.load_state_dict(hstu(config_of()).state_dict())
-
-
-def replaced(layer):
-    layer.layers[1].output_norm.weight = torch.nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("change", [in_place, loaded, replaced])
-def test_rows_of_other_weights_are_not_cached(change):
-    timeline, stack = Timeline([[3, 2], [1, 1]], [1, 1]), hstu(config_of())
-    cache, history = jm.HistoryCache(stack, 2**20), jagged(timeline.take(timeline.rows, 0))
-    cache.put(["a", "b"], history)
-    assert "a" in cache
-    change(stack)
-    assert "a" not in cache and cache.missing(["a", "b"]) == ["a", "b"]
-    for call in (lambda: cache.select(["a"]), lambda: cache.append(["a"], jagged(timeline.take(timeline.rows, 1)[:1]))):
-        with pytest.raises(KeyError, match="user 'a' was cached with other weights: put the history first"):
-            call()
-    cache.put(["b"], jagged(timeline.take(timeline.rows, 0)[1:]))
-    kept = cache.select(["b"]).layers
-    for x, y in zip(kept, stack.cache(jagged(timeline.take(timeline.rows, 0)[1:])).layers):
-        assert torch.equal(x.values, y.values)
-
-
-# -- threads and size ----------------------------------------------------------------------------------------------------------
-
-
-def test_threads_append_and_select():
-    """Each thread appends to its own users and selects those of all threads, in a budget that evicts: every selected user has the rows
-    from 0 to some length, without a gap, and its owner finds exactly what was appended."""
-    cache, lost, selected = cache_of(60), [0] * WORKERS, [0] * WORKERS
-
-    def work(worker: int) -> None:
-        generator, lengths = random.Random(worker), {}
-        for _ in range(150):
-            user, count = worker * 100 + generator.randrange(6), generator.randint(0, 5)
-            try:
-                if lengths.get(user, 0) + count > 30 or user not in lengths:
-                    raise KeyError
-                cache.append([user], jagged([rows_for(user, lengths[user], lengths[user] + count)]))
-                lengths[user] += count
-            except KeyError:
-                lost[worker] += user in lengths
-                put(cache, {user: count})
-                lengths[user] = count
-            others = [x for x in (w * 100 + generator.randrange(6) for w in range(WORKERS)) if x in cache]
-            try:
-                kept = rows_of(cache.select([user, *others]))
-            except KeyError:  # evicted in between
-                continue
-            selected[worker] += len(others)
-            assert len(kept[0]) == lengths[user]
-            for other, rows in zip([user, *others], kept):
-                assert torch.equal(rows, rows_for(other, 0, len(rows)))
-
-    in_threads(work)
-    assert sum(lost) > 0 and min(selected) > 50
-    assert cache.statistics().evictions > 0
-
-
-def test_threads_score_while_others_append():
-    """Scores of one thread equal those of the full forward at some number of events, while another thread appends one by one."""
-    timeline, stack = Timeline([[2, 3], *[[1, 1]] * 12], [1, 1]), hstu(config_of(), 2)
-    targets, cache = timeline.take(timeline.rows, -1), jm.HistoryCache(stack, 2**20, 4)
-
-    def expected(events: int) -> torch.Tensor:
-        rows = [torch.cat([x[: start + events], t]) for x, start, t in zip(timeline.rows, timeline.parts[0], targets)]
-        full = stack(jagged(rows), torch.tensor([1, 1]))
-        return full.values[full.offsets[1:] - 1]
-
-    with torch.no_grad():
-        possible = [expected(events) for events in range(13)]
-        cache.put([0, 1], jagged(timeline.take(timeline.rows, 0)))
-        scores, done = [], threading.Event()
-
-        def score() -> None:
-            with torch.no_grad():
-                while not done.is_set():
-                    scores.append(stack.score(jagged(targets), cache.select([0, 1])).values)
-
-        thread = threading.Thread(target=score)
-        thread.start()
-        for i in range(1, 13):
-            cache.append([0, 1], jagged(timeline.take(timeline.rows, i)))
-        done.set()
-        thread.join()
-        scores.append(stack.score(jagged(targets), cache.select([0, 1])).values)
-    assert len(scores) > 3
-    for found in scores:
-        torch.testing.assert_close(found, min(possible, key=lambda x: (x - found).abs().max()))
-    torch.testing.assert_close(scores[-1], possible[-1])
-
-
-def test_a_hundred_thousand_users():
-    users, size = 100_000, 20_000
-    lengths = torch.randint(1, 9, (users,), generator=torch.Generator().manual_seed(1)).tolist()
-    cache = cache_of(90_000, 4)
-    for begin in range(0, users, size):
-        some = range(begin, begin + size)
-        counts = torch.tensor(lengths[begin : begin + size])
-        user, position = (
-            torch.arange(begin, begin + size).repeat_interleave(counts),
-            torch.cat([torch.arange(n) for n in counts.tolist()]),
-        )
-        offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-        cache.put(list(some), jm.Jagged(torch.stack([user, position], dim=1).float(), offsets))
-    found = cache.statistics()
-    pages = [-(-n // 4) for n in lengths]
-    assert found.evictions == users - found.users > 20_000
-    assert found.bytes == sum(pages[-found.users :]) * 4 * ROW_BYTES <= cache.max_bytes < sum(pages[-found.users - 1 :]) * 4 * ROW_BYTES
-    some = random.Random(0).sample(range(users - found.users, users), 1000)
-    assert_holds(cache, {user: (0, lengths[user]) for user in some})
-
-
-# -- bad input -----------------------------------------------------------------------------------------------------------------
-
-
-def test_users_that_are_not_cached():
-    cache = cache_of(9)
-    for call in (lambda: cache.select([1]), lambda: cache.append([1], jagged([rows_for(1, 0, 1)]))):
-        with pytest.raises(KeyError, match="user 1 is not cached: put the history first"):
-            call()
-    put(cache, {1: 4})
-    with pytest.raises(KeyError, match="user 2 is not cached"):
-        cache.select([1, 2])
-
-
-def test_bad_arguments():
-    cache, one = cache_of(9), jagged([rows_for(1, 0, 1)])
-    put(cache, {1: 1, 2: 1})
-    two = jagged([rows_for(1, 1, 2), rows_for(1, 1, 2)])
-    for call, error, message in (
-        (
-            lambda: jm.HistoryCache(torch.nn.Linear(2, 2), 1),
-            TypeError,
-            "^layer must be an HSTUStack, JaggedTargetAttention or JaggedGDPA, got Linear",
-        ),
-        (lambda: jm.HistoryCache("x", 1), TypeError, "^layer must be a layer with cache and append, got str"),
-        (lambda: jm.HistoryCache(Rows(), 0), ValueError, "^max_bytes must be at least 1, got 0"),
-        (lambda: jm.HistoryCache(Rows(), 1.5), TypeError, "^max_bytes must be an int, got float"),
-        (lambda: jm.HistoryCache(Rows(), 1, 0), ValueError, "^page_rows must be at least 1, got 0"),
-        (lambda: cache.put([1, 2], one), ValueError, "^users must be one per segment of history, 1, got 2"),
-        (lambda: cache.append([1, 2], one), ValueError, "^users must be one per segment of events, 1, got 2"),
-        (lambda: cache.put([1, 1], two), ValueError, "^users must not be repeated, got 1 twice"),
-        (lambda: cache.append([2, 2], two), ValueError, "^users must not be repeated, got 2 twice"),
-        (lambda: cache.put({1}, one), TypeError, "^users must be a list or a tuple of keys, got set"),
-    ):
-        with pytest.raises(error, match=message):
-            call()
-    assert_holds(cache, {1: (0, 1), 2: (0, 1)})
-
-
-def test_a_layer_that_changed_its_dtype_or_sizes():
-    layer, x = jm.JaggedTargetAttention(WIDTH, HEADS), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
-    cache = jm.HistoryCache(layer, 2**20)
-    cache.put([1, 2], x)
-    layer.double()
-    with pytest.raises(ValueError, match="must keep the dtype of the first put, torch.float32, got torch.float64$"):
-        cache.put([1, 2], (x[0].double(), x[1]))
-    assert len(cache) == 2 and cache.missing([1, 2]) == [1, 2]
-    rows = cache_of(9)
-    put(rows, {1: 3})
-    with pytest.raises(ValueError, match=r"must keep the shape of the first put, \(1, 1, 2\), got \(1, 1, 3\)$"):
-        rows.append([1], (torch.randn(1, 3), torch.tensor([0, 1])))
-    assert_holds(rows, {1: (0, 3)})
-
-
-def test_users_whose_rows_could_not_be_copied_are_forgotten(monkeypatch):
-    cache = cache_of(9)
-    put(cache, {1: 3, 2: 3})
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "index_copy_", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            cache.append([1], jagged([rows_for(1, 3, 4)]))
-    assert 1 not in cache
-    assert_holds(cache, {2: (0, 3)})
-    assert cache.statistics().rows == 3
-
-
-def test_the_layers_errors_change_nothing():
+def test_keys_of_a_keyed_jagged_tensor():
+    torchrec = pytest.importorskip("torchrec")
+    history = torchrec.KeyedJaggedTensor(["a", "b"], torch.randn(5, WIDTH), lengths=torch.tensor([2, 3]))
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
-    cache, x = jm.HistoryCache(layer, 2**20), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5]))
-    cache.put([1, 2], x)
-    before = cache.select([1, 2]).layers[0].values
-    for name, call in (("history", cache.put), ("events", cache.append)):
-        with pytest.raises(ValueError, match=rf"^{name}'s values must have shape \[L, 8\], got \[5, 7\]"):
-            call([1, 2], (x[0][:, :7], x[1]))
-    assert torch.equal(cache.select([1, 2]).layers[0].values, before)
+    cache = layer.cache(history)
+    assert cache.append(layer.append(history, cache)[1]).layers[0].feature_keys == ["a", "b"]
+    assert cache.select([1, 0]).layers[0].feature_keys is None, "segments in another order belong to other keys"
+
+
+@pytest.mark.parametrize("name", ["plain", "short", "all"])
+def test_scores_of_selected_histories(name):
+    """Those of one user at a time."""
+    timeline, stack, segments = Timeline([[4, 0, 7, 1, 0]], [2, 1, 4, 0, 3]), hstu(HSTU_CONFIGS[name]), [2, 0, 2, 1, 4]
+    timed = stack.config.relative_time > 0
+    cache = stack.cache(jagged(timeline.take(timeline.rows, 0)), **timeline.times_of(0, timed))
+
+    def scores(chosen, cache):
+        targets = [timeline.take(timeline.rows, -1)[b] for b in chosen]
+        times = dict(timestamps=timeline.times, query_timestamps=timeline.next_times) if timed else {}
+        times = {key: torch.cat([timeline.take(x, -1)[b] for b in chosen]) for key, x in times.items()}
+        return stack.score(jagged(targets), cache, **times).values
+
+    expected = torch.cat([scores([b], cache.select([b])) for b in segments])
+    torch.testing.assert_close(scores(segments, cache.select(segments)), expected)
+
+
+def test_learning_through_a_grown_cache():
+    """Parameters get the gradients of the full forward."""
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS).double()
+    rows, targets = torch.randn(6, WIDTH, dtype=torch.float64), torch.randn(2, 3, WIDTH, dtype=torch.float64)
+    layer(targets, (rows, torch.tensor([0, 2, 6]))).square().sum().backward()
+    expected = [p.grad.clone() for p in layer.parameters()]
+    layer.zero_grad()
+    cache = layer.cache((rows[[0, 2, 3]], torch.tensor([0, 1, 3])))
+    cache = cache.append(layer.append((rows[[1, 4, 5]], torch.tensor([0, 1, 3])), cache)[1])
+    layer.score(targets, cache).square().sum().backward()
+    for p, grad in zip(layer.parameters(), expected):
+        torch.testing.assert_close(p.grad, grad)
+
+
+# -- errors --------------------------------------------------------------------------------------------------------------------
+
+SEGMENTS = {
+    "^segments must be a tensor or a sequence of ints, got str": "ab",
+    "^segments must be int32 or int64, got torch.float32": [0.5],
+    "^segments must be int32 or int64, got torch.bool": torch.tensor([True]),
+    r"^segments must be 1-D, got shape \[1, 1\]": [[0]],
+    r"^segments must be 0 to B - 1 = 2, got 3": [0, 3],
+    r"^segments must be 0 to B - 1 = 2, got -1": torch.tensor([-1]),
+    "^segments must be on a device with values": torch.tensor([1], device="meta"),
+}
+
+
+@pytest.mark.parametrize("message, segments", SEGMENTS.items())
+def test_wrong_segments(message, segments):
+    with pytest.raises((TypeError, ValueError), match=message):
+        cache_of([3, 0, 1]).select(segments)
+
+
+def _with(**fields):
+    return lambda cache: jm.HistoryCache(**dict(layers=cache.layers, timestamps=cache.timestamps, max_rows=cache.max_rows) | fields)
+
+
+def _mapped(change):
+    return lambda cache: jm.HistoryCache(tuple(change(x) for x in cache.layers))
+
+
+NEW = {
+    "^new must be a HistoryCache, got tuple": lambda cache: cache.layers,
+    "^new must have the cache's number of layers, 2, got 1": lambda cache: jm.HistoryCache(cache.layers[:1]),
+    "^new must have at least 1 layer, got 0": _with(layers=()),
+    "^new must be a HistoryCache of Jagged layers, got Tensor": lambda cache: jm.HistoryCache((cache.layers[0].values,) * 2),
+    r"^new must have the cache's heads and widths, \[\[2, 6\], \[1, 3\]\], got \[\[2\], \[1\]\]": _mapped(
+        lambda x: x.with_values(x.values[..., 0])
+    ),
+    "^new must have the cache's dtypes, .*float64.*, got .*float32": _mapped(lambda x: x.with_values(x.values.float())),
+    "^new must have the cache's devices, .*cpu.*, got .*meta": _mapped(lambda x: x.to("meta")),
+    "^new must have the cache's max_rows, None, got 4": _with(max_rows=4),
+    "^new must have the cache's timestamps, False, got True": _with(timestamps=torch.arange(4)),
+    r"^new must have as many rows in each layer and in its timestamps, got \[4, 4, 3\]": _with(timestamps=torch.arange(3)),
+    "^new and cache must have the same number of segments, got 2 and 3": lambda cache: cache.select([0, 2]),
+}
+
+
+@pytest.mark.parametrize("message, change", NEW.items())
+def test_wrong_new_rows(message, change):
+    cache = cache_of([3, 0, 1])
+    with pytest.raises((TypeError, ValueError), match=message):
+        cache.append(change(cache))
+
+
+def test_lengths_on_meta():
+    cache = jm.JaggedTargetAttention(WIDTH, HEADS, device="meta").cache(
+        (torch.ones(5, WIDTH, device="meta"), torch.ones(3).long().to("meta"))
+    )
+    with pytest.raises(ValueError, match="^cache's offsets must be on a device with values"):
+        cache.select([0])
+    assert cache.append(cache).layers[0].values.shape[0] == 10

@@ -314,7 +314,7 @@ def test_bad_caches():
         lambda: stack.cache(X, TIMES[:3]): "^timestamps must have one element for each row of history, 5, got 3",
         lambda: stack.score(one, cache): "^timestamps must be given with config.relative_time",
         lambda: stack.score(one, cache, timestamps=TIMES): "^timestamps must have one element for each row of targets, 2, got 5",
-        lambda: stack.score(one, jm.KeyValues(cache.layers), timestamps=TIMES[:2]): "^cache's timestamps must be given",
+        lambda: stack.score(one, jm.HistoryCache(cache.layers), timestamps=TIMES[:2]): "^cache's timestamps must be given",
         lambda: stack.score(
             X, cache, timestamps=TIMES
         ): "^targets and cache have a segment of 6 rows, more than config.relative_position, 5$",

@@ -36,7 +36,7 @@ CONTAINERS = {
     "CacheStatistics": lambda: jm.CacheStatistics(1, 2, 3, 4, 5, 6, 7),
     "CandidateIndex": lambda: jm.CandidateIndex.from_map(torch.tensor([2, 0, 2]), 3),
     "GDPAConfig": lambda: jm.GDPAConfig(num_seeds=2),
-    "KeyValues": _cache,
+    "HistoryCache": _cache,
     "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
     "Jagged": _prepared,
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
@@ -98,7 +98,7 @@ def test_a_copy_finds_the_schedules(builds):
 
 def test_a_history_cache_stays_in_its_process():
     """It has locks, and its pages are as large as the budget."""
-    cache = jm.HistoryCache(jm.JaggedTargetAttention(8, 2), 1000)
+    cache = jm.PagedHistoryCache(jm.JaggedTargetAttention(8, 2), 1000)
     for way in (pickle.dumps, copy.deepcopy, saved):
         with pytest.raises(TypeError, match="cannot pickle"):
             way(cache)
@@ -108,4 +108,4 @@ def test_nothing_public_is_missing():
     """Switches, which are context managers, and exceptions hold no data; tests/compatibility has the layers."""
     classes = [getattr(jm, name) for name in jm.__all__ if inspect.isclass(getattr(jm, name))]
     public = [x.__name__ for x in classes if not hasattr(x, "__enter__") and not issubclass(x, (torch.nn.Module, Exception))]
-    assert [name for name in public if name not in (*CONTAINERS, "HistoryCache")] == []
+    assert [name for name in public if name not in (*CONTAINERS, "PagedHistoryCache")] == []

@@ -1,4 +1,4 @@
-"""HistoryCache: keys and values of many users' histories, kept between requests."""
+"""PagedHistoryCache: keys and values of many users' histories, kept between requests."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
-from ..containers.key_values import KeyValues
 from ..scalars import check_kind, check_size, is_sequence, to_ints
 from .pages import CacheFull, PageTable, RowRange, row_indices
 
-__all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "HistoryCache"]
+__all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 
 
 class CachingLayer(Protocol):
@@ -33,15 +33,15 @@ class CachingLayer(Protocol):
     def max_cached_rows(self) -> int | None: ...
 
     @property
-    def cache(self) -> Callable[..., KeyValues]: ...
+    def cache(self) -> Callable[..., HistoryCache]: ...
 
     @property
-    def append(self) -> Callable[..., tuple[Any, KeyValues]]: ...
+    def append(self) -> Callable[..., tuple[Any, HistoryCache]]: ...
 
 
 @dataclasses.dataclass(frozen=True)
 class CacheStatistics:
-    """The state of a HistoryCache and its counts since it was made.
+    """The state of a PagedHistoryCache and its counts since it was made.
 
     users, rows: cached users and rows of all of them, those of other weights too.
     bytes, max_bytes: of the pages in use, and the budget.
@@ -58,7 +58,7 @@ class CacheStatistics:
     evictions: int
 
 
-class HistoryCache:
+class PagedHistoryCache:
     """Keys and values of many users' histories, in pages, with a budget of bytes and least-recently-used eviction.
 
     The cache belongs to one layer. A user's rows are valid for the weights that computed them: after a change of the layer's parameters
@@ -83,7 +83,7 @@ class HistoryCache:
     Example::
 
         hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=100)).eval()
-        cache = jm.HistoryCache(hstu, max_bytes=2**20)
+        cache = jm.PagedHistoryCache(hstu, max_bytes=2**20)
         cache.put(["ann", "bob"], (torch.randn(5, 32), torch.tensor([0, 2, 5])))       # histories of 2 and 3 events
         cache.append(["bob"], (torch.randn(1, 32), torch.tensor([0, 1])))              # a new event
         targets = torch.randn(4, 32), torch.tensor([0, 3, 4])                          # 3 targets of bob, 1 of ann
@@ -192,7 +192,7 @@ class HistoryCache:
             return outputs
 
     @torch.no_grad()
-    def select(self, users: Sequence[Hashable]) -> KeyValues:
+    def select(self, users: Sequence[Hashable]) -> HistoryCache:
         """A copy of the keys and values of these users, for the layer's `score`. They become the most recently used ones.
 
         Args:
@@ -269,7 +269,7 @@ class HistoryCache:
     def _page_bytes(self) -> int:
         return self.page_rows * sum(x[0].numel() * x.element_size() for x in self._columns)
 
-    def _allocate(self, rows: KeyValues) -> PageTable:
+    def _allocate(self, rows: HistoryCache) -> PageTable:
         """The page table; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
         self._check_kind(rows)
         if self._table is None:
@@ -288,7 +288,7 @@ class HistoryCache:
             self._table = PageTable(num_pages, self.page_rows)
         return self._table
 
-    def _check_kind(self, rows: KeyValues) -> None:
+    def _check_kind(self, rows: HistoryCache) -> None:
         if self._table is None:
             return
         pages, first = self._columns[0], rows.layers[0].values
@@ -298,7 +298,7 @@ class HistoryCache:
             if x != own:
                 raise ValueError(f"the layer's keys and values must keep the {name} of the first put, {own}, got {x}")
 
-    def _write(self, users: Sequence[Hashable], rows: KeyValues, ranges: Sequence[RowRange]) -> None:
+    def _write(self, users: Sequence[Hashable], rows: HistoryCache, ranges: Sequence[RowRange]) -> None:
         """Copy the rows to these ranges. If that fails, for example without memory, the users are forgotten."""
         try:
             index, _, _ = row_indices(ranges, self.page_rows, self._columns[0].device)
@@ -312,20 +312,21 @@ class HistoryCache:
                     self._table.drop(user)
             raise
 
-    def _gather(self, ranges: Sequence[RowRange]) -> KeyValues:
+    def _gather(self, ranges: Sequence[RowRange]) -> HistoryCache:
         index, offsets, lengths = row_indices(ranges, self.page_rows, self._columns[0].device)
         values, *times = (x.index_select(0, index) for x in self._columns)
         layers = values.unbind(1)
         first = Jagged(layers[0], offsets, host_lengths=lengths)
-        return KeyValues((first, *(first.with_values(x) for x in layers[1:])), *times)
+        timestamps = times[0] if times else None
+        return HistoryCache((first, *(first.with_values(x) for x in layers[1:])), timestamps, self.layer.max_cached_rows)
 
-    def _empty(self, users: Sequence[Hashable]) -> KeyValues:
+    def _empty(self, users: Sequence[Hashable]) -> HistoryCache:
         """No rows of these users, who must be cached."""
         with self._lock:
             self._check_cached(users)
             return self._gather([RowRange(array("q"), 0, 0)] * len(users))
 
 
-def _lengths(rows: KeyValues) -> list[int]:
+def _lengths(rows: HistoryCache) -> list[int]:
     lengths = rows.layers[0].host_lengths
     return to_ints(rows.layers[0].offsets.diff() if lengths is None else lengths)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments
-from ..containers.key_values import KeyValues
 from ..scalars import check_kind
 from ..validation import check_layer_input
 
 
-def layer_of_cache(cache: KeyValues, name: str, x: Jagged | None, heads: int, width: int, projection: nn.Module) -> Jagged:
+def layer_of_cache(cache: HistoryCache, name: str, x: Jagged | None, heads: int, width: int, projection: nn.Module) -> Jagged:
     """The only layer of the cache, with values `[L, heads, width]`.
 
     Args:
@@ -20,11 +20,11 @@ def layer_of_cache(cache: KeyValues, name: str, x: Jagged | None, heads: int, wi
     Raises:
         TypeError, ValueError: the cache has several layers, or another kind, shape, dtype or device.
     """
-    check_kind("cache", cache, KeyValues, "a KeyValues")
+    check_kind("cache", cache, HistoryCache, "a HistoryCache")
     if len(cache.layers) != 1:
         raise ValueError(f"cache must have 1 layer, got {len(cache.layers)}")
     (layer,) = cache.layers
-    check_kind("cache", layer, Jagged, "a KeyValues of Jagged layers")
+    check_kind("cache", layer, Jagged, "a HistoryCache of Jagged layers")
     if list(layer.values.shape[1:]) != [heads, width]:
         raise ValueError(f"cache's values must have shape [L, {heads}, {width}], got {list(layer.values.shape)}")
     check_layer_input("cache's values", layer.values, projection)
