@@ -12,6 +12,7 @@ from .fixtures.packed import EVERY_KIND
 
 pytestmark = pytest.mark.gpu
 HALVES = [torch.float16, torch.bfloat16]
+HEADS = [(2, 2), (4, 2), (3, 1)]
 MANY = EVERY_KIND * 30
 MASKS = [
     "causal", "window", "causal-window", "targets", "grouped-targets", "hstu", "long-context", "band", "open-targets",
@@ -19,9 +20,10 @@ MASKS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("dims", [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128)], ids=str)
-@pytest.mark.parametrize("heads", [(2, 2), (4, 2), (3, 1)], ids=str)
+DIMS = [(8, 8), (24, 40), (40, 64), (64, 64), (96, 96), (128, 72), (128, 128)]
+
+
+@pytest.mark.parametrize("dims, heads, dtype", [(dims, HEADS[i % 3], dtype) for i, dims in enumerate(DIMS) for dtype in HALVES], ids=str)
 def test_head_dims(check_packed, heads, dims, dtype):
     check_packed(MANY, dtype, "cuda", heads=heads, dims=dims, kernels="auto")
 
@@ -34,8 +36,7 @@ def test_activations(check_packed, activation, dtype):
     check_packed(MANY, dtype, "cuda", dims=dims, activation=activation, scale=0.3, output_scale=scale, kernels="auto")
 
 
-@pytest.mark.parametrize("activation", ["softmax", "silu"])
-@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("mask, activation", [(mask, ("softmax", "silu")[i % 2]) for i, mask in enumerate(MASKS)])
 def test_masks(check_packed, mask, activation):
     dims, dtype = ((64, 64), torch.float16) if activation == "silu" else ((128, 128), torch.bfloat16)
     check_packed(MANY, dtype, "cuda", dims=dims, mask=mask, activation=activation, kernels="auto")
