@@ -2,9 +2,9 @@
 
 ranking model (train_dlrm.py)   the interaction's keys and values of a history. New events change the age of all earlier ones, so the
                                 history of a user with new events is encoded anew.
-next-item model (train_hstu.py) the encoder's keys and values of all events but the last. New events are appended. The last event is
-                                scored against the cache and gives the query. A history that outgrows the model's window is encoded
-                                anew, because the positions of all events change.
+next-item model (train_hstu.py) the encoder's keys and values, and its output for the last event, which gives the query. New events are
+                                appended. A history that outgrows the model's window is encoded anew, because the positions of all
+                                events change.
 """
 
 import argparse
@@ -147,7 +147,7 @@ class Ranker(ABC):
             scores = self._score(_merged(requests)).float().cpu()
         except BaseException:
             if self.cache is not None:
-                self.cache.evict([request.user for request in requests if len(request.events.item)])
+                self.cache.evict([request.user for request in requests])
             raise
         self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
         for request in requests:
@@ -267,27 +267,26 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, **options: Any):
         super().__init__(model, model.encoder.encoder, **options)
+        self._encoded: dict[int, torch.Tensor] = {}  # of cached users, the encoder's output [width] for the last event
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        stack, windows = self.model.encoder.encoder, [self.histories.window(x.user, x.events, self.max_history) for x in requests]
+        windows = [self.histories.window(x.user, x.events, self.max_history) for x in requests]
         begins = self._first_rows(requests, [len(window.item) for window in windows])
         with self.stages("lookup"):
             embedded, rows, offsets = self._lookup(requests, windows, begins)
-        last = offsets[1:] - 1
         if self.cache is None:
-            encoded = stack((rows, torch.from_numpy(offsets).to(self.device)))[0][last]
+            encoded = self.model.encoder.encoder((rows, torch.from_numpy(offsets).to(self.device)))[0][offsets[1:] - 1]
         else:
             with self.stages("cache"):
-                kept = self._update(requests, begins, rows, offsets)
-            ones = torch.arange(len(requests) + 1, device=self.device)
-            encoded = stack.score((rows[last], ones), kept)[0]
+                self._update(self.cache, requests, begins, rows, offsets)
+                encoded = torch.stack([self._encoded[x.user] for x in requests])
         vectors = self.model.encoder.vectors(encoded, embedded)
         counts = torch.tensor([len(x.candidates) for x in requests], device=self.device)
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
         return (queries * vectors.targets).sum(dim=1)
 
     def _first_rows(self, requests: Sequence[Request], lengths: list[int]) -> list[int]:
-        """The first row of each window that is not cached: 0 if none is."""
+        """The first row of each window that is not cached: 0 if none is, its length if all are."""
         if self.cache is None:
             self.counts["encoded"] += len(requests)
             return [0] * len(requests)
@@ -296,7 +295,7 @@ class SequenceRanker(Ranker):
             new = len(request.events.item)
             outgrown = new > 0 and self.histories.length(request.user) + new > self.max_history  # all positions change
             encoded = request.user in missing or outgrown
-            begins.append(0 if encoded else length - new - 1)
+            begins.append(0 if encoded else length - new)
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
         return begins
 
@@ -309,15 +308,27 @@ class SequenceRanker(Ranker):
         embedded = self.model.embeddings(ids.to(self.device))
         return embedded, self.model.encoder.inputs(embedded), np.concatenate([[0], lengths.cumsum()])
 
-    def _update(self, requests: Sequence[Request], begins: list[int], rows: torch.Tensor, offsets: np.ndarray) -> jm.HistoryCache:
-        """Write all rows but each user's last one, from the first row on. Returns the cached rows of all users."""
-        whole = [b for b, begin in enumerate(begins) if begin == 0]  # of a single event, nothing is cached: put it again
-        grown = [b for b, begin in enumerate(begins) if begin > 0 and offsets[b + 1] - offsets[b] > 1]
-        for write, chosen in ((self.cache.put, whole), (self.cache.append, grown)):
-            if chosen:
-                index, lengths = ranges(offsets[chosen], offsets[np.array(chosen) + 1] - 1)
-                write([requests[b].user for b in chosen], jm.Jagged(rows[index], _offsets(lengths).to(self.device)))
-        return self._select([request.user for request in requests])
+    def _update(
+        self, cache: jm.PagedHistoryCache, requests: Sequence[Request], begins: list[int], rows: torch.Tensor, offsets: np.ndarray
+    ) -> None:
+        """Write the rows from the first ones on, and keep the encoder's output for each user's last one.
+
+        `put` returns no output, so the last event of a history that is encoded anew is appended, with the new events of the others.
+        """
+        anew = np.array(begins) == 0
+        firsts = np.where(anew, offsets[1:] - 1, offsets[:-1])  # of the rows to append
+        for chosen, begin, end in ((anew, offsets[:-1], firsts), (offsets[1:] > offsets[:-1], firsts, offsets[1:])):
+            if chosen.any():
+                users = [x.user for x, is_chosen in zip(requests, chosen, strict=True) if is_chosen]
+                index, lengths = ranges(begin[chosen], end[chosen])
+                part = jm.Jagged(rows[index], _offsets(lengths).to(self.device))
+                if chosen is anew:
+                    cache.put(users, part)
+                else:
+                    output = cache.append(users, part).values[np.cumsum(lengths) - 1]
+                    self._encoded.update(zip(users, output.unbind(), strict=True))
+        if len(self._encoded) > 2 * len(cache) + 1024:
+            self._encoded = {user: x for user, x in self._encoded.items() if user in cache}
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""
