@@ -1,4 +1,4 @@
-"""What users get: the wheel, its metadata, an import that needs torch alone, and a README whose code and commands work."""
+"""What users get: the wheel, its metadata, an import that needs torch alone, and documents whose code and commands work."""
 
 import re
 import shutil
@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from marks import slow_after
+from readme import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -25,13 +26,6 @@ def run(*command, cwd=ROOT):
     done = subprocess.run([str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
-
-
-def python_blocks(heading):
-    """The fenced python blocks of one section of the README."""
-    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
-    assert section, f"README.md has no section {heading!r}"
-    return re.findall(r"^```python\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
 
 
 def tracked_files():
@@ -92,7 +86,7 @@ def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
     run(sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel)
     # -S: no site-packages, so no editable installation either; torch comes from there by an explicit path, after the target.
     paths = [str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    script = f"import sys; sys.path += {paths!r}; import jagged_modules, jagged_kernels\n{python_blocks('Example')[0]}\n"
+    script = f"import sys; sys.path += {paths!r}; import jagged_modules, jagged_kernels\n{examples('README.md')[0]}\n"
     script += "print(jagged_modules.__file__, jagged_kernels.__file__, sep='\\n')"
     *_, modules, kernels = run(sys.executable, "-I", "-S", "-c", script, cwd=tmp_path).splitlines()
     assert Path(modules).is_relative_to(target) and Path(kernels).is_relative_to(target)
@@ -105,26 +99,31 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Serving", "Linear compression", "Block-diagonal attention", "Operators"])
-def test_readme_example_is_short_and_runs_with_torch_alone(heading):
-    blocks = python_blocks(heading)
-    assert blocks and all(len(block.splitlines()) <= 15 for block in blocks)
+WITH_TORCH_ALONE = ["hstu-gdpa", "serving", "linear-compression", "broadcast", "block-attention", "multihead-attention"]
+
+
+@slow_after(1, "page", ["README.md", "docs/operators.md", *(f"docs/guides/{name}.md" for name in WITH_TORCH_ALONE)])
+def test_examples_are_short_and_run_with_torch_alone(page):
+    blocks = examples(page)
+    assert blocks and all(len(block.splitlines()) <= 20 for block in blocks)
     example = "\n".join(blocks)
     blocked = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
     run(sys.executable, "-c", blocked + example)
 
 
-def test_readme_torchrec_snippets_run():
-    pytest.importorskip("torchrec")
-    snippets = python_blocks("In your TorchRec model")
-    assert snippets
-    run(sys.executable, "-c", "import sys; sys.path.insert(0, '.')\n" + "\n".join(snippets))
+def test_documents_name_only_commands_of_the_makefile():
+    targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+    def named(document):
+        return set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", document, re.MULTILINE))))
+
+    assert {"train", "test"} <= named(README) <= targets
+    assert {"train", "serve", "test"} <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8")) <= targets
 
 
-def test_readme_names_only_commands_of_the_makefile():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", README, re.MULTILINE))))
-    assert {"train", "serve", "test"} <= named <= targets
+def test_continuous_integration_runs_the_tests():
+    """The command that README.md gives for the tests is among those that every change must pass."""
+    assert re.search(r"^make .*\btest\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_no_folder_named_kernels_becomes_a_package():
@@ -143,7 +142,7 @@ def test_no_machine_paths_or_foreign_hosts():
     assert found == []
 
 
-def test_dtypes_of_the_readme_are_those_that_functions_take():
+def test_dtypes_of_the_documentation_are_those_that_functions_take():
     from jagged_modules.dtypes import dtype_table
 
-    assert dtype_table().strip() in README
+    assert dtype_table().strip() in (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")
