@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -18,7 +19,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = {"jagged_modules": ROOT / "jagged_modules", "jagged_kernels": ROOT / "kernels" / "jagged_kernels"}
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 # Hosts that the project may name in an address. Package indexes are the user's to choose, so none belongs here.
-HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "localhost", "127.0.0.1"}
+HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "www.w3.org", "localhost", "127.0.0.1"}
 
 
 def run(*command, cwd=ROOT):
@@ -35,27 +36,55 @@ def tracked_files():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from the source distribution, as an index user gets it, without network."""
+def sdist(tmp_path_factory):
+    """The source distribution, without network."""
     pytest.importorskip("setuptools", "77")
     source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "_build", "dist", "*.egg-info", "runs"))
     run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=source)
     (sdist,) = out.glob("*.tar.gz")
+    return sdist
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist):
+    """A wheel built from the source distribution, as an index user gets it, without network."""
+    out = sdist.parent
     run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
-def test_wheel_holds_exactly_the_two_packages(wheel):
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        f"{package}/{path.relative_to(folder).as_posix()}"
+def files_of_packages(of_folder):
+    """Paths of the files of both packages, below `of_folder(package)`."""
+    return {
+        f"{of_folder(package)}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert names == expected
+
+
+def test_wheel_holds_exactly_the_two_packages(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == files_of_packages(lambda package: package)
+
+
+def test_sdist_holds_the_packages_and_what_describes_them(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    described = {"README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py"}
+    generated = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert names - generated == files_of_packages(lambda package: PACKAGES[package].relative_to(ROOT).as_posix()) | described
+
+
+def test_each_file_names_the_same_version(metadata):
+    import jagged_modules
+
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    changes = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert metadata["Version"] == jagged_modules.__version__ == cited
+    assert changes[0] == "Unreleased" and cited in changes
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +98,7 @@ def test_wheel_metadata(wheel, metadata):
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
-    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "docs", "dev"}
     assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
 
 
@@ -119,6 +148,14 @@ def test_documents_name_only_commands_of_the_makefile():
 
     assert {"train", "test"} <= named(README) <= targets
     assert {"train", "serve", "test"} <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8")) <= targets
+
+
+@pytest.mark.parametrize("workflow", ["ci.yml", "release.yml"])
+def test_workflows_call_targets_of_the_makefile(workflow):
+    text = (ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    called = set(re.findall(r"run: make ([\w-]+)", text)) | set(re.findall(r"[\w-]+", "".join(re.findall(r"target: \[(.*)\]", text))))
+    assert called and called <= targets
 
 
 def test_continuous_integration_runs_the_tests():

@@ -353,7 +353,8 @@ class GDPABlock(nn.Module):
     """A residual block: x + JaggedGDPA(RMSNorm(x), context).
 
     Args:
-        As `JaggedGDPA`, but config.num_seeds must be 0: pooled rows have no residual.
+        embedding_dim, num_heads, activation, mask, device: as in `JaggedGDPA`.
+        config: as in `JaggedGDPA`, but num_seeds must be 0: pooled rows have no residual.
 
     Raises:
         TypeError, ValueError: as `JaggedGDPA`; config.num_seeds is not 0.
@@ -389,7 +390,19 @@ class GDPABlock(nn.Module):
 
     @one_module
     def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
-        """Update all rows. Arguments, result and errors are those of `JaggedGDPA.forward`. The norm is not applied to context."""
+        """Update all rows.
+
+        Args:
+            x: any container of `[L, E]` values in B segments.
+            context: as in `JaggedGDPA.forward`. The norm is not applied to it.
+            num_targets, bias: as in `JaggedGDPA.forward`.
+
+        Returns:
+            x's kind of container, with `[L, E]` values.
+
+        Raises:
+            TypeError, ValueError: as `JaggedGDPA.forward`.
+        """
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets, bias)
         return jagged.unwrap(jagged.values + update.values)
