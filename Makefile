@@ -97,6 +97,7 @@ lint: $(ENV)
 	$(PY) -m ruff format --check .
 	$(PY) -m codespell_lib $$(git ls-files '*.md' '*.py' Makefile '*.toml' '*.yml')
 	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m mypy
 
 docs: $(ENV) $(DOCS_ENV)
 	$(PY) -m sphinx -q -W --keep-going -b html -c docs . docs/_build
@@ -126,7 +127,7 @@ record: $(ENV)
 	$(PY) kernels/benchmarks/record.py $(OUT)
 
 clean:
-	rm -rf .venv .newest-triton build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .newest-triton build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # constraints/ has the versions that work together.

@@ -48,7 +48,7 @@ def to_rst(app, what, name, obj, options, lines):
     # A paragraph, an empty line and an indented one: the indented lines are a formula.
     text = re.sub(r"^(\S.*[^:\n]:?)\n\n(?=    \S)", r"\1\n\n::\n\n", text, flags=re.MULTILINE)
     # Fields of a dataclass, "name: text" with indented further lines, become a list.
-    text = re.sub(r"^([a-z_]+): (\S.*(?:\n    \S.*)*)", lambda field: f"- ``{field[1]}``: " + re.sub(r"\n +", " ", field[2]), text, flags=re.MULTILINE)
+    text = re.sub(r"^([a-z_]+): (\S.*(?:\n    \S.*)*)", _list_item, text, flags=re.MULTILINE)
     # |x| is an absolute value, and in reStructuredText a substitution.
     lines[:] = [re.sub(r"\|(\w[^|`]*)\|", r"\\|\1\\|", line) if _is_prose(line) else line for line in text.split("\n")]
 
@@ -56,6 +56,10 @@ def to_rst(app, what, name, obj, options, lines):
 def _is_prose(line):
     """Not a line of a formula or of code, which have no sentence."""
     return re.search(r"[a-z]{2,} [a-z]+ ", line) is not None
+
+
+def _list_item(field):
+    return f"- ``{field[1]}``: " + re.sub(r"\n +", " ", field[2])
 
 
 def _list_table(table):

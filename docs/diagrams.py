@@ -77,10 +77,12 @@ def draw_zigzag() -> None:
     work = [9, 8, 7, 6, 5, 4, 3, 2]
     workers, unit = 4, 20
     drawing = Drawing(760, 250, "zigzag assignment")
-    for panel, (title, order) in enumerate({
-        "zigzag": [0, 1, 2, 3, 3, 2, 1, 0],
-        "same direction in each wave": [0, 1, 2, 3, 0, 1, 2, 3],
-    }.items()):
+    for panel, (title, order) in enumerate(
+        {
+            "zigzag": [0, 1, 2, 3, 3, 2, 1, 0],
+            "same direction in each wave": [0, 1, 2, 3, 0, 1, 2, 3],
+        }.items()
+    ):
         x0, ends = 90 + 380 * panel, [0] * workers
         drawing.text(x0, 30, title)
         for index, (worker, size) in enumerate(zip(order, work)):

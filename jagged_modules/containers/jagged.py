@@ -52,7 +52,7 @@ class Jagged(Queries):
     offsets: Tensor
     max_seqlen: int | None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Jagged:
         recorded = recorded_call(cls, args, kwargs)
         return super().__new__(cls) if recorded is None else recorded
 

@@ -28,7 +28,8 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
         `[L, H]`; each column of a segment sums to 1.
 
     Raises:
-        TypeError, ValueError: as `jagged_dense_bmm`. RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
+        TypeError, ValueError: as `jagged_dense_bmm`.
+        RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
     """
     (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,8 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
+
+C = TypeVar("C")  # a container
 
 
 class BlockDiagonalSelfAttention(nn.Module):
@@ -79,7 +81,7 @@ class BlockDiagonalSelfAttention(nn.Module):
 
     @one_module
     @fixed_rows
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: C) -> C:
         """Attend within the blocks of each segment.
 
         Args:
@@ -98,6 +100,10 @@ class BlockDiagonalSelfAttention(nn.Module):
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, x: C) -> C: ...
 
     def extra_repr(self) -> str:
         sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, block_size={self.block_size}"

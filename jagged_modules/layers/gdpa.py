@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,8 @@ from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .invariant import fixed_rows
 from .key_values import layer_of_cache
 from .parameters import reset_all
+
+C = TypeVar("C")  # a container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -389,7 +391,7 @@ class GDPABlock(nn.Module):
         reset_all(self.children())
 
     @one_module
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
+    def forward(self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C:
         """Update all rows.
 
         Args:
@@ -406,6 +408,10 @@ class GDPABlock(nn.Module):
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets, bias)
         return jagged.unwrap(jagged.values + update.values)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C: ...
 
 
 class _RMSNorm(nn.RMSNorm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,7 @@ from .invariant import fixed_rows
 from .parameters import reset_all, xavier_linear
 
 NORM_EPS = 1e-6
+C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 
@@ -175,6 +176,30 @@ class HSTULayer(nn.Module):
                 a = self._attend_with_cache(q, k, v, jagged, cache, num_targets, *biases)
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: Jagged | None = None, cache_timestamps: Tensor | None = None, cache_rows: None = None, append: bool = False,
+        ) -> C: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: Jagged | None = None, cache_timestamps: Tensor | None = None, cache_rows: Tensor | slice, update: Literal[True] = True,
+            append: bool = False,
+        ) -> tuple[C, Tensor]: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: Jagged | None = None, cache_timestamps: Tensor | None = None, cache_rows: Tensor | slice, update: bool,
+            append: bool = False,
+        ) -> tuple[C | None, Tensor]: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
         """Raise unless the cache has the shape of this layer's keys and values and one segment per segment of x. Errors call x `name`."""
@@ -333,6 +358,28 @@ class HSTUStack(nn.Module):
             return self._append(x, cache, timestamps, query_timestamps)
         return self._score(x, cache, timestamps, query_timestamps)
 
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: KeyValues | None = None, return_cache: Literal[False] = False,
+        ) -> C: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: Any, num_targets: None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: None = None, return_cache: Literal[True],
+        ) -> KeyValues: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: KeyValues, return_cache: Literal[True],
+        ) -> tuple[C, KeyValues]: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> KeyValues:
         """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
 
@@ -352,7 +399,7 @@ class HSTUStack(nn.Module):
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
-    def score(self, targets: Any, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
+    def score(self, targets: C, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> C:
         """Score targets against cached histories.
 
         The result equals the targets' rows of `forward` over the history and the targets of each user, with equal query_timestamps. The
@@ -373,8 +420,8 @@ class HSTUStack(nn.Module):
         return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
 
     def append(
-        self, events: Any, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
-    ) -> tuple[Any, KeyValues]:
+        self, events: C, cache: KeyValues, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
+    ) -> tuple[C, KeyValues]:
         """Process the next events of cached histories.
 
         The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
@@ -421,7 +468,7 @@ class HSTUStack(nn.Module):
         kept: list[Tensor] = []
         rows, offsets = rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
-            options = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
+            options: dict[str, Any] = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
             jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
             kept.append(keys_and_values)
         segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
@@ -431,7 +478,8 @@ class HSTUStack(nn.Module):
     def _score(self, targets: Any, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
         wrapped = self._wrap("targets", targets)
         times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
-        jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
+        jagged: Any = wrapped.with_values(wrapped.values)
+        num_targets = wrapped.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history, **times)
         return wrapped.unwrap(jagged.values)
@@ -440,7 +488,7 @@ class HSTUStack(nn.Module):
         check_appendable(self.config)
         wrapped = self._wrap("events", events)
         times = self._check_cache("events", wrapped, cache, timestamps, query_timestamps)
-        jagged = wrapped.with_values(wrapped.values)
+        jagged: Any = wrapped.with_values(wrapped.values)
         added: list[Jagged] = []
         for layer, history in zip(self.layers, cache.layers):
             jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
@@ -449,7 +497,7 @@ class HSTUStack(nn.Module):
 
     def _check_cache(
         self, name: str, x: Jagged, cache: KeyValues, timestamps: Tensor | None, query_timestamps: Tensor | None
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Any]:
         """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as arguments of the layers."""
         check_kind("cache", cache, KeyValues, "a KeyValues")
         if len(cache.layers) != len(self.layers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,10 @@ class LinearCompressEmbedding(nn.Module):
         tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
         names = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
         return linear_compress(list(self.weights), tensors, indices, names=names)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor: ...
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 from torch import nn
 from torch.types import Device
@@ -14,6 +14,8 @@ from ..scalars import check_kind, check_size
 from ..tracing import one_module
 from .invariant import fixed_rows
 from .parameters import reset_all
+
+C = TypeVar("C")  # a container
 
 
 class JaggedMLP(nn.Module):
@@ -55,7 +57,7 @@ class JaggedMLP(nn.Module):
 
     @one_module
     @fixed_rows
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: C) -> C:
         """Apply the layers to each row.
 
         Args:
@@ -72,6 +74,10 @@ class JaggedMLP(nn.Module):
         for layer in self.layers:  # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
             values = activation(layer(values))
         return jagged.unwrap(values)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, x: C) -> C: ...
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

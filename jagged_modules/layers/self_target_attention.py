@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from ..validation import MAX_HEAD_DIM, check_device, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import reset_all
 from .target_attention import project_targets
+
+C = TypeVar("C")  # the container of the history
+T = TypeVar("T")  # the container of the targets
 
 
 class JaggedSelfTargetAttention(nn.Module):
@@ -93,6 +96,16 @@ class JaggedSelfTargetAttention(nn.Module):
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
         out = torch.unflatten(out, 0, q.shape[:2])
         return history.unwrap(values), out if candidates.inverse is None else out.index_select(0, candidates.inverse)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(self, history: C, targets: Tensor, candidates: CandidateIndex | Tensor) -> tuple[C, Tensor]: ...
+
+        @overload
+        def __call__(self, history: C, targets: T, candidates: None = None) -> tuple[C, T]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         return project_targets(self.target_proj, self.target_dim, self.num_heads, targets, dim, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,8 @@ from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_in
 from .invariant import fixed_rows
 from .key_values import layer_of_cache
 from .parameters import reset_all
+
+T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 class JaggedTargetAttention(nn.Module):
@@ -88,7 +90,7 @@ class JaggedTargetAttention(nn.Module):
         check_kind("cache", cache, KeyValues, "a KeyValues")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, targets: Any, cache: KeyValues, candidates: CandidateIndex | Tensor | None = None) -> Any:
+    def score(self, targets: T, cache: KeyValues, candidates: CandidateIndex | Tensor | None = None) -> T:
         """Attend from the targets to cached histories: `forward(targets, history, candidates)` without projecting the histories.
 
         Args:
@@ -180,6 +182,21 @@ class JaggedTargetAttention(nn.Module):
         schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
         return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, targets: T, history: Any, candidates: CandidateIndex | Tensor | None = None, *, cache: KeyValues | None = None,
+            return_cache: Literal[False] = False,
+        ) -> T: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, targets: None, history: Any, candidates: None = None, *, cache: KeyValues | None = None, return_cache: Literal[True],
+        ) -> KeyValues: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _cache(self, targets: Any, rows: Any, cache: KeyValues | None) -> KeyValues:
         """Keys and values of a history's rows, or with the history's cache, of the next events."""

@@ -1,4 +1,4 @@
-"""The ranking model of docs/guides/torchrec.md, sharded, in TorchRec's training pipelines: they trace it, and train it as plain steps do."""
+"""The ranking model of docs/guides/torchrec.md, sharded, in TorchRec's pipelines: they trace it, and train it as plain steps do."""
 
 import dataclasses
 import types
