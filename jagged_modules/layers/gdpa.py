@@ -20,7 +20,7 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .invariant import fixed_rows
 from .key_values import layer_of_cache
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
 
 C = TypeVar("C")  # a container
 
@@ -91,6 +91,7 @@ class JaggedGDPA(nn.Module):
         mask: which keys each row sees; all if None. Must be None with learned rows, which have no position.
         config: the other options; `GDPAConfig()` if None.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim and config.head_dim is None; the head
@@ -112,8 +113,10 @@ class JaggedGDPA(nn.Module):
         mask: AttentionMask | None = None,
         config: GDPAConfig | None = None,
         device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         config = GDPAConfig() if config is None else config
         check_kind("config", config, GDPAConfig, "a GDPAConfig")
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
@@ -132,20 +135,22 @@ class JaggedGDPA(nn.Module):
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
         def learned_rows(count: int, heads: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(count, heads, self.head_dim, device=device))
+            return nn.Parameter(torch.empty(count, heads, self.head_dim, device=device, dtype=dtype))
 
         if config.num_seeds:
             self.seeds = learned_rows(config.num_seeds, num_heads)
         else:
-            self.q_proj = nn.Linear(embedding_dim, width, device=device)
+            self.q_proj = nn.Linear(embedding_dim, width, device=device, dtype=dtype)
         if config.num_weights:
             self.key_weights = learned_rows(config.num_weights, self.num_kv_heads)
             self.value_weights = learned_rows(config.num_weights, self.num_kv_heads)
         else:
-            self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device)
-        self.q_norm, self.k_norm = (_RMSNorm(self.head_dim, device=device) if config.qk_norm else nn.Identity() for _ in range(2))
+            self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device, dtype=dtype)
+        self.q_norm, self.k_norm = (
+            _RMSNorm(self.head_dim, device=device, dtype=dtype) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.dropout = nn.Dropout(config.dropout)
-        self.out_proj = nn.Linear(width, embedding_dim, device=device)
+        self.out_proj = nn.Linear(width, embedding_dim, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -355,7 +360,7 @@ class GDPABlock(nn.Module):
     """A residual block: x + JaggedGDPA(RMSNorm(x), context).
 
     Args:
-        embedding_dim, num_heads, activation, mask, device: as in `JaggedGDPA`.
+        embedding_dim, num_heads, activation, mask, device, dtype: as in `JaggedGDPA`.
         config: as in `JaggedGDPA`, but num_seeds must be 0: pooled rows have no residual.
 
     Raises:
@@ -379,12 +384,13 @@ class GDPABlock(nn.Module):
         mask: AttentionMask | None = None,
         config: GDPAConfig | None = None,
         device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device)
+        self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device, dtype)
         if self.attention.config.num_seeds:
             raise ValueError(f"num_seeds must be 0: pooled rows have no residual, got {self.attention.config.num_seeds}")
-        self.norm = _RMSNorm(embedding_dim, device=device)
+        self.norm = _RMSNorm(embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""

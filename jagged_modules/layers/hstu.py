@@ -29,7 +29,7 @@ from .hstu_config import (
     rows_seen_by_targets,
 )
 from .invariant import fixed_rows
-from .parameters import reset_all, xavier_linear
+from .parameters import check_parameter_dtype, reset_all, xavier_linear
 
 NORM_EPS = 1e-6
 C = TypeVar("C")  # a container
@@ -54,6 +54,7 @@ class HSTULayer(nn.Module):
         num_heads: number H of attention heads.
         config: the other sizes, dropout and mask; `HSTUConfig()` if None.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim and head_dim or linear_dim is None;
@@ -70,25 +71,28 @@ class HSTULayer(nn.Module):
     time_bias: nn.Parameter | None
     time_boundaries: Tensor | None
 
-    def __init__(self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device: Device = None) -> None:
+    def __init__(
+        self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         config = HSTUConfig() if config is None else config
         check_kind("config", config, HSTUConfig, "an HSTUConfig")
         self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         width = num_heads * self.linear_dim
-        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device)
-        self.uvqk_proj = xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
-        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device)
+        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device, dtype=dtype)
+        self.uvqk_proj = xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device, dtype=dtype)
+        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
-        self.out_proj = xavier_linear(3 * width, embedding_dim, bias=False, device=device)
-        self._make_bias(device)
+        self.out_proj = xavier_linear(3 * width, embedding_dim, bias=False, device=device, dtype=dtype)
+        self._make_bias(device, dtype)
 
-    def _make_bias(self, device: Device) -> None:
+    def _make_bias(self, device: Device, dtype: torch.dtype | None) -> None:
         n, k = self.config.relative_position, self.config.relative_time
-        self.register_parameter("position_bias", nn.Parameter(torch.empty(2 * n - 1, device=device)) if n else None)
-        self.register_parameter("time_bias", nn.Parameter(torch.empty(k + 1, device=device)) if k else None)
+        self.register_parameter("position_bias", nn.Parameter(torch.empty(2 * n - 1, device=device, dtype=dtype)) if n else None)
+        self.register_parameter("time_bias", nn.Parameter(torch.empty(k + 1, device=device, dtype=dtype)) if k else None)
         # Persistent, so that a layer built on the meta device is complete after `to_empty` and `load_state_dict`.
         self.register_buffer("time_boundaries", torch.empty(k, dtype=torch.int64, device=device) if k else None)
         self._reset_bias()
@@ -291,7 +295,7 @@ class HSTUStack(nn.Module):
     """A sequence of `HSTULayer`s.
 
     Args:
-        embedding_dim, num_heads, config, device: arguments of each `HSTULayer`.
+        embedding_dim, num_heads, config, device, dtype: arguments of each `HSTULayer`.
         num_layers: number of layers.
 
     Raises:
@@ -308,11 +312,12 @@ class HSTUStack(nn.Module):
     """
 
     def __init__(
-        self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device: Device = None
-    ) -> None:
+        self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_size("num_layers", num_layers)
-        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers))
         self.layers: Sequence[HSTULayer] = layers  # pyright: ignore[reportAttributeAccessIssue] - torch's ModuleList has no type of element
         self.config = self.layers[0].config
 
