@@ -58,7 +58,7 @@ class JaggedTargetAttention(nn.Module):
         device: Device = None,
         dtype: torch.dtype | None = None,
         *,
-        dropout: float = 0.0,
+        dropout: float = 0,  # an int, because torch.compile makes a symbol of a float
     ) -> None:
         super().__init__()
         check_parameter_dtype(dtype)
