@@ -11,7 +11,10 @@
 #   make test-gpu [ARGS=...]            run the tests that need an NVIDIA GPU
 #   make test-newest-triton             compile each of Hopper's own kernels under the newest Triton too
 #   make notebooks                      execute the notebooks and keep their outputs
-#   make lint                           check style, formatting and types
+#   make lint                           check style, formatting, spelling and types
+#   make docs                           build the documentation into docs/_build; a warning is an error
+#   make dist                           build the source distribution and the wheel into dist/
+#   make smoke                          install the wheel of dist/ into an empty environment, and run README's example
 #   make bench [ARGS=...] [OUT=folder]  measure the kernels on a GPU and write the record; ARGS=--resume goes on with the day's
 #   make profile [OUT=folder]           profile the main kernels under ncu, for the record
 #   make clean                          remove .venv and whatever was built
@@ -26,7 +29,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
 .PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu \
-	test-newest-triton notebooks lint bench profile record clean
+	test-newest-triton notebooks lint docs dist smoke bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -48,6 +51,7 @@ export PYTHONPATH := $(CURDIR):$(CURDIR)/kernels:$(PYTHONPATH)
 else
 PY := .venv/bin/python
 ENV := .venv/.installed-$(VARIANT)
+DOCS_ENV := .venv/.installed-docs
 endif
 pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 pytest := OMP_NUM_THREADS=1 $(PY) -m pytest $(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal) --durations=10
@@ -91,7 +95,23 @@ notebooks: $(ENV)
 lint: $(ENV)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(PY) -m codespell_lib $$(git ls-files '*.md' '*.py' Makefile '*.toml' '*.yml')
 	$(PY) -m pyright --pythonpath $(PY)
+	$(PY) -m mypy
+
+docs: $(ENV) $(DOCS_ENV)
+	$(PY) -m sphinx -q -W --keep-going -b html -c docs . docs/_build
+
+dist: $(ENV)
+	rm -rf dist
+	$(PY) -m build --outdir dist
+
+smoke:
+	rm -rf dist/.smoke
+	$(PYTHON) -m venv dist/.smoke
+	dist/.smoke/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) dist/*.whl
+	sed -n '/^```python$$/,/^```$$/p' README.md | grep -v '^```' >dist/.smoke/example.py
+	cd dist/.smoke && bin/python -I example.py && bin/python -I -c "import jagged_modules; print(jagged_modules.__version__)"
 
 bench: $(ENV)
 	@nvidia-smi -L >/dev/null || { echo "make bench needs an NVIDIA GPU: none was found" >&2; exit 1; }
@@ -107,7 +127,7 @@ record: $(ENV)
 	$(PY) kernels/benchmarks/record.py $(OUT)
 
 clean:
-	rm -rf .venv .newest-triton build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
+	rm -rf .venv .newest-triton build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # constraints/ has the versions that work together.
@@ -117,6 +137,11 @@ clean:
 	$(pip) "setuptools>=77" wheel
 	$(pip) --constraint constraints/$(VARIANT).txt torch $(torchrec_needs) --no-build-isolation --editable ".[dev,notebooks,serve]"
 	$(pip) --constraint constraints/$(VARIANT).txt --no-deps $(fbgemm_$(VARIANT)) torchrec $(triton)
+	touch $@
+
+# A file of its own, so that the tests do not wait for what only the documentation needs.
+.venv/.installed-docs: $(ENV)
+	$(pip) --constraint constraints/$(VARIANT).txt --no-build-isolation --editable ".[docs]"
 	touch $@
 
 .newest-triton/.installed: constraints/newest-triton.txt $(ENV)

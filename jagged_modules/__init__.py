@@ -27,6 +27,8 @@ from .settings import backward_workspace, batch_invariant, debug_checks
 if TYPE_CHECKING:
     from . import transforms
 
+__version__ = "0.1.0"  # that of pyproject.toml
+
 __all__ = [
     "AttentionMask",
     "BlockDiagonalSelfAttention",

@@ -16,6 +16,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import profiler
 from torch.fx import Proxy
 
 P = ParamSpec("P")
@@ -63,13 +64,19 @@ def one_call(method: Callable[Concatenate[C, P], R]) -> Callable[Concatenate[C, 
 
 
 def one_module(forward: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer, unless the layer is the root."""
+    """Decorator for a layer's forward: a call with a `torch.fx.Proxy` becomes a call of the layer, unless the layer is the root. In a
+    profile the call is a range `jagged_modules.<class>`.
+    """
 
     @functools.wraps(forward)
     def call(self: M, /, *args: P.args, **kwargs: P.kwargs) -> R:
         proxy = _first_proxy(args, kwargs)
         if proxy is None or proxy.tracer.root is self:
-            return forward(self, *args, **kwargs)
+            # Compiled graphs have no ranges: torch names their kernels by module. Otherwise, a range costs more than the two checks.
+            if torch.compiler.is_compiling() or not profiler._is_profiler_enabled:  # pyright: ignore[reportPrivateUsage] - torch.optim too
+                return forward(self, *args, **kwargs)
+            with profiler.record_function(f"jagged_modules.{type(self).__name__}"):
+                return forward(self, *args, **kwargs)
         return proxy.tracer.create_proxy("call_module", proxy.tracer.path_of_module(self), args, kwargs)
 
     return call

@@ -1,15 +1,30 @@
-"""The Python examples of README.md and of other documents."""
+"""The Python examples of README.md and of the pages of docs/."""
 
 import re
+import sys
+import types
 from pathlib import Path
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)]
 
 
-def examples(document: Path = README) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+def examples(page: str | Path) -> list[str]:
+    """The fenced blocks of a page, by its path in the repository."""
+    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
 
 
-def example_with(text: str) -> str:
-    (example,) = (code for code in examples() if text in code)
+def example_with(page: str, text: str) -> str:
+    (example,) = (code for code in examples(page) if text in code)
     return example
+
+
+def run_examples(page: str | Path) -> None:
+    """Run a page's blocks one after another, in a module of its own: some use names of an earlier one."""
+    name = "page_" + re.sub(r"\W", "_", str(page))
+    module = sys.modules[name] = types.ModuleType(name)  # torch.compile and pickle look functions up by their module
+    try:
+        for code in examples(page):
+            exec(compile(code, str(page), "exec"), vars(module))
+    finally:
+        del sys.modules[name]

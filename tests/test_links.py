@@ -7,8 +7,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "kernels/README.md")),
-    *sorted((ROOT / "docs").rglob("*.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "kernels/README.md")),
+    *sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts),
     *sorted((ROOT / "kernels" / "benchmarks" / "results").glob("*/README.md")),
 ]
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -43,3 +43,18 @@ def test_a_dead_link_is_found(tmp_path):
     alive = "[a](other.md) [b](other.md#a-name-twice) [c](https://github.com/x/y.md) [d](#here)"
     document.write_text(f"# Here\n{alive} ![e](x.png) [f](other.md#no-heading)")
     assert dead_links(document) == ["x.png", "other.md#no-heading"]
+
+
+def test_each_page_is_in_the_documentation():
+    """The table of contents of docs/index.md, and of the reference, names each page."""
+    listed = set()
+    for index in (ROOT / "docs" / "index.md", ROOT / "docs" / "api" / "index.md"):
+        listed.add(index)
+        for entries in re.findall(r"```\{toctree\}\n(.*?)```", index.read_text(), re.DOTALL):
+            for entry in (line for line in entries.splitlines() if line and not line.startswith(":")):
+                found = [index.parent / f"{entry}{suffix}" for suffix in (".md", ".ipynb")]
+                paths = {path.resolve() for name in found for path in name.parent.glob(name.name)}
+                assert paths, f"{index.name}: {entry}"
+                listed |= paths
+    pages = {path for path in DOCUMENTS if path != ROOT / "README.md"} | set((ROOT / "notebooks").glob("*.ipynb"))
+    assert pages == listed

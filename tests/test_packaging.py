@@ -1,23 +1,25 @@
-"""What users get: the wheel, its metadata, an import that needs torch alone, and a README whose code and commands work."""
+"""What users get: the wheel, its metadata, an import that needs torch alone, and documents whose code and commands work."""
 
 import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import zipfile
 from email.parser import Parser
 from pathlib import Path
 
 import pytest
 from marks import slow_after
+from readme import examples
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PACKAGES = {"jagged_modules": ROOT / "jagged_modules", "jagged_kernels": ROOT / "kernels" / "jagged_kernels"}
 OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 # Hosts that the project may name in an address. Package indexes are the user's to choose, so none belongs here.
-HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "localhost", "127.0.0.1"}
+HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "www.w3.org", "localhost", "127.0.0.1"}
 
 
 def run(*command, cwd=ROOT):
@@ -27,13 +29,6 @@ def run(*command, cwd=ROOT):
     return done.stdout
 
 
-def python_blocks(heading):
-    """The fenced python blocks of one section of the README."""
-    section = re.search(rf"^## {re.escape(heading)}\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL)
-    assert section, f"README.md has no section {heading!r}"
-    return re.findall(r"^```python\n(.*?)^```", section[1], re.MULTILINE | re.DOTALL)
-
-
 def tracked_files():
     if not (ROOT / ".git").exists():
         pytest.skip("not a git checkout")
@@ -41,27 +36,55 @@ def tracked_files():
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory):
-    """A wheel built from the source distribution, as an index user gets it, without network."""
+def sdist(tmp_path_factory):
+    """The source distribution, without network."""
     pytest.importorskip("setuptools", "77")
     source, out = tmp_path_factory.mktemp("source") / "project", tmp_path_factory.mktemp("dist")
-    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "dist", "*.egg-info", "runs"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "build", "_build", "dist", "*.egg-info", "runs"))
     run(sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=source)
     (sdist,) = out.glob("*.tar.gz")
+    return sdist
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist):
+    """A wheel built from the source distribution, as an index user gets it, without network."""
+    out = sdist.parent
     run(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", out, sdist)
     (wheel,) = out.glob("*.whl")
     return wheel
 
 
-def test_wheel_holds_exactly_the_two_packages(wheel):
-    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    expected = {
-        f"{package}/{path.relative_to(folder).as_posix()}"
+def files_of_packages(of_folder):
+    """Paths of the files of both packages, below `of_folder(package)`."""
+    return {
+        f"{of_folder(package)}/{path.relative_to(folder).as_posix()}"
         for package, folder in PACKAGES.items()
         for path in folder.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts
     }
-    assert names == expected
+
+
+def test_wheel_holds_exactly_the_two_packages(wheel):
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    assert names == files_of_packages(lambda package: package)
+
+
+def test_sdist_holds_the_packages_and_what_describes_them(sdist):
+    with tarfile.open(sdist) as archive:
+        names = {member.name.partition("/")[2] for member in archive.getmembers() if member.isfile()}
+    described = {"README.md", "CHANGELOG.md", "CITATION.cff", "LICENSE", "MANIFEST.in", "pyproject.toml", "setup.py"}
+    generated = {name for name in names if ".egg-info/" in name} | {"PKG-INFO", "setup.cfg"}
+    assert names - generated == files_of_packages(lambda package: PACKAGES[package].relative_to(ROOT).as_posix()) | described
+
+
+def test_each_file_names_the_same_version(metadata):
+    import jagged_modules
+
+    cited = re.search(r"^version: (.+)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)[1]
+    changes = re.findall(r"^## (\S+)$", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert metadata["Version"] == jagged_modules.__version__ == cited
+    assert changes[0] == "Unreleased" and cited in changes
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +98,7 @@ def test_wheel_metadata(wheel, metadata):
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
-    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "docs", "dev"}
     assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
 
 
@@ -92,7 +115,7 @@ def test_installed_wheel_runs_without_the_source_tree(wheel, tmp_path):
     run(sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--target", target, wheel)
     # -S: no site-packages, so no editable installation either; torch comes from there by an explicit path, after the target.
     paths = [str(target), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    script = f"import sys; sys.path += {paths!r}; import jagged_modules, jagged_kernels\n{python_blocks('Example')[0]}\n"
+    script = f"import sys; sys.path += {paths!r}; import jagged_modules, jagged_kernels\n{examples('README.md')[0]}\n"
     script += "print(jagged_modules.__file__, jagged_kernels.__file__, sep='\\n')"
     *_, modules, kernels = run(sys.executable, "-I", "-S", "-c", script, cwd=tmp_path).splitlines()
     assert Path(modules).is_relative_to(target) and Path(kernels).is_relative_to(target)
@@ -105,26 +128,39 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-@slow_after(1, "heading", ["Example", "HSTU and GDPA", "Serving", "Linear compression", "Block-diagonal attention", "Operators"])
-def test_readme_example_is_short_and_runs_with_torch_alone(heading):
-    blocks = python_blocks(heading)
-    assert blocks and all(len(block.splitlines()) <= 15 for block in blocks)
+WITH_TORCH_ALONE = ["hstu-gdpa", "serving", "linear-compression", "broadcast", "block-attention", "multihead-attention"]
+
+
+@slow_after(1, "page", ["README.md", "docs/operators.md", *(f"docs/guides/{name}.md" for name in WITH_TORCH_ALONE)])
+def test_examples_are_short_and_run_with_torch_alone(page):
+    blocks = examples(page)
+    assert blocks and all(len(block.splitlines()) <= 20 for block in blocks)
     example = "\n".join(blocks)
     blocked = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
     run(sys.executable, "-c", blocked + example)
 
 
-def test_readme_torchrec_snippets_run():
-    pytest.importorskip("torchrec")
-    snippets = python_blocks("In your TorchRec model")
-    assert snippets
-    run(sys.executable, "-c", "import sys; sys.path.insert(0, '.')\n" + "\n".join(snippets))
+def test_documents_name_only_commands_of_the_makefile():
+    targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+
+    def named(document):
+        return set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", document, re.MULTILINE))))
+
+    assert {"train", "test"} <= named(README) <= targets
+    assert {"train", "serve", "test"} <= named((ROOT / "docs" / "install.md").read_text(encoding="utf-8")) <= targets
 
 
-def test_readme_names_only_commands_of_the_makefile():
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
-    named = set(re.findall(r"\bmake ([a-z-]+)", " ".join(re.findall(r"`[^`]*`|^    make .*", README, re.MULTILINE))))
-    assert {"train", "serve", "test"} <= named <= targets
+@pytest.mark.parametrize("workflow", ["ci.yml", "release.yml"])
+def test_workflows_call_targets_of_the_makefile(workflow):
+    text = (ROOT / ".github" / "workflows" / workflow).read_text(encoding="utf-8")
+    targets = set(re.findall(r"^([\w-]+)(?: [\w -]+)?:", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    called = set(re.findall(r"run: make ([\w-]+)", text)) | set(re.findall(r"[\w-]+", "".join(re.findall(r"target: \[(.*)\]", text))))
+    assert called and called <= targets
+
+
+def test_continuous_integration_runs_the_tests():
+    """The command that README.md gives for the tests is among those that every change must pass."""
+    assert re.search(r"^make .*\btest\b", (ROOT / ".ci" / "run").read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def test_no_folder_named_kernels_becomes_a_package():
@@ -143,7 +179,7 @@ def test_no_machine_paths_or_foreign_hosts():
     assert found == []
 
 
-def test_dtypes_of_the_readme_are_those_that_functions_take():
+def test_dtypes_of_the_documentation_are_those_that_functions_take():
     from jagged_modules.dtypes import dtype_table
 
-    assert dtype_table().strip() in README
+    assert dtype_table().strip() in (ROOT / "docs" / "operators.md").read_text(encoding="utf-8")

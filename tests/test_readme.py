@@ -1,14 +1,20 @@
-"""The Python examples of documents run as they stand, one after another: some use names of an earlier one."""
-
-from pathlib import Path
+"""The Python examples of README.md and of each page of the documentation run as they stand. README.md is short."""
 
 import pytest
-from readme import README, examples
+from readme import PAGES, ROOT, examples, run_examples
+
+WITH_CODE = [page.relative_to(ROOT) for page in PAGES if examples(page)]
 
 
-@pytest.mark.parametrize("document", [README, Path(README.parent, "docs", "serving.md")], ids=lambda x: x.name)
-def test_examples_run(document):
-    pytest.importorskip("torchrec")
-    names = {"__name__": "readme"}
-    for code in examples(document):
-        exec(compile(code, document.name, "exec"), names)
+@pytest.mark.parametrize("page", WITH_CODE, ids=str)
+def test_examples_run(page):
+    if any("torchrec" in code for code in examples(page)):
+        pytest.importorskip("torchrec")
+    run_examples(page)
+
+
+def test_readme_is_short():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(text.splitlines()) < 150
+    (example,) = examples("README.md")
+    assert len(example.splitlines()) <= 10

@@ -135,6 +135,7 @@ class CandidateIndex(Queries):
 
     @property
     def num_users(self) -> int:
+        """The number of users, those without candidates too."""
         return self.offsets.shape[0] - 1
 
     @property

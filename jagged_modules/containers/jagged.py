@@ -52,7 +52,7 @@ class Jagged(Queries):
     offsets: Tensor
     max_seqlen: int | None
 
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, *args: Any, **kwargs: Any) -> Jagged:
         recorded = recorded_call(cls, args, kwargs)
         return super().__new__(cls) if recorded is None else recorded
 
@@ -169,6 +169,7 @@ class Jagged(Queries):
 
     @property
     def num_segments(self) -> int:
+        """The number B of segments."""
         return self.offsets.shape[0] - 1
 
     @property
@@ -321,6 +322,7 @@ class Jagged(Queries):
         )
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
+        """The segments as those of queries. For schedules; rows_per_candidate is for the index of candidates."""
         return QuerySegments(self.offsets, self.host_lengths, self.values.shape[0])
 
     def _equal_query_segments(self, rows: int) -> QuerySegments:

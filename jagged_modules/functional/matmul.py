@@ -50,7 +50,7 @@ def jagged_dense_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int |
 def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """out[b] = x[b]ᵀ @ y[b]: one matrix per segment; it is 0 for an empty segment.
 
-    Gradients, precision, max_seqlen, implementation and errors are as in `jagged_dense_bmm`.
+    Gradients, precision, max_seqlen and implementation are as in `jagged_dense_bmm`.
 
     Args:
         x: `[L, D]`, y: `[L, T]`, same dtype.
@@ -58,6 +58,9 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
 
     Returns:
         `[B, D, T]`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`.
     """
     x, y = checked_operands("jagged_jagged_bmm", implementation, x=(x, "[L, D]"), y=(y, "[L, T]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
@@ -78,7 +81,7 @@ def jagged_jagged_bmm(x: Tensor, y: Tensor, offsets: Tensor, *, max_seqlen: int 
 def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, implementation: str = "auto") -> Tensor:
     """p[b] = x[b] @ y[b]ᵀ: the scores of each row of x with each row of y in the same segment, in one flat buffer.
 
-    Gradients, precision, implementation and errors are as in `jagged_dense_bmm`.
+    Gradients, precision and implementation are as in `jagged_dense_bmm`.
 
     Args:
         x: `[Lx, D]`, y: `[Ly, D]`, same dtype. If y is the same tensor object as x, and the plan is of x alone, forward and backward take
@@ -87,6 +90,9 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
 
     Returns:
         `[Σ N_b · M_b]`: p[b] `[N_b, M_b]` of all segments, each in row-major order.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if the plan does not have the operands' numbers of rows.
     """
     itself = y is x
     x, y = checked_operands("jagged_jagged_bmm_jagged_out", implementation, x=(x, "[Lx, D]"), y=(y, "[Ly, D]"))
@@ -111,7 +117,7 @@ def jagged_jagged_bmm_jagged_out(x: Tensor, y: Tensor, plan: ScorePlan, *, imple
 def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transposed: bool = False, implementation: str = "auto") -> Tensor:
     """out[b] = p[b] @ y[b]: sums of y's rows, weighted by the scores of the segment. If transposed, out[b] = p[b]ᵀ @ y[b].
 
-    Gradients, precision, implementation and errors are as in `jagged_dense_bmm`. A row without scores has the result 0.
+    Gradients, precision and implementation are as in `jagged_dense_bmm`. A row without scores has the result 0.
 
     Args:
         p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`.
@@ -121,6 +127,9 @@ def array_jagged_bmm_jagged_out(p: Tensor, y: Tensor, plan: ScorePlan, *, transp
 
     Returns:
         `[Lx, D]`; `[Ly, D]` if transposed.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `jagged_dense_bmm`; also if the plan does not have the operands' numbers of rows.
     """
     check_flag("transposed", transposed)
     p, y = checked_operands("array_jagged_bmm_jagged_out", implementation, p=(p, "[total]"), y=(y, "[Lx, D]" if transposed else "[Ly, D]"))

@@ -128,7 +128,18 @@ def jagged_dense_add(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
 
 
 def jagged_dense_mul(x: Tensor, y: Tensor, offsets: Tensor) -> Tensor:
-    """Multiply row i of each segment b of x by y[b, i]. Arguments, result and errors are as in `jagged_dense_add`."""
+    """Multiply row i of each segment b of x by y[b, i]. Rows of y past a segment's end are not read.
+
+    Args:
+        x: `[L, D]`, y: `[B, N, D]`, same floating-point dtype.
+        offsets: `[B + 1]` int32 or int64, the segments of x, on x's device or the host.
+
+    Returns:
+        `[L, D]`. If a segment has more than N rows, y counts as 0 there. Host offsets raise an error instead.
+
+    Raises:
+        TypeError, ValueError: as `jagged_dense_add`.
+    """
     return x * _dense_rows("jagged_dense_mul", x, y, offsets)
 
 

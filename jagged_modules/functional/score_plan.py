@@ -65,6 +65,7 @@ class ScorePlan:
 
     @property
     def offsets(self) -> tuple[Tensor, Tensor, Tensor]:
+        """x_offsets, y_offsets and p_offsets."""
         return self.x_offsets, self.y_offsets, self.p_offsets
 
     def to(self, device: torch.device | str | int, non_blocking: bool = False) -> ScorePlan:

@@ -17,7 +17,7 @@ from .score_plan import ScorePlan, check_plan_rows, plan_offsets
 def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None, implementation: str = "auto") -> Tensor:
     """Softmax over the rows of each segment, separately for each column.
 
-    It has first derivatives only, and is computed in fp32 (fp64 for fp64). max_seqlen, implementation and errors are as in
+    It has first derivatives only, and is computed in fp32 (fp64 for fp64). max_seqlen and implementation are as in
     `jagged_dense_bmm`.
 
     Args:
@@ -26,6 +26,10 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
 
     Returns:
         `[L, H]`; each column of a segment sums to 1.
+
+    Raises:
+        TypeError, ValueError: as `jagged_dense_bmm`.
+        RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
     """
     (x,) = checked_operands("jagged_softmax", implementation, False, x=(x, "[L, H]"))
     offsets = checked_offsets("offsets", offsets, x.shape[0], x, "x's", max_seqlen)
@@ -42,7 +46,7 @@ def jagged_softmax(x: Tensor, offsets: Tensor, *, max_seqlen: int | None = None,
 def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation: str = "auto") -> Tensor:
     """Softmax over each row, or each column, of the matrices p[b] `[N_b, M_b]`.
 
-    It has first derivatives only, and is computed in fp32 (fp64 for fp64). implementation and errors are as in `jagged_dense_bmm`.
+    It has first derivatives only, and is computed in fp32 (fp64 for fp64). implementation is as in `jagged_dense_bmm`.
 
     Args:
         p: `[Σ N_b · M_b]`, laid out as the result of `jagged_jagged_bmm_jagged_out`; dtypes as in `jagged_dense_bmm`.
@@ -51,6 +55,10 @@ def jagged2_softmax(p: Tensor, plan: ScorePlan, dim: int = -1, *, implementation
 
     Returns:
         `[Σ N_b · M_b]`.
+
+    Raises:
+        TypeError, ValueError: as `jagged_dense_bmm`; also if the plan does not have p's number of scores, or dim is another number.
+        RuntimeError: a second derivative or a torch.func transform; "reference" supports both.
     """
     (p,) = checked_operands("jagged2_softmax", implementation, False, p=(p, "[total]"))
     offsets = plan_offsets(plan, "p", p)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,9 @@ from ..scalars import check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim
 from .invariant import fixed_rows
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
+
+C = TypeVar("C")  # a container
 
 
 class BlockDiagonalSelfAttention(nn.Module):
@@ -34,6 +36,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         block_size: rows of a block: 16, 32, 64 or 128. The last block of a segment may be shorter.
         rotary: what is rotated by the position in the segment: "qk" (queries and keys), "qkv" (values too), or None.
         device: device of the parameters and tables.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None. The tables are fp32.
         max_seqlen: the longest segment allowed with rotary. It is the number of rows of the cos and sin tables, which are fp32 for every
             dtype of the layer.
 
@@ -54,10 +57,12 @@ class BlockDiagonalSelfAttention(nn.Module):
         block_size: int = 64,
         rotary: str | None = "qk",
         device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         max_seqlen: int = 8192,
     ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("block_size", block_size)
         if block_size not in BLOCKS:
@@ -69,9 +74,9 @@ class BlockDiagonalSelfAttention(nn.Module):
             raise ValueError(f"embedding_dim / num_heads must be even with rotary, got {embedding_dim} and {num_heads}")
         self.embedding_dim, self.num_heads, self.block_size = embedding_dim, num_heads, block_size
         self.rotary, self.max_seqlen = rotary, max_seqlen
-        self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device)
+        self.qkv_proj = nn.Linear(embedding_dim, 3 * embedding_dim, device=device, dtype=dtype)
         self.tables = None if rotary is None else _RotaryTables(self.head_dim, max_seqlen, device=device)
-        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
@@ -79,7 +84,7 @@ class BlockDiagonalSelfAttention(nn.Module):
 
     @one_module
     @fixed_rows
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: C) -> C:
         """Attend within the blocks of each segment.
 
         Args:
@@ -98,6 +103,10 @@ class BlockDiagonalSelfAttention(nn.Module):
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, x: C) -> C: ...
 
     def extra_repr(self) -> str:
         sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, block_size={self.block_size}"

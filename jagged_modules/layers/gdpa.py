@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,9 @@ from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, resolve_head_dim, values_are_checkable
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
+
+C = TypeVar("C")  # a container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,6 +91,7 @@ class JaggedGDPA(nn.Module):
         mask: which keys each row sees; all if None. Must be None with learned rows, which have no position.
         config: the other options; `GDPAConfig()` if None.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: an argument has another type; num_heads does not divide embedding_dim and config.head_dim is None; the head
@@ -110,8 +113,10 @@ class JaggedGDPA(nn.Module):
         mask: AttentionMask | None = None,
         config: GDPAConfig | None = None,
         device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         config = GDPAConfig() if config is None else config
         check_kind("config", config, GDPAConfig, "a GDPAConfig")
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
@@ -130,20 +135,22 @@ class JaggedGDPA(nn.Module):
         width, kv_width = num_heads * self.head_dim, self.num_kv_heads * self.head_dim
 
         def learned_rows(count: int, heads: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(count, heads, self.head_dim, device=device))
+            return nn.Parameter(torch.empty(count, heads, self.head_dim, device=device, dtype=dtype))
 
         if config.num_seeds:
             self.seeds = learned_rows(config.num_seeds, num_heads)
         else:
-            self.q_proj = nn.Linear(embedding_dim, width, device=device)
+            self.q_proj = nn.Linear(embedding_dim, width, device=device, dtype=dtype)
         if config.num_weights:
             self.key_weights = learned_rows(config.num_weights, self.num_kv_heads)
             self.value_weights = learned_rows(config.num_weights, self.num_kv_heads)
         else:
-            self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device)
-        self.q_norm, self.k_norm = (_RMSNorm(self.head_dim, device=device) if config.qk_norm else nn.Identity() for _ in range(2))
+            self.kv_proj = nn.Linear(embedding_dim, 2 * kv_width, device=device, dtype=dtype)
+        self.q_norm, self.k_norm = (
+            _RMSNorm(self.head_dim, device=device, dtype=dtype) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
         self.dropout = nn.Dropout(config.dropout)
-        self.out_proj = nn.Linear(width, embedding_dim, device=device)
+        self.out_proj = nn.Linear(width, embedding_dim, device=device, dtype=dtype)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -353,7 +360,8 @@ class GDPABlock(nn.Module):
     """A residual block: x + JaggedGDPA(RMSNorm(x), context).
 
     Args:
-        As `JaggedGDPA`, but config.num_seeds must be 0: pooled rows have no residual.
+        embedding_dim, num_heads, activation, mask, device, dtype: as in `JaggedGDPA`.
+        config: as in `JaggedGDPA`, but num_seeds must be 0: pooled rows have no residual.
 
     Raises:
         TypeError, ValueError: as `JaggedGDPA`; config.num_seeds is not 0.
@@ -376,23 +384,40 @@ class GDPABlock(nn.Module):
         mask: AttentionMask | None = None,
         config: GDPAConfig | None = None,
         device: Device = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device)
+        self.attention = JaggedGDPA(embedding_dim, num_heads, activation, mask, config, device, dtype)
         if self.attention.config.num_seeds:
             raise ValueError(f"num_seeds must be 0: pooled rows have no residual, got {self.attention.config.num_seeds}")
-        self.norm = _RMSNorm(embedding_dim, device=device)
+        self.norm = _RMSNorm(embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters, for instance after `to_empty` of a block built on the meta device."""
         reset_all(self.children())
 
     @one_module
-    def forward(self, x: Any, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
-        """Update all rows. Arguments, result and errors are those of `JaggedGDPA.forward`. The norm is not applied to context."""
+    def forward(self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C:
+        """Update all rows.
+
+        Args:
+            x: any container of `[L, E]` values in B segments.
+            context: as in `JaggedGDPA.forward`. The norm is not applied to it.
+            num_targets, bias: as in `JaggedGDPA.forward`.
+
+        Returns:
+            x's kind of container, with `[L, E]` values.
+
+        Raises:
+            TypeError, ValueError: as `JaggedGDPA.forward`.
+        """
         jagged = wrap_rows("x", x, self.attention.embedding_dim, self.attention.out_proj)
         update = self.attention(jagged.with_values(self.norm(jagged.values)), context, num_targets, bias)
         return jagged.unwrap(jagged.values + update.values)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C: ...
 
 
 class _RMSNorm(nn.RMSNorm):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -29,9 +29,10 @@ from .hstu_config import (
     rows_seen_by_targets,
 )
 from .invariant import fixed_rows
-from .parameters import reset_all, xavier_linear
+from .parameters import check_parameter_dtype, reset_all, xavier_linear
 
 NORM_EPS = 1e-6
+C = TypeVar("C")  # a container
 BIAS_STD = 0.02  # initial standard deviation of the entries of both bias tables
 
 
@@ -53,6 +54,7 @@ class HSTULayer(nn.Module):
         num_heads: number H of attention heads.
         config: the other sizes, dropout and mask; `HSTUConfig()` if None.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim and head_dim or linear_dim is None;
@@ -69,25 +71,28 @@ class HSTULayer(nn.Module):
     time_bias: nn.Parameter | None
     time_boundaries: Tensor | None
 
-    def __init__(self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device: Device = None) -> None:
+    def __init__(
+        self, embedding_dim: int, num_heads: int, config: HSTUConfig | None = None, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         config = HSTUConfig() if config is None else config
         check_kind("config", config, HSTUConfig, "an HSTUConfig")
         self.embedding_dim, self.num_heads, self.config = embedding_dim, num_heads, config
         self.head_dim = resolve_head_dim("head_dim", config.head_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         self.linear_dim = resolve_head_dim("linear_dim", config.linear_dim, embedding_dim, num_heads, MAX_HEAD_DIM)
         width = num_heads * self.linear_dim
-        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device)
-        self.uvqk_proj = xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device)
-        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device)
+        self.input_norm = _RowNorm(embedding_dim, eps=NORM_EPS, device=device, dtype=dtype)
+        self.uvqk_proj = xavier_linear(embedding_dim, 2 * width + 2 * num_heads * self.head_dim, device=device, dtype=dtype)
+        self.output_norm = _WideNorm(width, eps=NORM_EPS, device=device, dtype=dtype)
         self.dropout = nn.Dropout(config.dropout)
-        self.out_proj = xavier_linear(3 * width, embedding_dim, bias=False, device=device)
-        self._make_bias(device)
+        self.out_proj = xavier_linear(3 * width, embedding_dim, bias=False, device=device, dtype=dtype)
+        self._make_bias(device, dtype)
 
-    def _make_bias(self, device: Device) -> None:
+    def _make_bias(self, device: Device, dtype: torch.dtype | None) -> None:
         n, k = self.config.relative_position, self.config.relative_time
-        self.register_parameter("position_bias", nn.Parameter(torch.empty(2 * n - 1, device=device)) if n else None)
-        self.register_parameter("time_bias", nn.Parameter(torch.empty(k + 1, device=device)) if k else None)
+        self.register_parameter("position_bias", nn.Parameter(torch.empty(2 * n - 1, device=device, dtype=dtype)) if n else None)
+        self.register_parameter("time_bias", nn.Parameter(torch.empty(k + 1, device=device, dtype=dtype)) if k else None)
         # Persistent, so that a layer built on the meta device is complete after `to_empty` and `load_state_dict`.
         self.register_buffer("time_boundaries", torch.empty(k, dtype=torch.int64, device=device) if k else None)
         self._reset_bias()
@@ -175,6 +180,30 @@ class HSTULayer(nn.Module):
                 a = self._attend_with_cache(q, k, v, jagged, cache, num_targets, *biases)
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: Jagged | None = None, cache_timestamps: Tensor | None = None, cache_rows: None = None, append: bool = False,
+        ) -> C: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: Jagged | None = None, cache_timestamps: Tensor | None = None, cache_rows: Tensor | slice, update: Literal[True] = True,
+            append: bool = False,
+        ) -> tuple[C, Tensor]: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: Jagged | None = None, cache_timestamps: Tensor | None = None, cache_rows: Tensor | slice, update: bool,
+            append: bool = False,
+        ) -> tuple[C | None, Tensor]: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def check_cache(self, name: str, x: Jagged, cache: Jagged) -> None:
         """Raise unless the cache has the shape of this layer's keys and values and one segment per segment of x. Errors call x `name`."""
@@ -265,7 +294,7 @@ class HSTUStack(nn.Module):
     """A sequence of `HSTULayer`s.
 
     Args:
-        embedding_dim, num_heads, config, device: arguments of each `HSTULayer`.
+        embedding_dim, num_heads, config, device, dtype: arguments of each `HSTULayer`.
         num_layers: number of layers.
 
     Raises:
@@ -282,11 +311,12 @@ class HSTUStack(nn.Module):
     """
 
     def __init__(
-        self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device: Device = None
-    ) -> None:
+        self, embedding_dim: int, num_heads: int, num_layers: int, config: HSTUConfig | None = None, device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()
         check_size("num_layers", num_layers)
-        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device) for _ in range(num_layers))
+        layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers))
         self.layers: Sequence[HSTULayer] = layers  # pyright: ignore[reportAttributeAccessIssue] - torch's ModuleList has no type of element
         self.config = self.layers[0].config
 
@@ -332,6 +362,28 @@ class HSTUStack(nn.Module):
             return self._append(x, cache, timestamps, query_timestamps)
         return self._score(x, cache, timestamps, query_timestamps)
 
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: Tensor | None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: HistoryCache | None = None, return_cache: Literal[False] = False,
+        ) -> C: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: Any, num_targets: None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: None = None, return_cache: Literal[True],
+        ) -> HistoryCache: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: C, num_targets: None = None, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None,
+            cache: HistoryCache, return_cache: Literal[True],
+        ) -> tuple[C, HistoryCache]: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
     def cache(self, history: Any, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> HistoryCache:
         """Compute each layer's keys and values of the histories, for any number of later calls of `score`.
 
@@ -351,7 +403,7 @@ class HSTUStack(nn.Module):
         """
         return self(history, timestamps=timestamps, query_timestamps=query_timestamps, return_cache=True)
 
-    def score(self, targets: Any, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> Any:
+    def score(self, targets: C, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None) -> C:
         """Score targets against cached histories.
 
         The result equals the targets' rows of `forward` over the history and the targets of each user, with equal query_timestamps. The
@@ -372,8 +424,8 @@ class HSTUStack(nn.Module):
         return self(targets, cache=cache, timestamps=timestamps, query_timestamps=query_timestamps)
 
     def append(
-        self, events: Any, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
-    ) -> tuple[Any, HistoryCache]:
+        self, events: C, cache: HistoryCache, *, timestamps: Tensor | None = None, query_timestamps: Tensor | None = None
+    ) -> tuple[C, HistoryCache]:
         """Process the next events of cached histories.
 
         The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
@@ -422,7 +474,7 @@ class HSTUStack(nn.Module):
         kept: list[Tensor] = []
         rows, offsets = rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
-            options = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
+            options: dict[str, Any] = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
             jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
             kept.append(keys_and_values)
         segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
@@ -432,7 +484,8 @@ class HSTUStack(nn.Module):
     def _score(self, targets: Any, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None) -> Any:
         wrapped = self._wrap("targets", targets)
         times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
-        jagged, num_targets = wrapped.with_values(wrapped.values), wrapped.offsets.diff()
+        jagged: Any = wrapped.with_values(wrapped.values)
+        num_targets = wrapped.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history, **times)
         return wrapped.unwrap(jagged.values)
@@ -443,7 +496,7 @@ class HSTUStack(nn.Module):
         check_appendable(self.config)
         wrapped = self._wrap("events", events)
         times = self._check_cache("events", wrapped, cache, timestamps, query_timestamps)
-        jagged = wrapped.with_values(wrapped.values)
+        jagged: Any = wrapped.with_values(wrapped.values)
         added: list[Jagged] = []
         for layer, history in zip(self.layers, cache.layers):
             jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
@@ -452,7 +505,7 @@ class HSTUStack(nn.Module):
 
     def _check_cache(
         self, name: str, x: Jagged, cache: HistoryCache, timestamps: Tensor | None, query_timestamps: Tensor | None
-    ) -> dict[str, Tensor | None]:
+    ) -> dict[str, Any]:
         """Check x, which errors call `name`, against the cache. Returns the timestamps of both, as arguments of the layers."""
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         if len(cache.layers) != len(self.layers):

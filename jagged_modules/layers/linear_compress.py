@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from ..containers.jagged import is_keyed_tensor, wait_for
 from ..functional import linear_compress
 from ..scalars import check_size, is_sequence
 from ..tracing import one_module
+from .parameters import check_parameter_dtype
 
 torch.fx.wrap("linear_compress")
 
@@ -31,6 +32,7 @@ class LinearCompressEmbedding(nn.Module):
         num_user_embeddings: number of embeddings of each user. For several shared levels (for example users and vendors), a sequence of
             one number per level, coarsest first. 0: no shared embeddings.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
         candidate_features: the names of the K features in the order of the weights' columns. Required if candidate_embeddings is a
             KeyedTensor: the order of its keys may depend on the sharding plan and is ignored.
         user_features: the same for user_embeddings. For several shared levels, a sequence of one entry per level, None for a level whose
@@ -55,11 +57,13 @@ class LinearCompressEmbedding(nn.Module):
         num_compressed: int,
         num_user_embeddings: int | Sequence[int] = 0,
         device: Device = None,
+        dtype: torch.dtype | None = None,
         *,
         candidate_features: Sequence[str] | None = None,
         user_features: Sequence[str] | Sequence[Sequence[str] | None] | None = None,
     ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         check_size("num_candidate_embeddings", num_candidate_embeddings)
         check_size("num_compressed", num_compressed)
         if isinstance(num_user_embeddings, str):
@@ -82,7 +86,7 @@ class LinearCompressEmbedding(nn.Module):
             raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {features}")
         names = [*_names("user_features", len(shared)), "candidate_features"]
         self.features = [*map(_checked_features, names, [*features, candidate_features], self.num_embeddings)]
-        self.weights = _Weights(torch.empty(num_compressed, size, device=device) for size in self.num_embeddings)
+        self.weights = _Weights(torch.empty(num_compressed, size, device=device, dtype=dtype) for size in self.num_embeddings)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -115,6 +119,10 @@ class LinearCompressEmbedding(nn.Module):
         tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
         names = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
         return linear_compress(list(self.weights), tensors, indices, names=names)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, candidate_embeddings: Any, user_embeddings: Any = None, candidates: Any = None) -> Tensor: ...
 
     def extra_repr(self) -> str:
         *shared, candidate = self.num_embeddings

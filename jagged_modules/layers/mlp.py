@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
+import torch
 from torch import nn
 from torch.types import Device
 
@@ -13,7 +14,9 @@ from ..containers.jagged import wrap_rows
 from ..scalars import check_kind, check_size
 from ..tracing import one_module
 from .invariant import fixed_rows
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
+
+C = TypeVar("C")  # a container
 
 
 class JaggedMLP(nn.Module):
@@ -25,6 +28,7 @@ class JaggedMLP(nn.Module):
         dims: width of the input rows, then of each layer's output: two sizes or more.
         activation: an activation of `functional.jagged_attention` except softmax.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: dims are not positive integers, or fewer than two; the activation is unknown.
@@ -35,8 +39,9 @@ class JaggedMLP(nn.Module):
         values, offsets = mlp((torch.randn(5, 32), torch.tensor([0, 2, 5])))      # values [5, 16]
     """
 
-    def __init__(self, dims: Sequence[int], activation: str = "relu", device: Device = None) -> None:
+    def __init__(self, dims: Sequence[int], activation: str = "relu", device: Device = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         if isinstance(dims, str):
             raise TypeError("dims must be a sequence of ints, got str")
         check_kind("dims", dims, Sequence, "a sequence of ints")
@@ -47,7 +52,7 @@ class JaggedMLP(nn.Module):
         if activation not in tuple(POINTWISE):
             raise ValueError(f"activation must be one of {tuple(POINTWISE)}, got {activation!r}")
         self.dims, self.activation = list(dims), activation
-        self.layers = nn.ModuleList(nn.Linear(*widths, device=device) for widths in zip(dims, dims[1:]))
+        self.layers = nn.ModuleList(nn.Linear(*widths, device=device, dtype=dtype) for widths in zip(dims, dims[1:]))
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
@@ -55,7 +60,7 @@ class JaggedMLP(nn.Module):
 
     @one_module
     @fixed_rows
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: C) -> C:
         """Apply the layers to each row.
 
         Args:
@@ -72,6 +77,10 @@ class JaggedMLP(nn.Module):
         for layer in self.layers:  # call the module, because the caller may have replaced a Linear (LoRA, quantisation)
             values = activation(layer(values))
         return jagged.unwrap(values)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        def __call__(self, x: C) -> C: ...
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

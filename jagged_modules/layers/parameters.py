@@ -9,6 +9,19 @@ import torch
 from torch import nn
 from torch.types import Device
 
+from ..dtypes import FLOATS, names
+from ..scalars import check_kind
+from ..validation import WrongDtype
+
+
+def check_parameter_dtype(dtype: torch.dtype | None) -> None:
+    """Raise unless a layer's parameters may have this dtype, or None: the default dtype."""
+    if dtype is None:
+        return
+    check_kind("dtype", dtype, torch.dtype, "a torch.dtype")
+    if dtype not in FLOATS:
+        raise WrongDtype(f"dtype must be {names(FLOATS)}, got {dtype}")
+
 
 def reset_all(modules: Iterable[nn.Module]) -> None:
     """Call each module's `reset_parameters`. If a module has none (for example a LoRA wrapper around a Linear), call its children's."""
@@ -20,9 +33,11 @@ def reset_all(modules: Iterable[nn.Module]) -> None:
             reset()
 
 
-def xavier_linear(in_features: int, out_features: int, bias: bool = True, device: Device = None) -> nn.Linear:
+def xavier_linear(
+    in_features: int, out_features: int, bias: bool = True, device: Device = None, dtype: torch.dtype | None = None
+) -> nn.Linear:
     """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
-    linear = nn.Linear(in_features, out_features, bias, device="meta").to_empty(device=torch.empty(0, device=device).device)
+    linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype).to_empty(device=torch.empty(0, device=device).device)
     linear.reset_parameters = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear

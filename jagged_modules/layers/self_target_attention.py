@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,8 +15,11 @@ from ..scalars import check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_device, resolve_head_dim
 from .invariant import fixed_rows
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
 from .target_attention import project_targets
+
+C = TypeVar("C")  # the container of the history
+T = TypeVar("T")  # the container of the targets
 
 
 class JaggedSelfTargetAttention(nn.Module):
@@ -30,6 +33,7 @@ class JaggedSelfTargetAttention(nn.Module):
         num_heads: attention heads.
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
 
     Raises:
         TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256.
@@ -42,17 +46,20 @@ class JaggedSelfTargetAttention(nn.Module):
         (values, offsets), out = attention(history, torch.randn(4, 1, 32), candidates)   # [5, 32], [4, 1, 32]
     """
 
-    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None) -> None:
+    def __init__(
+        self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
-        self.q_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
-        self.target_proj = nn.Linear(self.target_dim, embedding_dim, device=device)
-        self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device)
-        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
-        self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        self.q_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
+        self.target_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
+        self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
+        self.target_out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
@@ -93,6 +100,16 @@ class JaggedSelfTargetAttention(nn.Module):
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
         out = torch.unflatten(out, 0, q.shape[:2])
         return history.unwrap(values), out if candidates.inverse is None else out.index_select(0, candidates.inverse)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(self, history: C, targets: Tensor, candidates: CandidateIndex | Tensor) -> tuple[C, Tensor]: ...
+
+        @overload
+        def __call__(self, history: C, targets: T, candidates: None = None) -> tuple[C, T]: ...
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         return project_targets(self.target_proj, self.target_dim, self.num_heads, targets, dim, shape)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,14 @@ from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
 from ..functional import jagged_attention, target_attention
-from ..scalars import check_kind, check_size
+from ..scalars import check_kind, check_number, check_size
 from ..tracing import one_module
 from ..validation import MAX_HEAD_DIM, check_dense, check_device, check_layer_input, resolve_head_dim
 from .cached_projections import layer_of_cache
 from .invariant import fixed_rows
-from .parameters import reset_all
+from .parameters import check_parameter_dtype, reset_all
+
+T = TypeVar("T")  # the container of the targets, or a dense tensor
 
 
 class JaggedTargetAttention(nn.Module):
@@ -32,9 +34,13 @@ class JaggedTargetAttention(nn.Module):
         num_heads: attention heads.
         target_dim: width E_t of the targets; embedding_dim if None.
         device: device of the parameters.
+        dtype: dtype of the parameters; torch.get_default_dtype() if None.
+        dropout: dropout probability, applied to the attention's result before the output projection. Attention weights have no dropout,
+            because they are never materialised.
 
     Raises:
-        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256.
+        TypeError, ValueError: a size is not a positive integer; num_heads does not divide embedding_dim; the head dim is above 256; dropout
+        is not in 0 to 1; the dtype is not a floating-point one.
 
     Example::
 
@@ -44,15 +50,27 @@ class JaggedTargetAttention(nn.Module):
         out = attention(torch.randn(4, 1, 32), history, candidates)            # [4, 1, 32]
     """
 
-    def __init__(self, embedding_dim: int, num_heads: int, target_dim: int | None = None, device: Device = None) -> None:
+    def __init__(
+        self,
+        embedding_dim: int,
+        num_heads: int,
+        target_dim: int | None = None,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+        *,
+        dropout: float = 0,  # an int, because torch.compile makes a symbol of a float
+    ) -> None:
         super().__init__()
+        check_parameter_dtype(dtype)
         self.target_dim = embedding_dim if target_dim is None else target_dim
         self.embedding_dim, self.num_heads = embedding_dim, num_heads
         self.head_dim = resolve_head_dim("head_dim", None, embedding_dim, num_heads, MAX_HEAD_DIM)
         check_size("target_dim", self.target_dim)
-        self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device)
-        self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device)
-        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device)
+        check_number("dropout", dropout, 0, 1)
+        self.q_proj = nn.Linear(self.target_dim, embedding_dim, device=device, dtype=dtype)
+        self.kv_proj = nn.Linear(embedding_dim, 2 * embedding_dim, device=device, dtype=dtype)
+        self.dropout = nn.Dropout(dropout)
+        self.out_proj = nn.Linear(embedding_dim, embedding_dim, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         """Initialise all parameters as nn.Linear does, for instance after `to_empty` of a layer built on the meta device."""
@@ -88,7 +106,7 @@ class JaggedTargetAttention(nn.Module):
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, targets: Any, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None) -> Any:
+    def score(self, targets: T, cache: HistoryCache, candidates: CandidateIndex | Tensor | None = None) -> T:
         """Attend from the targets to cached histories: `forward(targets, history, candidates)` without projecting the histories.
 
         Args:
@@ -162,7 +180,8 @@ class JaggedTargetAttention(nn.Module):
             candidates.check(q.shape[0], history.num_segments, queries="targets have")
             check_device("candidates", candidates.offsets, q.device, "targets'")
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
-            return self.out_proj(target_attention(q, k, v, candidates, history.offsets, schedule=schedule).flatten(2))
+            out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule)
+            return self._output(out.flatten(2))
 
         if isinstance(targets, Tensor) and not targets.is_nested:
             q = self._project(targets, 3, "[B, T, E_t]")
@@ -172,14 +191,29 @@ class JaggedTargetAttention(nn.Module):
             offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
             schedule = schedule_for(queries=rows)
             out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
-            return self.out_proj(out.flatten(1)).unflatten(0, (q.shape[0], rows))
+            return torch.unflatten(self._output(out.flatten(1)), 0, (q.shape[0], rows))
 
         jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = schedule_for(queries=jagged_targets)
         out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
-        return jagged_targets.unwrap(self.out_proj(out.flatten(1)))
+        return jagged_targets.unwrap(self._output(out.flatten(1)))
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, targets: T, history: Any, candidates: CandidateIndex | Tensor | None = None, *, cache: HistoryCache | None = None,
+            return_cache: Literal[False] = False,
+        ) -> T: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, targets: None, history: Any, candidates: None = None, *, cache: HistoryCache | None = None, return_cache: Literal[True],
+        ) -> HistoryCache: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _cache(self, targets: Any, rows: Any, cache: HistoryCache | None) -> HistoryCache:
         """Keys and values of a history's rows, or with the history's cache, of the next events."""
@@ -191,6 +225,9 @@ class JaggedTargetAttention(nn.Module):
             layer_of_cache(cache, name, jagged, self.num_heads, 2 * self.head_dim, self.kv_proj)
         k, v = self.kv_proj(jagged.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
         return HistoryCache((jagged.with_values(torch.cat([k, v], dim=2)),))
+
+    def _output(self, rows: Tensor) -> Tensor:
+        return self.out_proj(self.dropout(rows))
 
     def _project(self, targets: Any, dim: int, shape: str) -> Tensor:
         return project_targets(self.q_proj, self.target_dim, self.num_heads, targets, dim, shape)

@@ -78,7 +78,7 @@ class Compressed(OnRows):
 class Case(NamedTuple):
     name: str
     model: type[OnRows]
-    build: Callable[..., nn.Module]  # builds the layer, given its device
+    build: Callable[..., nn.Module]  # builds the layer, given its device and dtype by keyword
 
     @property
     def layer(self) -> str:
@@ -87,34 +87,34 @@ class Case(NamedTuple):
 
 
 def gdpa(**fields):
-    return lambda device=None: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**fields), device=device)
+    return lambda **options: jm.JaggedGDPA(WIDTH, HEADS, config=jm.GDPAConfig(**fields), **options)
 
 
-def compress(device=None):
-    return jm.LinearCompressEmbedding(2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, device=device)
+def compress(**options):
+    return jm.LinearCompressEmbedding(2, 200, 2, candidate_features=FEATURES, user_features=FEATURES, **options)
 
 
 HSTU = jm.HSTUConfig(scaling_seqlen=30)
 CASES = {  # the last ones consist of the others, or vary them
     case.name: case
     for case in (
-        Case("JaggedTargetAttention", OnCandidates, lambda device=None: jm.JaggedTargetAttention(WIDTH, HEADS, device=device)),
+        Case("JaggedTargetAttention", OnCandidates, lambda **options: jm.JaggedTargetAttention(WIDTH, HEADS, **options)),
         Case(
             "JaggedSelfTargetAttention",
             OnHistoryAndCandidates,
-            lambda device=None: jm.JaggedSelfTargetAttention(WIDTH, HEADS, device=device),
+            lambda **options: jm.JaggedSelfTargetAttention(WIDTH, HEADS, **options),
         ),
         Case("JaggedGDPA", OnRows, gdpa(qk_norm=True)),
-        Case("HSTULayer", OnRows, lambda device=None: jm.HSTULayer(WIDTH, HEADS, HSTU, device=device)),
+        Case("HSTULayer", OnRows, lambda **options: jm.HSTULayer(WIDTH, HEADS, HSTU, **options)),
         Case("LinearCompressEmbedding", Compressed, compress),
         Case(
             "BlockDiagonalSelfAttention",
             OnRows,
-            lambda device=None: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, device=device),
+            lambda **options: jm.BlockDiagonalSelfAttention(WIDTH, HEADS, 16, max_seqlen=99, **options),
         ),
-        Case("JaggedMLP", OnRows, lambda device=None: jm.JaggedMLP([WIDTH, 24, 40], "silu", device=device)),
-        Case("GDPABlock", OnRows, lambda device=None: jm.GDPABlock(WIDTH, HEADS, device=device)),
-        Case("HSTUStack", OnRows, lambda device=None: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, device=device)),
+        Case("JaggedMLP", OnRows, lambda **options: jm.JaggedMLP([WIDTH, 24, 40], "silu", **options)),
+        Case("GDPABlock", OnRows, lambda **options: jm.GDPABlock(WIDTH, HEADS, **options)),
+        Case("HSTUStack", OnRows, lambda **options: jm.HSTUStack(WIDTH, HEADS, 2, HSTU, **options)),
         Case("JaggedGDPA-seeds", Pooled, gdpa(num_seeds=8)),
         Case("JaggedGDPA-weights", OnRows, gdpa(num_weights=8)),
     )
@@ -125,7 +125,7 @@ def make(case: Case, device: str | torch.device | None = None) -> nn.Module:
     """The model around a new layer with weights that depend on nothing before."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return case.model(case.build(device))
+        return case.model(case.build(device=device))
 
 
 def training_step(model: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:

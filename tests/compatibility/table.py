@@ -47,6 +47,7 @@ FEATURES = {  # by the file of their tests
         Feature(
             "meta device", "A layer built on meta, then reset as DistributedModelParallel, FSDP and `to_empty` do, equals a direct build."
         ),
+        Feature("dtype", "A layer built with `dtype=` gives the same results and gradients as one that is converted."),
         Feature(
             "functional_call", "`torch.func.functional_call` with the parameters of another layer gives the other's results and gradients."
         ),

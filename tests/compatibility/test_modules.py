@@ -114,7 +114,7 @@ def reset_at_once(layer):
 @pytest.mark.parametrize("materialise", [reset_by_torchrec, reset_by_fsdp, reset_at_once])
 @feature("meta device")
 def test_meta(case, materialise, poisoned_memory):
-    layer = case.build("meta")
+    layer = case.build(device="meta")
     assert all(x.is_meta for x in layer.parameters())
     layer, expected = materialise(layer), case.build()
     parameters, buffers = dict(expected.named_parameters()), dict(expected.named_buffers())
@@ -124,6 +124,22 @@ def test_meta(case, materialise, poisoned_memory):
     assert all(torch.equal(x, buffers[name]) for name, x in layer.named_buffers())
     layer.load_state_dict(expected.state_dict())
     assert_same_steps(case.model(layer), case.model(expected), case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@feature("dtype")
+def test_dtype(case, dtype):
+    """A layer that is built in the dtype, and one that is converted to it."""
+    layer, expected = case.build(dtype=dtype), make(case).to(dtype)
+    assert all(x.dtype == dtype for x in layer.parameters())
+    assert {name: x.dtype for name, x in layer.named_buffers()} == {name: x.dtype for name, x in expected.layer.named_buffers()}
+    layer.load_state_dict(expected.layer.state_dict())
+    inputs = [x.to(dtype) if x.is_floating_point() else x for x in inputs_of(case)]
+    for x, y in zip(training_step(case.model(layer), inputs), training_step(expected, inputs), strict=True):
+        assert x.dtype == dtype and torch.equal(x, y)
+    for wrong, error in ((torch.int64, ValueError), ("float32", TypeError)):
+        with pytest.raises(error, match="^dtype must be "):
+            case.build(dtype=wrong)
 
 
 # -- nested tensors ------------------------------------------------------------------------------------------------------------

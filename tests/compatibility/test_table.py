@@ -24,7 +24,7 @@ def test_every_row_has_one_test_in_its_file_marked_gpu_if_it_needs_one():
 def test_every_layer_has_a_column():
     public = {name for name in jm.__all__ if isinstance(getattr(jm, name), type) and hasattr(getattr(jm, name), "forward")}
     layers = {case.layer for case in CASES.values()}
-    assert public == layers == {type(case.build("meta")).__name__ for case in CASES.values()}
+    assert public == layers == {type(case.build(device="meta")).__name__ for case in CASES.values()}
 
 
 def test_notes_belong_to_cells():

@@ -52,7 +52,7 @@ class Model(nn.Module):
 
     def __init__(self, case, device="cpu"):
         super().__init__()
-        self.layer, self.kind = case.build(device), case.model
+        self.layer, self.kind = case.build(device=device), case.model
         options, device = dict(embedding_dim=WIDTH, num_embeddings=NUM_ITEMS), torch.device(device)
         if self.kind is Compressed:
             self.embeddings, self.of_users = (

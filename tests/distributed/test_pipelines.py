@@ -1,4 +1,4 @@
-"""README's ranking model, sharded, in TorchRec's training pipelines: they trace it, and train it as plain steps do."""
+"""The ranking model of docs/guides/torchrec.md, sharded, in TorchRec's pipelines: they trace it, and train it as plain steps do."""
 
 import dataclasses
 import types
@@ -45,20 +45,20 @@ class Batch(Pipelineable):
 
 
 class Task(nn.Module):
-    """README's model with its loss, the form that the pipelines train."""
+    """The guide's model with its loss, the form that the pipelines train."""
 
     def __init__(self, device):
         super().__init__()
-        self.model = readme().Ranker(NUM_ITEMS, device=device)
+        self.model = guide().Ranker(NUM_ITEMS, device=device)
 
     def forward(self, batch):
         logits = self.model(batch.features)
         return nn.functional.binary_cross_entropy_with_logits(logits, batch.labels), logits.detach()
 
 
-def readme() -> types.ModuleType:
-    module = types.ModuleType("readme_ranker")
-    exec(example_with("class Ranker(nn.Module)"), vars(module))
+def guide() -> types.ModuleType:
+    module = types.ModuleType("guide_ranker")
+    exec(example_with("docs/guides/torchrec.md", "class Ranker(nn.Module)"), vars(module))
     return module
 
 
@@ -96,12 +96,12 @@ def train_in_pipelines(plan: str, pipelines: tuple = PIPELINES, device: torch.de
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_readme_model_in_the_pipelines(two_ranks, plan):
+def test_guides_model_in_the_pipelines(two_ranks, plan):
     two_ranks.run(train_in_pipelines, plan)
 
 
 @pytest.mark.gpu
-def test_readme_model_in_the_pipelines_on_a_gpu(gpu_group):
+def test_guides_model_in_the_pipelines_on_a_gpu(gpu_group):
     train_in_pipelines("row_wise", GPU_PIPELINES, torch.device(gpu_group))
 
 
@@ -112,5 +112,5 @@ def train_in_gpu_pipelines() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.large_memory
-def test_readme_model_in_the_pipelines_on_two_gpus(two_gpus, trains_tables_on_gpus):
+def test_guides_model_in_the_pipelines_on_two_gpus(two_gpus, trains_tables_on_gpus):
     two_gpus.run(train_in_gpu_pipelines)

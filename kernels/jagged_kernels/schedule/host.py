@@ -76,6 +76,7 @@ class TileSchedule:
 
     @property
     def tile_list(self) -> TileList:
+        """The tiles as the kernels' operators take them."""
         return TileList(self.tiles, self.num_tiles, self.block_m)
 
     @property

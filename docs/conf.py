@@ -1,0 +1,75 @@
+"""Sphinx's configuration. The source folder is the root of the repository, so that links between all Markdown files work as they stand."""
+
+import re
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+
+project = "jagged-modules"
+author = "The jagged-modules authors"
+copyright = author
+version = release = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)[1]
+
+extensions = ["sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx.ext.viewcode", "myst_nb"]
+root_doc = "docs/index"
+include_patterns = [
+    "docs/**.md",
+    "docs/**/**.md",
+    "notebooks/*.ipynb",
+    "kernels/README.md",
+    "kernels/benchmarks/results/*/README.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+]
+exclude_patterns = [".*", "docs/_build", "build", "dist", "runs", "**/runs"]
+html_theme = "furo"
+html_title = "jagged-modules"
+html_extra_path = ["site"]  # index.html: the first page is docs/index.html
+html_copy_source = False
+
+nb_execution_mode = "off"  # the notebooks' stored outputs are shown; the tests execute them
+nb_merge_streams = True
+myst_heading_anchors = 4
+myst_url_schemes = ["http", "https", "mailto"]
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+
+
+def to_rst(app, what, name, obj, options, lines):
+    """Docstrings are Markdown with Google's sections: turn code, tables and indented formulas into reStructuredText."""
+    text = re.sub(r"(?<!`)`([^`]+)`(?!`)(\w?)", lambda code: f"``{code[1]}``" + (f"\\ {code[2]}" if code[2] else ""), "\n".join(lines))
+    text = re.sub(r"(?:^\|.*\|\n?)+", lambda table: _list_table(table[0]), text, flags=re.MULTILINE)
+    # A paragraph, an empty line and an indented one: the indented lines are a formula.
+    text = re.sub(r"^(\S.*[^:\n]:?)\n\n(?=    \S)", r"\1\n\n::\n\n", text, flags=re.MULTILINE)
+    # Fields of a dataclass, "name: text" with indented further lines, become a list.
+    text = re.sub(r"^([a-z_]+): (\S.*(?:\n    \S.*)*)", _list_item, text, flags=re.MULTILINE)
+    # |x| is an absolute value, and in reStructuredText a substitution.
+    lines[:] = [re.sub(r"\|(\w[^|`]*)\|", r"\\|\1\\|", line) if _is_prose(line) else line for line in text.split("\n")]
+
+
+def _is_prose(line):
+    """Not a line of a formula or of code, which have no sentence."""
+    return re.search(r"[a-z]{2,} [a-z]+ ", line) is not None
+
+
+def _list_item(field):
+    return f"- ``{field[1]}``: " + re.sub(r"\n +", " ", field[2])
+
+
+def _list_table(table):
+    rows = [[cell.strip() for cell in row.strip().strip("|").split("|")] for row in table.strip().split("\n")]
+    rows = [row for row in rows if not re.fullmatch(r"[\s:-]+", "".join(row))]
+    out = [".. list-table::", "   :header-rows: 1", ""]
+    for row in rows:
+        out += [f"   {'*' if i == 0 else ' '} - {cell}" for i, cell in enumerate(row)]
+    return "\n".join([*out, "", ""])
+
+
+def setup(app):
+    app.connect("autodoc-process-docstring", to_rst, priority=100)  # before napoleon

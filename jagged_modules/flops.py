@@ -1,0 +1,156 @@
+"""FLOP formulas of this project's operators for `torch.utils.flop_counter`. Importing this module registers them.
+
+As torch's formulas, they count a multiplication and an addition as two, GEMMs only, and pairs that a mask hides too. There is no padding to
+count. A formula reads the lengths from the offsets; on a device it waits for them. Offsets without values (meta, fake) count as segments of
+equal lengths.
+
+Example::
+
+    import jagged_modules.flops
+    from torch.utils.flop_counter import FlopCounterMode
+
+    with FlopCounterMode() as counter:
+        model(batch).sum().backward()
+    counter.get_total_flops()
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensor
+from torch.utils.flop_counter import register_flop_formula  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
+
+from .cpu import attention as _attention  # noqa: F401  # pyright: ignore[reportUnusedImport] - defines the operators
+from .cpu import invariant as _invariant  # noqa: F401  # pyright: ignore[reportUnusedImport]
+from .cpu import matmul as _matmul  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
+Formula = Callable[..., int]
+
+
+def _has_values(x: Tensor) -> bool:
+    return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def _num_pairs(q_offsets: Tensor, kv_offsets: Tensor, rows: int, keys: int) -> int:
+    """Pairs of a query and a key in the same segment. q_offsets may be several query groups, whose segments read the keys in turn."""
+    segments = max(1, kv_offsets.shape[0] - 1)
+    if not (_has_values(q_offsets) and _has_values(kv_offsets)):
+        return rows * keys // segments
+    return int((q_offsets.diff().view(-1, segments) * kv_offsets.diff()).sum())
+
+
+def _attention_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *_: Any, out_val: Any, **__: Any) -> int:
+    pairs = _num_pairs(q_offsets, kv_offsets, out_val[0].shape[0], k.shape[0])
+    return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
+
+
+def _attention_backward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rows: int) -> int:
+    """Scores again, dP, dV, dQ and dK."""
+    return 2 * q.shape[1] * _num_pairs(q_offsets, kv_offsets, rows, k.shape[0]) * (3 * q.shape[2] + 2 * v.shape[2])
+
+
+def _cpu_attention_backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Any, lse: Any, q_offsets: Tensor, kv_offsets: Tensor, *_: Any, **__: Any
+) -> int:
+    return _attention_backward(q, k, v, q_offsets, kv_offsets, do.shape[0])
+
+
+def _kernel_attention_backward(
+    do: Tensor, out: Any, lse: Any, q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, *_: Any, **__: Any
+) -> int:
+    return _attention_backward(q, k, v, q_offsets, kv_offsets, do.shape[0])
+
+
+def _num_block_pairs(offsets: Tensor, block_size: int, rows: int) -> int:
+    """Pairs of rows in the same block."""
+    if not _has_values(offsets):
+        return rows * block_size
+    lengths = offsets.diff()
+    return int((lengths // block_size * block_size**2 + (lengths % block_size) ** 2).sum())
+
+
+def _block_attention(gemms: int, packed: bool, backward: bool) -> Formula:
+    def formula(*args: Any, out_val: Any, **_: Any) -> int:
+        rows, *operands = args[1:] if backward else args
+        offsets, block_size = (operands[0], operands[7]) if packed else (operands[2], operands[9])
+        return 2 * rows.shape[-2] * _num_block_pairs(offsets, block_size, rows.shape[0]) * gemms * rows.shape[-1]
+
+    return formula
+
+
+def _outer(x: Tensor, *_: Any, out_val: Tensor, **__: Any) -> int:
+    return 2 * out_val.numel() * x.shape[1]
+
+
+def _scores_times_rows(p: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * p.numel() * y.shape[1]
+
+
+def _rows_times_matrices(x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * y.shape[2]
+
+
+def _rows_times_matrices_again(grad: Tensor, x: Tensor, offsets: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * y.shape[2]
+
+
+def _rows_times_rows(x: Tensor, y: Tensor, *_: Any, **__: Any) -> int:
+    return 2 * x.numel() * y.shape[1]
+
+
+def _batched_matmul(weight: Tensor, x: Tensor, **_: Any) -> int:
+    return 2 * weight.shape[0] * x.numel()
+
+
+def _compress(weights: Sequence[Tensor], embeddings: Sequence[Tensor], *_: Any, **__: Any) -> int:
+    return sum(2 * weight.shape[0] * embedding.numel() for weight, embedding in zip(weights, embeddings))
+
+
+def _compress_backward(
+    do: Tensor, weights: Sequence[Tensor], embeddings: Sequence[Tensor], indices: Any, orders: Any, offsets: Any, wanted: Sequence[bool],
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    return sum(_compress([weight], [x]) for weight, x, want in zip([*weights, *weights], [*embeddings, *embeddings], wanted) if want)
+
+
+ON_THE_HOST: dict[str, Formula] = {
+    "attention_cpu": _attention_forward,
+    "attention_cpu_backward": _cpu_attention_backward,
+    "outer_cpu": _outer,
+    "matmul_cpu": _scores_times_rows,
+    "batched_matmul_cpu": _batched_matmul,
+}
+OF_KERNELS: dict[str, Formula] = {
+    "attention": _attention_forward,
+    "attention_backward": _kernel_attention_backward,
+    "block_attention": _block_attention(2, packed=False, backward=False),
+    "block_attention_packed": _block_attention(2, packed=True, backward=False),
+    "block_attention_backward": _block_attention(5, packed=False, backward=True),
+    "block_attention_packed_backward": _block_attention(5, packed=True, backward=True),
+    "linear_compress": _compress,
+    "linear_compress_backward": _compress_backward,
+    "jagged_dense_bmm": _rows_times_matrices,
+    "jagged_dense_bmm_dact": _rows_times_matrices_again,
+    "jagged_jagged_bmm": _rows_times_rows,
+    "jagged_outer": _outer,
+    "jagged_gram": _outer,
+    "array_jagged_bmm": _scores_times_rows,
+}
+
+
+def _register(namespace: Any, formulas: dict[str, Formula]) -> None:
+    for name, formula in formulas.items():
+        register_flop_formula(getattr(namespace, name), get_raw=True)(formula)
+
+
+_register(torch.ops.jagged_modules, ON_THE_HOST)
+if importlib.util.find_spec("triton") is not None:
+    for _folder in ("attention", "block_attention", "linear_compress", "matmul"):
+        importlib.import_module(f"jagged_kernels.{_folder}.op")  # defines the operators
+    _register(torch.ops.jagged_kernels, OF_KERNELS)

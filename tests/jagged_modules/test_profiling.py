@@ -1,0 +1,37 @@
+"""A profile names the layers."""
+
+import pytest
+import torch
+from torch.profiler import profile
+
+from ..compatibility.cases import CASES, SIZES, make
+
+
+def ranges(model, inputs):
+    with profile() as profiled:
+        model(*inputs)
+    return {event.key.removeprefix("jagged_modules.") for event in profiled.key_averages() if event.key.startswith("jagged_modules.")}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=lambda case: case.name)
+def test_a_layer_is_a_range_of_a_profile(case):
+    model, inputs = make(case), case.model.inputs(*SIZES[0])
+    expected = {type(module).__name__ for module in model.modules() if type(module).__module__.startswith("jagged_modules.layers")}
+    assert ranges(model, inputs) == {name for name in expected if not name.startswith("_")}
+
+
+def test_a_profile_does_not_compile_again():
+    case = CASES["JaggedMLP"]
+    model, inputs = torch.compile(make(case), backend="eager", fullgraph=True), case.model.inputs(*SIZES[0])
+    model(*inputs)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        assert ranges(model, inputs) == set()
+
+
+def test_no_range_is_made_without_a_profile(monkeypatch):
+    def fail(name):
+        raise AssertionError(name)
+
+    case = CASES["JaggedMLP"]
+    monkeypatch.setattr("torch.autograd.profiler.record_function", fail)
+    make(case)(*case.model.inputs(*SIZES[0]))

@@ -1,0 +1,76 @@
+"""The API reference has every public name, and each name's docstring gives shapes and errors."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+from jagged_modules import transforms
+
+ROOT = Path(__file__).parents[1]
+NAMES = {
+    **{name: getattr(jm, name) for name in jm.__all__},
+    **{f"functional.{name}": getattr(F, name) for name in F.__all__},
+    **{f"transforms.{name}": getattr(transforms, name) for name in transforms.__all__},
+}
+FUNCTIONS = {name: value for name, value in NAMES.items() if inspect.isfunction(value)}
+CLASSES = {name: value for name, value in NAMES.items() if inspect.isclass(value)}
+LAYERS = {name: value for name, value in CLASSES.items() if issubclass(value, jm.JaggedMLP.__base__)}
+MADE_BY_OTHERS = {"CacheFull", "CacheStatistics", "CandidateIndex", "TileSchedule"}  # by classmethods, functions or errors
+MADE_BY_OTHERS |= {"functional.ScorePlan", "transforms.Report", "transforms.Site"}
+MADE_BY_OTHERS |= {name for name, value in CLASSES.items() if value.__module__.endswith("containers.history_cache")}
+CONSTRUCTED = {name: value for name, value in CLASSES.items() if name not in MADE_BY_OTHERS}
+WITHOUT_TENSORS = {"GDPAConfig", "HSTUConfig", "backward_workspace", "batch_invariant", "debug_checks", "graphed", "zigzag_schedule"}
+
+
+def sections(value: object) -> set[str]:
+    return set(re.findall(r"^(\w+):$", inspect.getdoc(value) or "", re.MULTILINE))
+
+
+def methods(cls: type) -> dict[str, object]:
+    """The public methods and properties that the class itself defines."""
+    functions = {name: getattr(value, "__func__", value) for name, value in vars(cls).items() if not name.startswith("_")}
+    return {name: value for name, value in functions.items() if inspect.isfunction(value) or isinstance(value, property)}
+
+
+def test_the_reference_has_each_public_name():
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = re.findall(r"^\.\. auto\w+:: jagged_modules\.([\w.]+)", text, re.MULTILINE)
+    assert len(listed) == len(set(listed)) and set(listed) == set(NAMES)
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_reference_has_each_public_method(name):
+    """A method that users call is listed; properties are described by their class."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
+    listed = re.search(rf"autoclass:: jagged_modules\.{re.escape(name)}(?:\(.*\))?\n(?:   :members: (.*))?", text)[1] or ""
+    public = {method for method, value in methods(CLASSES[name]).items() if inspect.isfunction(value)} - {"extra_repr"}
+    assert public == set(listed.split(", ")) - {""}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_document_arguments_shapes_and_errors(name):
+    assert sections(FUNCTIONS[name]) >= {"Args", "Returns", "Raises"} - ({"Returns"} if name == "graphed" else set())
+    assert name in WITHOUT_TENSORS or "`[" in FUNCTIONS[name].__doc__
+
+
+@pytest.mark.parametrize("name", CONSTRUCTED)
+def test_classes_document_arguments_and_errors(name):
+    assert sections(CONSTRUCTED[name]) >= {"Args", "Raises"}
+    arguments = set(inspect.signature(CONSTRUCTED[name].__init__).parameters) - {"self", "args", "kwargs"}
+    assert [argument for argument in arguments if not re.search(rf"\b{argument}\b", CONSTRUCTED[name].__doc__)] == []
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_document_shapes_and_errors_of_forward(name):
+    assert sections(LAYERS[name].forward) >= {"Args", "Returns", "Raises"}
+    assert "`[" in LAYERS[name].forward.__doc__ and "Example::" in LAYERS[name].__doc__
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_methods_have_docstrings(name):
+    assert "__doc__" in vars(CLASSES[name]) and CLASSES[name].__doc__
+    assert [method for method, value in methods(CLASSES[name]).items() if not value.__doc__ and method != "extra_repr"] == []

@@ -1,0 +1,8 @@
+"""The file that type checkers check is a program that runs."""
+
+import runpy
+from pathlib import Path
+
+
+def test_it_runs():
+    runpy.run_path(str(Path(__file__).with_name("user_model.py")))["main"]()

@@ -1,0 +1,102 @@
+"""What a type checker knows of a user's model. `make lint` checks this file, and test_user_model.py runs it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import assert_type
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+Pair = tuple[Tensor, Tensor]
+
+
+class Ranker(nn.Module):
+    """A model as users write it, with annotations."""
+
+    def __init__(self, dim: int = 32) -> None:
+        super().__init__()
+        self.encoder = jm.GDPABlock(dim, num_heads=4, mask=jm.AttentionMask(causal=True))
+        self.attention = jm.JaggedTargetAttention(dim, num_heads=4)
+        self.head = nn.Linear(dim, 1)
+
+    def forward(self, history: jm.Jagged, targets: Tensor, candidates: jm.CandidateIndex) -> Tensor:
+        encoded = self.encoder(history)
+        assert_type(encoded, jm.Jagged)
+        interest = self.attention(targets.unsqueeze(1), encoded, candidates)
+        assert_type(interest, Tensor)
+        return self.head(interest.squeeze(1)).squeeze(1)
+
+
+def pair() -> Pair:
+    return torch.randn(5, 32), torch.tensor([0, 2, 5])
+
+
+def containers() -> jm.Jagged:
+    jagged = jm.Jagged(*pair(), max_seqlen=3)
+    assert_type(jagged, jm.Jagged)
+    assert_type(jm.Jagged.wrap(pair()), jm.Jagged)
+    assert_type(jagged.with_values(torch.randn(5, 8)), jm.Jagged)
+    assert_type(jagged.values, Tensor)
+    index = jm.CandidateIndex.from_map(torch.tensor([0, 1, 1]), num_users=2)
+    assert_type(index, jm.CandidateIndex)
+    assert_type(index.candidate_to_user, Tensor)
+    assert_type(jm.AttentionMask(causal=True).picture(3), str)
+    return jagged
+
+
+def layers(jagged: jm.Jagged) -> None:
+    """The container that goes in comes out."""
+    mlp = jm.JaggedMLP([32, 16])
+    assert_type(mlp(jagged), jm.Jagged)
+    assert_type(mlp(pair()), Pair)
+    assert_type(mlp.forward(pair()), Pair)
+    values, offsets = jm.BlockDiagonalSelfAttention(32, num_heads=4)(pair())
+    assert_type(values, Tensor)
+    assert_type(offsets, Tensor)
+    assert_type(jm.GDPABlock(32, num_heads=4)(pair(), context=jagged), Pair)
+
+    target = jm.JaggedTargetAttention(32, num_heads=4)
+    assert_type(target(torch.randn(2, 3, 32), pair()), Tensor)
+    assert_type(target(pair(), jagged), Pair)
+    assert_type(target(torch.randn(3, 1, 32), jagged, torch.tensor([0, 1, 1])), Tensor)
+    assert_type(target.score(pair(), target.cache(jagged)), Pair)
+
+    both = jm.JaggedSelfTargetAttention(32, num_heads=4)
+    assert_type(both(jagged, pair()), tuple[jm.Jagged, Pair])
+    assert_type(both(jagged, torch.randn(3, 1, 32), torch.tensor([0, 1, 1])), tuple[jm.Jagged, Tensor])
+
+    hstu = jm.HSTUStack(32, num_heads=4, num_layers=2, config=jm.HSTUConfig(scaling_seqlen=10))
+    assert_type(hstu(jagged, torch.tensor([1, 0])), jm.Jagged)
+    assert_type(hstu.score(pair(), hstu.cache(jagged)), Pair)
+    assert_type(hstu.append(pair(), hstu.cache(jagged))[0], Pair)
+    layer = jm.HSTULayer(32, num_heads=4, config=jm.HSTUConfig(scaling_seqlen=10))
+    assert_type(layer(pair()), Pair)
+    assert_type(layer(pair(), cache_rows=slice(0, 2)), tuple[Pair, Tensor])
+
+    compress = jm.LinearCompressEmbedding(3, 4, num_user_embeddings=6)
+    assert_type(compress(torch.randn(3, 3, 16), torch.randn(2, 6, 16), torch.tensor([0, 1, 1])), Tensor)
+
+
+def functions() -> None:
+    q, k, v = torch.randn(3, 5, 2, 8).unbind(0)
+    offsets = torch.tensor([0, 2, 5])
+    assert_type(F.jagged_attention(q, k, v, offsets, mask=jm.AttentionMask(causal=True)), Tensor)
+    assert_type(F.jagged_softmax(torch.randn(5, 2), offsets), Tensor)
+    assert_type(F.jagged_concat([q, k], [offsets, offsets]), Pair)
+    plan = F.ScorePlan.from_offsets(offsets)
+    assert_type(F.jagged_jagged_bmm_jagged_out(torch.randn(5, 8), torch.randn(5, 8), plan), Tensor)
+
+
+def settings() -> None:
+    with jm.debug_checks(True), jm.batch_invariant(False), jm.backward_workspace(0):
+        functions()
+
+
+def main() -> None:
+    jagged = containers()
+    layers(jagged)
+    settings()
+    scores = Ranker()(jagged, torch.randn(3, 32), jm.CandidateIndex.from_counts(torch.tensor([1, 2])))
+    assert scores.shape == (3,)
