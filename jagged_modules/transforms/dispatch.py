@@ -1,6 +1,8 @@
-"""Calls with no fewer users than candidates: the result of fuse_broadcasts runs the model itself, so that there is no loss.
+"""Calls for which the result of fuse_broadcasts runs the model itself, so that there is no loss: with no fewer users than candidates, or
+all calls if nothing moved.
 
-The fused graph was placed for many candidates per user. With one, its gathers and additions of parts save nothing.
+The fused graph was placed for many candidates per user. With one, its gathers and additions of parts save nothing. A graph in which nothing
+moved has more operators than the model, whose layers it shows as torch's.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ class Replication:
         per_candidate: names of other inputs with one row per candidate.
         keyed: those of `shared` that are KeyedJaggedTensors.
         pairs: where the model replicates rows itself: the sizes of an input before and after.
+        nothing_moved: whether the model is as good for any number of users.
     """
 
     shared: tuple[str, ...] = ()
     per_candidate: tuple[str, ...] = ()
     keyed: frozenset[str] = frozenset()
     pairs: tuple[tuple[Rows, Rows], ...] = ()
+    nothing_moved: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -61,7 +65,8 @@ def own_replication(captured: Captured, analysis: Analysis) -> Replication | Non
 
 
 def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replication) -> None:
-    """Let `fused` run the model if there are no fewer users than candidates. Not in exported programs: their sizes are symbols.
+    """Let `fused` run the model if there are no fewer users than candidates, or nothing moved. Not in exported programs: their sizes are
+    symbols, and their operators those of the graph.
 
     Calls that are no valid ones run the graph, which raises the errors.
     """
@@ -97,7 +102,7 @@ def _size(given: Mapping[str, Any], rows: Rows) -> int:
 
 
 def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
-    """The inputs of a model whose caller replicates rows, None with fewer users than candidates or if a number of rows is wrong."""
+    """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong."""
     index = given.pop(MAP_NAME, None)
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES or not given.keys() >= set(replication.names):
         return None
@@ -105,7 +110,7 @@ def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any]
     for name in replication.shared:
         rows = _samples(given[name]) if name in replication.keyed else _rows(given[name])
         num_users = num_users or rows
-        if rows < num_candidates or rows != num_users:
+        if rows < 1 or rows != num_users or (rows < num_candidates and not replication.nothing_moved):
             return None
     if any(_rows(given[name]) != num_candidates for name in replication.per_candidate):
         return None

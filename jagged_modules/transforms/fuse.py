@@ -41,7 +41,7 @@ def fuse_broadcasts(
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
     and FLOPs. All others stay as they are. The model itself is not changed. A call with no fewer users than candidates runs the model's own
-    forward. Copies of the result and exported programs always run the new graph.
+    forward, and so does every call if nothing moved. Copies of the result and exported programs always run the new graph.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -81,11 +81,12 @@ def fuse_broadcasts(
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)  # pyright: ignore[reportArgumentType]
-    if batch is None:
-        replication = own_replication(captured, plan.analysis)
-    else:
+    nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
+    if batch is not None:
         keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
-        replication = Replication(names, tuple(batch.candidates.values()), keyed)
+        replication = Replication(names, tuple(batch.candidates.values()), keyed, nothing_moved=nothing_moved)
+    else:
+        replication = Replication() if nothing_moved else own_replication(captured, plan.analysis)
     if replication is not None:
         with_fallback(module, model, replication)
     return module

@@ -54,6 +54,36 @@ def test_caller_replicates(case, index, calls):
     torch.testing.assert_close(fused(profile=profile, item=item, candidate_to_user=index), found)
 
 
+class Head(Model):
+    """Nothing to move: the only operator on users' rows also reads the candidates'."""
+
+    def forward(self, profile, item):
+        return self.user(profile["profile"] * item).sum(1)
+
+
+class ReplicatingHead(Head):
+    def forward(self, profile, item, index):
+        return super().forward(dict(profile=profile[index]), item)
+
+
+def test_nothing_moved():
+    """The model runs for all numbers of users, but not in exported programs."""
+    model, index, (profile, _), item = Head().eval(), torch.tensor([2, 0, 1, 1]), inputs(3), torch.randn(4, 4)
+    fused = fuse_broadcasts(model, inputs(32), request_only=["profile"])
+    rows = counted(model)
+    given = dict(profile=profile, item=item, candidate_to_user=index)
+    torch.testing.assert_close(fused(**given), model(dict(profile=profile["profile"][index]), item))
+    assert rows == [4, 4]
+    torch.export.export(fused, (), given)
+    assert rows == [4, 4]
+
+    model = ReplicatingHead().eval()
+    fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(9, 4), torch.arange(9) % 3))
+    rows = counted(model)
+    torch.testing.assert_close(fused(profile["profile"], item, index), model(profile["profile"], item, index))
+    assert rows == [4, 4]
+
+
 def test_model_replicates():
     model = Replicating().eval()
     fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(9, 4), torch.arange(9) % 3))
