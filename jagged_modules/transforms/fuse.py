@@ -86,7 +86,7 @@ def fuse_broadcasts(
         keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
         replication = Replication(names, tuple(batch.candidates.values()), keyed, nothing_moved=nothing_moved)
     else:
-        replication = Replication() if nothing_moved else own_replication(captured, plan.analysis)
+        replication = Replication(nothing_moved=True) if nothing_moved else own_replication(captured, plan.analysis)
     if replication is not None:
         with_fallback(module, model, replication)
     return module
