@@ -129,7 +129,7 @@ class HistoryCache:
         rows = [x.values.shape[0] for x in self.layers]
         if self.timestamps is not None:
             rows.append(self.timestamps.shape[0])
-        if len(set(rows)) > 1:
+        if any(count != rows[0] for count in rows[1:]):
             raise ValueError(f"{name} must have as many rows in each layer and in its timestamps, got {rows}")
         return self.layers[0]
 

@@ -60,13 +60,15 @@ class _RandomErrors(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out, name = function(*args, **(kwargs or {})), function.overloadpacket.__name__
+        if name in EXACT:
+            return out
         given = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
         sizes = _sum_sizes(name, args, out) if isinstance(out, Tensor) else None
         if name == "native_layer_norm_backward":
             out = self._summed_in_dtype(out, *args)
 
         def disturbed(x):
-            if name in EXACT or not isinstance(x, Tensor) or x.dtype != torch.float64 or x.untyped_storage().data_ptr() in given:
+            if not isinstance(x, Tensor) or x.dtype != torch.float64 or x.untyped_storage().data_ptr() in given:
                 return x
             error = RMS_OF_ROUNDING * self._eps * torch.randn_like(x) * x
             return x + error if sizes is None else x + error + self._sums * torch.randn_like(x) * sizes

@@ -7,11 +7,16 @@ HEADS, DIM, WIDTH = 2, 16, 32
 SIZES = [(5, 41, 11), (6, 83, 23), (7, 59, 37), (13, 14, 15)]  # users, history rows, candidates; no two sizes of a batch equal
 
 
-def compiled(function):
-    """The function compiled as one graph, and the counter of compilations."""
+def compiled(function, floats_as_inputs=False):
+    """The function compiled as one graph, and the counter of compilations.
+
+    floats_as_inputs: torch's default, in which the first call compiles twice if a float of a module, such as nn.Dropout's p, is unused. All
+    layers are compiled so in tests/compatibility.
+    """
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
-    return torch.compile(function, fullgraph=True, dynamic=True, backend=counter), counter
+    graph = torch.compile(function, fullgraph=True, dynamic=True, backend=counter)
+    return torch._dynamo.config.patch(specialize_float=not floats_as_inputs)(graph), counter
 
 
 def random_offsets(segments: int, total: int) -> torch.Tensor:

@@ -85,18 +85,25 @@ class PaddedHSTU(nn.Module):
 
     def forward(self, values, lengths, num_targets, timestamps=None, query_timestamps=None):
         longest, config = max(lengths), self.config
-        keep = torch.zeros(len(lengths), longest, longest, dtype=torch.bool)
-        tables = dict(position_bias=config.relative_position, time_bias=config.relative_time)
-        entries = {name: torch.zeros(len(lengths), longest, longest, dtype=torch.int64) for name, size in tables.items() if size}
-        for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
-            first = sum(lengths[:b])
-            for i, j in itertools.product(range(n), range(n)):
-                keep[b, i, j] = sees(i, j, n, t, self.config)
-                if config.relative_position:
-                    entries["position_bias"][b, i, j] = j - i + config.relative_position - 1
-                if config.relative_time:
-                    u = timestamps[first + min(i + 1, n - 1)] if query_timestamps is None else query_timestamps[first + i]
-                    entries["time_bias"][b, i, j] = bucket(int(u) - int(timestamps[first + j]), config.relative_time)
+        times, query_times = (None if x is None else x.tolist() for x in (timestamps, query_timestamps))
+
+        def matrices(entry, nothing):
+            """[B, N, N] of entry(i, j, n, t, first) for rows i and columns j of segments. Lists: a tensor's elements are slow to write."""
+            rows = [[[nothing] * longest for _ in range(longest)] for _ in lengths]
+            for b, (n, t) in enumerate(zip(lengths, num_targets, strict=True)):
+                for i, j in itertools.product(range(n), range(n)):
+                    rows[b][i][j] = entry(i, j, n, t, sum(lengths[:b]))
+            return torch.tensor(rows)
+
+        def time_entry(i, j, n, t, first):
+            u = times[first + min(i + 1, n - 1)] if query_times is None else query_times[first + i]
+            return bucket(u - times[first + j], config.relative_time)
+
+        keep, entries = matrices(lambda i, j, n, t, first: sees(i, j, n, t, config), False), {}
+        if config.relative_position:
+            entries["position_bias"] = matrices(lambda i, j, *_: j - i + config.relative_position - 1, 0)
+        if config.relative_time:
+            entries["time_bias"] = matrices(time_entry, 0)
         real = torch.arange(longest) < torch.tensor(lengths)[:, None]
         x = values.new_zeros(*real.shape, WIDTH).masked_scatter(real[:, :, None], values)
         for layer in self.layers:

@@ -337,12 +337,14 @@ CACHING = {
 
 @slow_after(1, "name", CACHING)
 def test_cached_histories_and_new_events(name):
-    """cache, append and score in one graph. The first batch may take two compilations: torch first tries nn.Dropout's p as an input."""
+    """cache, append and score in one graph."""
     layer = CACHING[name]()
 
     def serve(history, events, targets, offsets, event_offsets, target_offsets):
         cache = layer.cache((history, offsets))
         _, added = layer.append((events, event_offsets), cache)
+        if layer.max_cached_rows is None:  # else the number of rows that are kept depends on values
+            cache = cache.append(added)
         scores, _ = layer.score((targets, target_offsets), cache)
         return torch.cat([scores.flatten(), *(x.values.flatten() for x in added.layers)])
 
@@ -354,4 +356,4 @@ def test_cached_histories_and_new_events(name):
         with torch.no_grad():
             torch.testing.assert_close(graph(*inputs), serve(*inputs))
         compilations.append(counter.frame_count)
-    assert len(set(compilations)) == 1
+    assert set(compilations) == {1}

@@ -244,7 +244,7 @@ SIZES = [(5, 41, 11), (6, 83, 23), (13, 140, 15)]  # segments, rows, targets
 
 def test_compiles_once():
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=200, relative_time=BUCKETS))
-    graph, counter = compiled(stack)
+    graph, counter = compiled(stack, floats_as_inputs=True)
     compilations = []
     for segments, rows, _ in SIZES:
         offsets, times, values = random_offsets(segments, rows), times_of(rows), torch.randn(rows, WIDTH)
@@ -259,7 +259,7 @@ def test_compiles_once():
 
 def test_scoring_compiles_once():
     stack = jm.HSTUStack(WIDTH, HEADS, 2, config_of(relative_position=200, relative_time=BUCKETS))
-    graph, counter = compiled(stack.score)
+    graph, counter = compiled(stack.score, floats_as_inputs=True)
     compilations = []
     for segments, rows, count in SIZES:
         cache = stack.cache((torch.randn(rows, WIDTH), random_offsets(segments, rows)), times_of(rows))
