@@ -168,7 +168,7 @@ def make_costs(options: argparse.Namespace) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--samples", type=int, default=64 * 1024, help="number of samples")
     parser.add_argument("--mean", type=float, default=600, help="mean length, before the longest are cut")
     parser.add_argument("--sigma", type=float, default=1.0, help="standard deviation of the lengths' logarithm")

@@ -61,8 +61,8 @@ CLAIMS = (  # what was published, and our figure that is closest to it
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--data", help="rating log whose lengths and features are used instead of random ones; random if not given")
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS), help="models to measure, in turn")
     add_model_options(parser, SIZES)
     add_run_options(parser)
     parser.add_argument(
@@ -71,7 +71,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         help="tables whose gradients are dense; always so on a CPU. On a GPU the default updates tables in the backward, and its lookup "
         "waits for the GPU once per feature, which delays both models alike",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_dlrm.json"), help="file for the results")
     options = parser.parse_args(arguments)
     options.device = pick_device(options.device)
     set_sizes(options, SIZES[options.device.type])
@@ -88,20 +88,20 @@ def add_model_options(parser: argparse.ArgumentParser, sizes: dict[str, dict[str
     parser.add_argument("--items", type=int, help="rows of the table of items")
     parser.add_argument("--features", type=int, nargs=2, metavar=("USER", "ITEM"), help="numbers of side features, each of one id")
     parser.add_argument("--feature-rows", type=int, help="rows of the table of a side feature")
-    parser.add_argument("--embedding-dim", type=int)
+    parser.add_argument("--embedding-dim", type=int, help="width of the embeddings and of the layers")
     parser.add_argument("--num-batches", type=int, help="different batches")
-    parser.add_argument("--num-heads", type=int, default=4)
+    parser.add_argument("--num-heads", type=int, default=4, help="attention heads")
     parser.add_argument("--num-layers", type=int, default=1, help="blocks of GDPA, one after another")
-    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64)
-    parser.add_argument("--num-compressed", type=int, default=16)
+    parser.add_argument("--block-size", type=int, choices=(16, 32, 64, 128), default=64, help="events of a stream that see one another")
+    parser.add_argument("--num-compressed", type=int, default=16, help="embeddings that linear compression leaves")
     parser.add_argument("--ids", choices=("uniform", "zipf"), default="uniform", help="how often a table's rows occur; see draw_ids")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights and of the random batches")
 
 
 def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Options of a training step."""
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--dropout", type=float, default=0.1)
+    parser.add_argument("--dropout", type=float, default=0.1, help="dropout probability in all layers")
     parser.add_argument("--fp32", action="store_true", help="no autocast to bfloat16; always so on a CPU")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
 

@@ -60,7 +60,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--baseline", type=Path, help="JSON of a run on fewer processes")
     parser.add_argument("--bandwidth", type=float, default=50e9, help="bytes/s that a process sends, for the prediction")
     parser.add_argument("--timeout", type=float, default=300, help="seconds that processes wait for one another")
-    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_scaling.json"))
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_scaling.json"), help="file for the results")
     options = parser.parse_args(arguments)
     if options.passes < 1:
         parser.error(f"--passes must be at least 1, not {options.passes}")

@@ -8,9 +8,9 @@ checkpoint intact.
 settings and the best weights. The training programs write it; `python examples/checkpoints.py MODEL` writes it for a run of torchrun.
 """
 
+import argparse
 import json
 import shutil
-import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,4 +141,6 @@ def load_weights(path: Path) -> Weights:
 
 
 if __name__ == "__main__":
-    print(export_weights(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description="Write weights.pt from the newest checkpoint of a training run.")
+    parser.add_argument("folder", type=Path, help="folder of the checkpoints, for example runs/dlrm/attention")
+    print(export_weights(parser.parse_args().folder))

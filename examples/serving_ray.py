@@ -100,12 +100,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run, at the same path on all machines")
     parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
     parser.add_argument("--shards", type=int, default=2, help="parts of the users, a process each")
-    parser.add_argument("--device", default="auto")
-    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch in each shard")
     parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache of a shard; 0: no cache")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of a shard")
     parser.add_argument("--cpus", type=float, default=1, help="CPU cores that Ray reserves for a shard")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     return parser.parse_args(arguments)
 
 

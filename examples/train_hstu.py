@@ -37,7 +37,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = trainer.make_parser(__doc__.splitlines()[0], **defaults)
     parser.add_argument("--model", choices=ENCODERS, default="hstu", help="encoder of the sequences")
     parser.add_argument("--batch-events", type=int, default=1024, help="mean events per batch, if --batch-size is not given")
-    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--num-layers", type=int, default=2, help="layers of the encoder")
     parser.add_argument("--loss", choices=LOSSES, default="softmax", help="; ".join(f"{name}: {text}" for name, text in LOSSES.items()))
     parser.add_argument("--num-negatives", type=int, default=512, help="items drawn for each batch, with which all its targets compete")
     parser.add_argument("--calibration", type=float, default=0.75, help="t of gbce, from 0 (bce) to 1")

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 from torch.utils.data import Dataset
 from tqdm import tqdm
-from training import peak_memory, pick_device, save_curves, save_json, seed_epoch, time_steps
+from training import add_to_board, check_tensorboard, peak_memory, pick_device, save_curves, save_json, seed_epoch, time_steps
 
 # Options that must equal those of the checkpoint to resume from it.
 SETTINGS = (
@@ -47,10 +47,13 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--users", type=int, default=800, help="users of the generated log")
     parser.add_argument("--compare", action="store_true", help="train all the models and print them side by side")
     parser.add_argument("--out", type=Path, help="folder for metrics, curves and checkpoints")
+    parser.add_argument(
+        "--tensorboard", action="store_true", help="write the curves to --out/tensorboard too; needs the package tensorboard"
+    )
     parser.add_argument("--resume", action="store_true", help="continue from the checkpoints in --out")
-    parser.add_argument("--epochs", type=int)
+    parser.add_argument("--epochs", type=int, help="passes over the training split")
     parser.add_argument("--patience", type=int, default=0, help="stop after this many epochs without a better held-out result; 0: never")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="first seed of weights, dropout and the order of batches")
     parser.add_argument("--seeds", type=int, default=1, help="train from this many seeds, --seed and following; report mean and deviation")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
@@ -59,10 +62,10 @@ def make_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
     parser.add_argument("--num-workers", type=int, default=0, help="processes that build batches ahead")
     parser.add_argument("--batch-size", type=int, help="histories per batch, of all processes together")
     parser.add_argument("--max-history", type=int, default=200, help="maximum number of ratings in a history")
-    parser.add_argument("--embedding-dim", type=int, default=64)
-    parser.add_argument("--num-heads", type=int)
-    parser.add_argument("--dropout", type=float)
-    parser.add_argument("--lr", type=float, default=1e-3)
+    parser.add_argument("--embedding-dim", type=int, default=64, help="width of the embeddings and of the layers")
+    parser.add_argument("--num-heads", type=int, help="attention heads")
+    parser.add_argument("--dropout", type=float, help="dropout probability")
+    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (AdamW)")
     parser.add_argument("--weight-decay", type=float, help="decoupled weight decay of the embeddings (AdamW), without torchrun")
     parser.add_argument("--table-lr", type=float, default=0.05, help="learning rate of the embeddings (Adagrad), with torchrun")
     parser.add_argument("--sharding", choices=sharding.PLANS, default="auto", help="how torchrun's processes share the embedding tables")
@@ -184,6 +187,8 @@ class Trainer(ABC):
             if self.best_epoch() == epoch + 1:
                 self.average.keep_as_best()
             save_checkpoint(self.checkpoints, self.settings, self.epochs, self._state())
+            if self.options.tensorboard and sharding.rank() == 0:
+                add_to_board(self.options.out / "tensorboard" / self.name, self.epochs[-1])
             values = "  ".join(f"{label} {held_out[name]:.4f}" for name, label in self.metrics.items())
             tqdm.write(f"{self.name:>9}  epoch {epoch + 1}  loss {loss:.4f}  held-out {values}  {speed:,.0f} examples/s")
 
@@ -299,6 +304,8 @@ def train_all(
         make_trainer: makes the trainer of a model from its name and options. Those of one seed exist at a time.
         baselines: test metrics of baselines without training, by name.
     """
+    if options.tensorboard:
+        check_tensorboard()
     runs = {name: seed_variants(own) for name, own in models.items()}
     if options.resume and not any(find_checkpoint(own.out / name) for name, seeds in runs.items() for own in seeds):
         raise FileNotFoundError(f"--resume: no checkpoint {', '.join(models)} in {options.out}")

@@ -99,6 +99,24 @@ def save_curves(path: Path, curves: dict[str, list[dict[str, float]]], metric: s
     write_atomically(path, lambda file: draw_curves(curves, metric, label).savefig(file, dpi=120))
 
 
+def check_tensorboard() -> None:
+    """ValueError unless the package is installed."""
+    try:
+        import torch.utils.tensorboard  # noqa: F401
+    except ImportError as error:
+        raise ValueError("--tensorboard needs the package tensorboard, which is not installed") from error
+
+
+def add_to_board(folder: Path, epoch: dict[str, float]) -> None:
+    """Add the values of an epoch to TensorBoard's files in the folder. A resumed run goes on in a file of its own."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(str(folder)) as board:
+        for name, value in epoch.items():
+            if name != "epoch":
+                board.add_scalar(name.replace("@", "_"), value, int(epoch["epoch"]))
+
+
 def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> Figure:
     """Plot the training loss and the validation `metric` (axis title: `label`) by epoch, with one line per name in `curves`."""
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -155,11 +155,11 @@ def run(options: argparse.Namespace) -> dict:
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--users", type=int, default=400, help="users of the generated log")
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=4, help="passes over the training split")
     parser.add_argument("--batch-size", type=int, default=32, help="histories per batch")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads; more are slower if other programs keep the cores busy")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
     for name, auc in run(options)["auc"].items():

@@ -9,6 +9,7 @@ import pytest
 import jagged_modules as jm
 from jagged_modules import functional as F
 from jagged_modules import transforms
+from jagged_modules.activations import ACTIVATIONS
 
 ROOT = Path(__file__).parents[1]
 NAMES = {
@@ -39,7 +40,7 @@ def methods(cls: type) -> dict[str, object]:
 def test_the_reference_has_each_public_name():
     text = "\n".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs" / "api").glob("*.md"))
     listed = re.findall(r"^\.\. auto\w+:: jagged_modules\.([\w.]+)", text, re.MULTILINE)
-    assert len(listed) == len(set(listed)) and set(listed) == set(NAMES)
+    assert len(listed) == len(set(listed)) and set(listed) == {*NAMES, "flops"}
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -55,6 +56,11 @@ def test_the_reference_has_each_public_method(name):
 def test_functions_document_arguments_shapes_and_errors(name):
     assert sections(FUNCTIONS[name]) >= {"Args", "Returns", "Raises"} - ({"Returns"} if name == "graphed" else set())
     assert name in WITHOUT_TENSORS or "`[" in FUNCTIONS[name].__doc__
+
+
+def test_attention_documents_each_activation():
+    documented = re.search(r"activation: (.*?)\n {8}\w+:", F.jagged_attention.__doc__, re.DOTALL)[1]
+    assert set(re.findall(r'"(\w+)"', documented)) == set(ACTIVATIONS)
 
 
 @pytest.mark.parametrize("name", CONSTRUCTED)

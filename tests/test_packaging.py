@@ -98,7 +98,16 @@ def test_wheel_metadata(wheel, metadata):
     requirements = metadata.get_all("Requires-Dist")
     assert metadata["Name"] == "jagged-modules" and metadata["Requires-Python"] == ">=3.10"
     assert [re.split(r"\W", item)[0] for item in requirements if "extra ==" not in item] == ["torch"]
-    assert set(metadata.get_all("Provides-Extra")) == {"torchrec", "triton", "notebooks", "serve", "serve-more", "docs", "dev"}
+    assert set(metadata.get_all("Provides-Extra")) == {
+        "torchrec",
+        "triton",
+        "notebooks",
+        "serve",
+        "serve-more",
+        "tensorboard",
+        "docs",
+        "dev",
+    }
     assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
 
 
