@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem, Selection, select
@@ -66,11 +67,9 @@ def host_schedule(
     )
     selection = select(problem)
     tile = selection.tile
-    options = dict(num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection))
-    forward = zigzag_schedule(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key, **options)
-    backward = zigzag_schedule(
-        kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, key_tiles=True, **options
-    )
+    schedule_of = partial(zigzag_schedule, num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection))
+    forward = schedule_of(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key)
+    backward = schedule_of(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, key_tiles=True)
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
 
