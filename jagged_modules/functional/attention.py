@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from jagged_kernels.attention.params import AttentionParams
+from jagged_kernels.attention.params import AttentionParams, MaskParams
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import contiguous_last_dim
+from jagged_kernels.schedule.cost import one_pass_may_run
 from jagged_kernels.schedule.host import num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
@@ -281,6 +282,10 @@ def _triton_attention(
         if values_are_checkable(schedule.num_tiles):
             _check_schedule(schedule, q_offsets)
     keys = schedule.backward
+    if keys is not None and keys.alternates:
+        mask = None if params.mask is None else MaskParams(*params.mask)
+        if one_pass_may_run(k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], mask):
+            keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
         schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params,

@@ -127,3 +127,25 @@ def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, group
         lengths, lengths, num_heads=2, block_m=backward.block_m, block_n=backward.block_n, num_workers=1, key_tiles=True
     )
     assert torch.equal(backward.tiles, by_work.tiles) != grouped
+
+
+@pytest.mark.parametrize("change, given", [(dict(), True), (dict(head_dim=64), False), (dict(mask=None, head_dim=64), False)], ids=str)
+def test_the_one_pass_backward_gets_no_list_of_groups_backward(offsets_of, change, given):
+    """A schedule for another head dim or mask, where the lists alternate: the backward then lists its own tiles. Another order of tiles
+    would be a deadlock."""
+    pytest.importorskip("triton")
+    from ..jagged_kernels.launches import recorded_launches
+
+    made_for = dict(head_dim=128, mask=AttentionMask(causal=True))
+    lengths, options = torch.tensor([2048, 2048]), made_for | change
+    schedule = host_schedule(lengths, lengths, num_heads=1, num_kv_heads=1, dtype=torch.bfloat16, capability=(9, 0), **made_for)
+    assert schedule.backward.alternates
+    q = torch.zeros((4096, 1, options["head_dim"]), dtype=torch.bfloat16, requires_grad=True)
+    segments = offsets_of(lengths.tolist())
+    with recorded_launches() as launches:
+        out = functional.jagged_attention(q, q, q, segments, mask=options["mask"], schedule=schedule)
+        launches.clear()
+        out.sum().backward()
+    listed = {"_segment_order_kernel", "_grouped_list_kernel"} <= {launch.kernel for launch in launches}
+    assert listed != given
+    assert ("attention_bwd_hopper_kernel" in {launch.kernel for launch in launches}) != given

@@ -21,6 +21,7 @@ SHORT = 64  # rows of a short segment at most; also those of a packed tile (pack
 EXACT_WORK, WORK_CLASSES = 512, 958
 GROUP_ELEMENTS = 2**22  # of a tensor that the tiles of a group loop over: 8 MiB of 16-bit numbers. The L2 cache of an H100 holds 50 MB.
 GROUPED_SEQLEN = 256  # mean rows of a segment from which on tiles under a mask are listed in groups; packed tiles are for shorter ones
+LONGEST_CAUSAL_KEYS = 2048  # mean keys up to which causal key tiles are
 TOP_BITS = 17  # where the exponent and six bits of the mantissa of an fp32 number begin: 64 steps for each power of two
 EXACT_TOP_BITS = (127 + 9) * 64  # those of EXACT_WORK, 2^9
 
@@ -40,6 +41,16 @@ def one_pass_seqlen(head_dim: int, masked: bool) -> int:
     if padded_dim(head_dim) <= 64:
         return 2048
     return 8192 if masked else 4096
+
+
+def one_pass_may_run(num_keys: int, num_segments: int, head_dim: int, mask: MaskParams | None) -> bool:
+    """Whether these keys are long enough for Hopper's one-pass backward, whose list of key tiles must be forward."""
+    return (mask is None or mask.is_causal) and num_keys >= num_segments * one_pass_seqlen(head_dim, mask is not None)
+
+
+def may_list_backward(head_dim: int) -> bool:
+    """Whether tiles under a mask may be listed in groups that alternate."""
+    return padded_dim(head_dim) > 64
 
 
 class Grouping(NamedTuple):
@@ -71,16 +82,13 @@ def grouping(
     """
     if not head_dim or not num_segments or not rows:
         return None
-    mean, fewest = rows / num_segments, one_pass_seqlen(head_dim, mask is not None)
-    may_be_one_pass = key_tiles and (mask is None or mask.is_causal)
-    if may_be_one_pass and mean >= fewest:
-        alternates, elements = False, GROUP_ELEMENTS * (1 if mask is None else 2)  # a key tile reads half of the rows on average
-    elif mask is None or padded_dim(head_dim) <= 64 or mean < GROUPED_SEQLEN:
+    alternates, elements = True, GROUP_ELEMENTS
+    if key_tiles and one_pass_may_run(rows, num_segments, head_dim, mask):
+        alternates, elements = False, elements * (1 if mask is None else 2)  # a key tile reads half of the rows on average
+    elif mask is None or not may_list_backward(head_dim) or rows < num_segments * GROUPED_SEQLEN:
         return None
-    elif may_be_one_pass and mean > fewest / 4:  # no gain there, and a list backward for the one-pass kernel would be a deadlock
+    elif key_tiles and mask.is_causal and rows > num_segments * LONGEST_CAUSAL_KEYS:
         return None
-    else:
-        alternates, elements = True, GROUP_ELEMENTS
     blocks = elements * rows // (num_heads * padded_dim(head_dim) * max(1, other_rows) * block_m)
     return Grouping(min(max(1, blocks), 2**30), alternates)
 

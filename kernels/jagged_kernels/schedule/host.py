@@ -63,6 +63,7 @@ class TileSchedule:
         work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever the schedule is; None in a schedule
             built on the device.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
+        alternates: whether the list may have groups backward, which Hopper's one-pass backward does not take.
     """
 
     tiles: Tensor
@@ -73,6 +74,7 @@ class TileSchedule:
     num_workers: int
     work: Tensor | None = None
     backward: TileSchedule | None = None
+    alternates: bool = False
 
     @property
     def tile_list(self) -> TileList:
@@ -185,6 +187,7 @@ def zigzag_schedule(
         num_heads=num_heads,
         num_workers=num_workers,
         work=work,
+        alternates=in_groups is not None and in_groups.alternates,
     )
 
 
