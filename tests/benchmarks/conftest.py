@@ -2,6 +2,7 @@
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,19 @@ import runner  # noqa: E402
 
 @pytest.fixture(scope="module")
 def tiny_run(request, tmp_path_factory) -> tuple[dict, Path]:
-    """Results of the test module's BENCHMARK, run as a user runs it, and the path of its JSON."""
+    """Results of the test module's BENCHMARK and the path of its JSON. It runs in this process, which has its imports, or with AS_PROGRAM
+    in one of its own."""
     out = tmp_path_factory.mktemp("results")
     fast = ["--pause", "0", "--warmup", "0", "--rep", "0.1"]
-    command = [sys.executable, request.module.BENCHMARK, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
-    process = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert process.returncode == 0, process.stderr
+    command = [request.module.BENCHMARK, "--tiny", "--device", "cpu", *fast, "--out", str(out)]
+    if getattr(request.module, "AS_PROGRAM", False):
+        process = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False)
+        assert process.returncode == 0, process.stderr
+    else:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as end:
+            patch.setattr(sys, "argv", command)
+            runpy.run_path(request.module.BENCHMARK, run_name="__main__")
+        assert end.value.code == 0
     (path,) = out.glob(f"*-{Path(request.module.BENCHMARK).stem.removeprefix('bench_')}.json")
     return json.loads(path.read_text()), path
 

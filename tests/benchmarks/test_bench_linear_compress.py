@@ -9,7 +9,7 @@ import torch
 
 from jagged_modules.functional.linear_compress import COMPRESS_IMPLEMENTATIONS
 
-BENCHMARK = bench.__file__
+BENCHMARK, AS_PROGRAM = bench.__file__, True
 
 PLAIN = {"replicated", bench.INPUT_REPLICATED, "decomposed", "padded", "padded, torch.matmul"}
 STAGES = {f"{bench.OURS}, {stage}" for stage in ("reference", "decomposed", "padded")}

@@ -1,6 +1,8 @@
 """Every notebook runs as it stands, and its committed outputs are whole and say nothing of the machine that made them."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import nbformat
@@ -35,10 +37,17 @@ def test_runs_in_its_folder(notebook):
     assert [output for cell in code_cells(notebook) for output in cell.outputs if output.get("name") == "stderr"] == []
 
 
-@pytest.mark.slow
-def test_finds_the_project_from_its_root(notebook):
-    notebook.cells = code_cells(notebook)[:1]
-    execute(notebook, ROOT)
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "notebooks"], ids=["root", "notebooks"])
+def test_finds_the_project(notebook, folder, monkeypatch):
+    """The first cell does, in the lines before its imports."""
+    first, _, _ = code_cells(notebook)[0].source.partition("%matplotlib")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(sys, "path", ["elsewhere"])
+    names = {}
+    exec(compile(first, "first cell", "exec"), names)
+    assert names["root"] == ROOT and sys.path[-1] == "elsewhere"
+    assert {str(ROOT), str(ROOT / "kernels")} <= set(map(os.path.normpath, sys.path))
 
 
 def test_committed_outputs_are_whole(notebook):
