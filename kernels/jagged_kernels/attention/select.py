@@ -204,9 +204,10 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments and (p.causal or not p.masked)
     if not supported or q_seqlen is None or kv_seqlen is None:
         return False
-    fewest = one_pass_seqlen(p.head_dim, p.masked)
-    few_queries = p.masked or padded_dim(p.head_dim) > 64  # need as many rows of queries as of keys
-    return kv_seqlen >= fewest and q_seqlen >= (fewest if few_queries else fewest * 3 // 8)
+    fewest_keys = fewest_queries = one_pass_seqlen(p.head_dim, p.masked)
+    if padded_dim(p.head_dim) <= 64 and not p.masked:
+        fewest_queries = 768  # also faster for this many candidates of a long history
+    return kv_seqlen >= fewest_keys and q_seqlen >= fewest_queries
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
