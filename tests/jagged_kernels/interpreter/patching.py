@@ -1,5 +1,8 @@
-"""Makes Triton's interpreter faster. Triton patches `triton.language` anew in each call of a device function, a third of all time, and makes
-a table of all dtypes to look up one, a tenth of the rest."""
+"""Makes Triton's interpreter faster.
+
+Triton patches `triton.language` anew in each call of a device function, a third of all time. It makes a table of all dtypes to look up one,
+a tenth of the rest.
+"""
 
 import functools
 
