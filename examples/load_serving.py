@@ -27,7 +27,7 @@ import uvicorn
 from checkpoints import Weights, load_weights
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
-from serving_app import STATUS, Service, ServiceLimits, make_app
+from serving_app import STATUS, Service, ServiceLimits, exclude_from_collection, make_app
 from serving_batcher import Limits, Overloaded
 from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
 from training import pick_device, save_json, write_atomically
@@ -222,6 +222,7 @@ def run(ranker: Ranker, options: argparse.Namespace, candidates: int) -> list[Re
     batches = Limits(max_users=options.max_users, max_candidates=max(20_000, 2 * candidates), max_wait=options.max_wait_ms / 1e3)
     service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
     workload = Workload(ranker, candidates, options.new_events, options.zipf)
+    exclude_from_collection()
     throughput(service, workload, options.warm_up)  # fills the cache
     capacity = throughput(service, workload, options.warm_up)
     rates = options.rates or [fraction * capacity for fraction in FRACTIONS]
@@ -310,6 +311,7 @@ def print_batches(weights: Weights, device: torch.device, options: argparse.Name
     for candidates in options.candidates:
         rankers = [make_ranker(weights, device, int(mb * 1e6), options.data) for mb in options.cache_mb]
         workload = Workload(rankers[0], candidates, options.new_events, options.zipf)
+        exclude_from_collection()
         times = time_batches(rankers, workload, options.max_users, options.batches)
         print(f"| {candidates:,} | {' | '.join(f'{x:.1f}' for x in times)} |", flush=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from checkpoints import load_weights
 from load_serving import Workload
-from serving_app import Service, ServiceLimits
+from serving_app import Service, ServiceLimits, exclude_from_collection
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
 from training import pick_device
@@ -93,6 +93,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
     ranker = make_ranker(load_weights(options.weights), pick_device(options.device), int(options.cache_mb * 1e6), options.data)
+    exclude_from_collection()
     for name, value in measure(ranker, options).items():
         print(f"{name}: {value}")
 

@@ -18,7 +18,7 @@ import torch
 from checkpoints import load_weights
 from fastapi import FastAPI, HTTPException
 from ray import serve
-from serving_app import RankBody, Service, ServiceLimits, http_errors
+from serving_app import RankBody, Service, ServiceLimits, exclude_from_collection, http_errors
 from serving_rankers import make_ranker
 from training import pick_device
 
@@ -40,6 +40,7 @@ class Shard:
         torch.set_num_threads(threads)
         ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data)
         self.service = Service(ranker, ServiceLimits(), reload=lambda: ranker.load(load_weights(Path(weights))))
+        exclude_from_collection()
 
     async def rank(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the answer. Exceptions would lose their status on the way to the ingress."""

@@ -1,3 +1,4 @@
+import gc
 import sys
 from pathlib import Path
 
@@ -12,6 +13,13 @@ from checkpoints import find_checkpoint  # noqa: E402
 
 # A second thread does not make such small models faster, and on a busy machine threads that wait for one another cost minutes.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def everything_is_collected_again():
+    """The servers exclude objects from garbage collection."""
+    yield
+    gc.unfreeze()
 
 
 def _without_speed(metrics):
