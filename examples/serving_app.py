@@ -95,8 +95,8 @@ class Metrics:
 def exclude_from_collection() -> None:
     """Exclude all present objects from garbage collection. Programs call it when the ranker is loaded.
 
-    The model and the modules live as long as the process. Each collection of the oldest generation would visit all of their objects: .2 s in
-    which no request is scored.
+    The model and the modules live as long as the process. Each collection of the oldest generation would visit all of their objects:
+    .2 s in which no request is scored.
     """
     gc.unfreeze()
     gc.collect()
