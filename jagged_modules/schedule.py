@@ -10,7 +10,7 @@ import torch
 from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.attention.select import AttentionProblem, Selection, select
 from jagged_kernels.common.device import device_properties, gpu_capability
-from jagged_kernels.schedule.cost import may_list_backward, one_pass_may_run
+from jagged_kernels.schedule.cost import may_alternate, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -117,10 +117,10 @@ def device_schedule(
     ) -> TileSchedule:
         options = mask, num_targets, key_tiles, head_dim, other_rows
         tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, *options)
-        may_alternate = params is not None and may_list_backward(head_dim)
-        if may_alternate and key_tiles and not torch.compiler.is_compiling():  # sizes are symbols there
-            may_alternate = not one_pass_may_run(rows, offsets.shape[0] - 1, head_dim, params)
-        return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS, alternates=may_alternate)
+        alternates = params is not None and may_alternate(head_dim)
+        if params is not None and key_tiles and not torch.compiler.is_compiling():  # sizes are symbols there
+            alternates = alternates and not one_pass_may_run(rows, offsets.shape[0] - 1, head_dim, True, params.is_causal)
+        return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS, alternates=alternates)
 
     schedule = build(q_offsets, kv_offsets, q_rows, kv_rows, num_heads, tile.query, tile.key, False)
     if not backward:

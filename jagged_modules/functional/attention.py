@@ -283,8 +283,8 @@ def _triton_attention(
             _check_schedule(schedule, q_offsets)
     keys = schedule.backward
     if keys is not None and keys.alternates:
-        mask = None if params.mask is None else MaskParams(*params.mask)
-        if one_pass_may_run(k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], mask):
+        masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
+        if one_pass_may_run(k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], masked, causal):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = triton_attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,

@@ -269,15 +269,15 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
 
 
 @pytest.mark.parametrize("key_tiles", [False, True])
-def test_tiles_under_a_mask_are_listed_in_groups_forward_and_backward_in_turn(monkeypatch, key_tiles):
+def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatch, key_tiles):
     """The first group begins with the blocks that have most work, the second one with those that have least."""
     lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128  # 3, 8, 4, 4 and 1 blocks, with middles at 17, 4, 10, 14 and 19
     monkeypatch.setattr(cost, "GROUP_ELEMENTS", 12 * 128 * heads * head_dim)
     sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132, mask=jm.AttentionMask(causal=True))
     schedule = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles, head_dim=head_dim)
     expected = []
-    for group, backward in [((1, 2), False), ((3, 0, 4), True)]:
-        for block in range(8) if key_tiles != backward else reversed(range(8)):
+    for group, is_reversed in [((1, 2), False), ((3, 0, 4), True)]:
+        for block in range(8) if key_tiles != is_reversed else reversed(range(8)):
             expected += [[segment, head, block] for segment in group if 128 * block < lengths[segment] for head in range(heads)]
     assert schedule.tiles.tolist() == expected
     assert schedule.num_tiles.tolist() == [len(expected)] * 2

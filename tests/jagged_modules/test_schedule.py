@@ -130,7 +130,7 @@ def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, group
 
 
 @pytest.mark.parametrize("change, given", [(dict(), True), (dict(head_dim=64), False), (dict(mask=None, head_dim=64), False)], ids=str)
-def test_the_one_pass_backward_gets_no_list_of_groups_backward(offsets_of, change, given):
+def test_the_one_pass_backward_gets_no_list_of_alternating_groups(offsets_of, change, given):
     """A schedule for another head dim or mask, where the lists alternate: the backward then lists its own tiles. Another order of tiles
     would be a deadlock."""
     pytest.importorskip("triton")

@@ -15,7 +15,7 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from ..schedule.cost import one_pass_seqlen
+from ..schedule.cost import one_pass_may_run, one_pass_seqlen
 from .configs import (
     AttentionTile,
     HopperConfig,
@@ -201,13 +201,13 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     It takes self- or cross-attention with one group of queries, without a bias, and no mask but the causal one: there, every key tile up to
     some tile visits a block of queries.
     """
-    supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments and (p.causal or not p.masked)
+    supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     if not supported or q_seqlen is None or kv_seqlen is None:
         return False
-    fewest_keys = fewest_queries = one_pass_seqlen(p.head_dim, p.masked)
+    fewest_queries = one_pass_seqlen(p.head_dim, p.masked)
     if padded_dim(p.head_dim) <= 64 and not p.masked:
-        fewest_queries = 768  # also faster for this many candidates of a long history
-    return kv_seqlen >= fewest_keys and q_seqlen >= fewest_queries
+        fewest_queries = min(fewest_queries, 768)  # also faster for this many candidates of a long history
+    return q_seqlen >= fewest_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
 
 
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:

@@ -43,20 +43,24 @@ def one_pass_seqlen(head_dim: int, masked: bool) -> int:
     return 8192 if masked else 4096
 
 
-def one_pass_may_run(num_keys: int, num_segments: int, head_dim: int, mask: MaskParams | None) -> bool:
-    """Whether these keys are long enough for Hopper's one-pass backward, whose list of key tiles must be forward."""
-    return (mask is None or mask.is_causal) and num_keys >= num_segments * one_pass_seqlen(head_dim, mask is not None)
+def one_pass_may_run(num_keys: int, num_segments: int, head_dim: int, masked: bool, causal: bool) -> bool:
+    """Whether Hopper's one-pass backward may take these keys. It needs a list in which the key tiles of a segment ascend.
+
+    causal: whether the mask is the causal one.
+    """
+    return (causal or not masked) and num_keys >= max(1, num_segments) * one_pass_seqlen(head_dim, masked)
 
 
-def may_list_backward(head_dim: int) -> bool:
-    """Whether tiles under a mask may be listed in groups that alternate."""
+def may_alternate(head_dim: int) -> bool:
+    """Whether groups of tiles under a mask may be listed in alternating order."""
     return padded_dim(head_dim) > 64
 
 
 class Grouping(NamedTuple):
     """How tiles are listed in groups of segments.
 
-    blocks: how many blocks of the tiled side the segments of a group have together. alternates: every other group is listed backward.
+    blocks: how many blocks of the tiled side the segments of a group have together.
+    alternates: whether every other group is in reverse order.
     """
 
     blocks: int
@@ -70,10 +74,10 @@ def grouping(
 
     Thread blocks that run at the same time then read the same rows through the L2 cache. Tiles sorted by work do that too without a mask,
     where all tiles of a segment have the same work. Under a mask they are tiles of different segments: at head dim 128 they are bound by
-    memory. At 64 they are not, and a list sorted by work is balanced better. Groups are listed forward and backward in turn, so that
-    neighbours in the list have about the same work, which the zigzag's balance needs.
+    memory. At 64 they are not, and a list sorted by work is balanced better. Every other group is in reverse order, so that neighbours in
+    the list have about the same work, which the zigzag's balance needs.
 
-    Key tiles of the one-pass backward are in groups with and without a mask, always forward: a tile waits for its predecessors.
+    Key tiles of the one-pass backward are in groups with and without a mask, none in reverse order: a tile waits for its predecessors.
     docs/decisions/tiles-in-groups.md has figures.
 
     Args:
@@ -83,9 +87,9 @@ def grouping(
     if not head_dim or not num_segments or not rows:
         return None
     alternates, elements = True, GROUP_ELEMENTS
-    if key_tiles and one_pass_may_run(rows, num_segments, head_dim, mask):
+    if key_tiles and one_pass_may_run(rows, num_segments, head_dim, mask is not None, mask is not None and mask.is_causal):
         alternates, elements = False, elements * (1 if mask is None else 2)  # a key tile reads half of the rows on average
-    elif mask is None or not may_list_backward(head_dim) or rows < num_segments * GROUPED_SEQLEN:
+    elif mask is None or not may_alternate(head_dim) or rows < num_segments * GROUPED_SEQLEN:
         return None
     elif key_tiles and mask.is_causal and rows > num_segments * LONGEST_CAUSAL_KEYS:
         return None

@@ -261,10 +261,10 @@ def _grouped_list_kernel(
         ranks, blocks, _ = _ranked_segments(offsets_ptr, order_ptr, start, 0, num_segments, group_blocks, BLOCK_M, CHUNK)
         lower += tl.sum(tl.where(ranks < rank, blocks, 0), 0)
     group = (lower + num_blocks // 2) // group_blocks
-    forward = group >= 0
+    heaviest_first = group >= 0
     if ALTERNATES:
-        forward = group % 2 == 0
-    ascending = forward == KEY_TILES
+        heaviest_first = group % 2 == 0
+    ascending = heaviest_first == KEY_TILES
 
     for first in range(0, num_blocks, BLOCKS):
         block = first + tl.arange(0, BLOCKS)

@@ -63,7 +63,7 @@ class TileSchedule:
         work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever the schedule is; None in a schedule
             built on the device.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
-        alternates: whether the list may have groups backward, which Hopper's one-pass backward does not take.
+        alternates: whether the list may have groups in reverse order (cost.Grouping), which Hopper's one-pass backward does not take.
     """
 
     tiles: Tensor
@@ -274,8 +274,8 @@ def _tiles_in_groups(
     middles = blocks.cumsum(0) - blocks + torch.div(blocks, 2, rounding_mode="floor")
     rank, block = _blocks_of_segments(blocks)
     group = torch.div(middles, grouping.blocks, rounding_mode="floor")[rank]
-    forward = (group % 2 == 0) | (not grouping.alternates)
-    number = torch.where(forward == key_tiles, block, blocks.max() - block)
+    heaviest_first = (group % 2 == 0) | (not grouping.alternates)
+    number = torch.where(heaviest_first == key_tiles, block, blocks.max() - block)
     key = (group * (blocks.max() + 1) + number) * len(blocks) + rank
     sorted_tiles = torch.argsort(key)
     segment, block = order.to(torch.int32)[rank[sorted_tiles]], block[sorted_tiles]
