@@ -2,8 +2,8 @@
 
     S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) = number of boundaries <= |d|
 
-The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and without a bias.
-Position tables are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1 rows of distance needs no
+The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and without a bias. Copies of the tables that a
+call makes are divided already. Position tables are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1 rows of distance needs no
 bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
 
 The range of a block's buckets follows from the extremes of its timestamps, which may have any order (`bucket_block`).
@@ -24,12 +24,12 @@ class Bias(NamedTuple):
     """RelativeBias as the kernels take it. `KIND` (params.py) says what is there; the rest is None.
 
     position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
-    time_ptr, time_stride: likewise. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
+    time_ptr, time_stride: likewise, without padding. Tables are divided by the scale. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
     first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. entries_ptr, entries_stride:
     for each head or all, and each value of these bits, four words: the first boundary that is not below all its distances, the table's
     values below it and from it on, and the buckets, in halves of a word. Then a word that is 0 if any value has several boundaries. Only
     Hopper's kernels read entries; None with others.
-    query_timestamps_ptr: None for the default. inverse_scale: 1 / scale.
+    query_timestamps_ptr: None for the default.
     """
 
     position_ptr: tl.tensor
@@ -46,7 +46,6 @@ class Bias(NamedTuple):
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
     query_shift_ptr: tl.tensor
-    inverse_scale: tl.tensor
 
 
 class TableSums(NamedTuple):
@@ -93,7 +92,6 @@ class BiasOfTile(NamedTuple):
     shift: tl.tensor
     q_len: tl.tensor
     kv_len: tl.tensor
-    inverse_scale: tl.tensor
 
 
 class RowBias(NamedTuple):
@@ -126,7 +124,7 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         query_ptr = bias.query_timestamps_ptr + q_start
     return BiasOfTile(
         position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr, timestamps_ptr, query_ptr,
-        shift, q_len, kv_len, bias.inverse_scale,
+        shift, q_len, kv_len,
     )  # fmt: skip
 
 

@@ -10,42 +10,42 @@ from .bias import LEADING, LEADING_SHIFT, NEAR, PAD
 VALUES = tl.constexpr(triton.next_power_of_2(LEADING.value))  # lanes, one for each value of the leading bits
 PADDED = tl.constexpr(1024)  # entries of a padded position table that a program writes
 SUMMED = tl.constexpr(32)  # entries of a table's gradient that a program sums
-TERMS = tl.constexpr(8192)  # that a program adds at a time
+TERMS = tl.constexpr(32768)  # that a program adds at a time
 
 
 # -- tables -------------------------------------------------------------------------------------------------------------------------
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["bucket_programs"])
-def bias_tables_kernel(position_ptr, bias, bucket_programs, BITS: tl.constexpr):
-    """Write the tables of a `Bias`: the padded copy of the position table, and what finds buckets.
+@triton.jit(do_not_specialize=["inverse_scale", "time_programs"])
+def bias_tables_kernel(position_ptr, time_ptr, bias, inverse_scale, time_programs, BITS: tl.constexpr):
+    """Write the tables of a `Bias`: the given ones times `inverse_scale`, that of positions padded, and what finds buckets.
 
-    bucket_programs: one for each head's entries, or one alone; the others pad. BITS: of the number of boundaries.
+    time_programs: one for each head of the time table; the others pad. BITS: of the number of boundaries.
     """
     program = tl.program_id(0)
     if bias.boundaries_ptr is not None:
-        if program < bucket_programs:
-            _make_bucket_tables(program.to(tl.int64), bias, BITS)
+        if program < time_programs:
+            _make_time_tables(time_ptr, program.to(tl.int64), bias, inverse_scale, BITS)
     if bias.position_ptr is not None:
-        if program >= bucket_programs:
-            _pad_positions(position_ptr, program - bucket_programs, bias.position_ptr, bias.num_positions)
+        if program >= time_programs:
+            _pad_positions(position_ptr, program - time_programs, bias.position_ptr, bias.num_positions, inverse_scale)
 
 
 @triton.jit
-def _pad_positions(position_ptr, program, padded_ptr, num_positions):
+def _pad_positions(position_ptr, program, padded_ptr, num_positions, inverse_scale):
     """num_positions: with the padding."""
     blocks = tl.cdiv(num_positions, PADDED)
     head = (program // blocks).to(tl.int64)
     entries = program % blocks * PADDED + tl.arange(0, PADDED)
     given = num_positions - 2 * PAD
     values = tl.load(position_ptr + head * given + tl.minimum(tl.maximum(entries - PAD, 0), given - 1))
-    tl.store(padded_ptr + head * num_positions + entries, values, mask=entries < num_positions)
+    tl.store(padded_ptr + head * num_positions + entries, values * inverse_scale, mask=entries < num_positions)
 
 
 @triton.jit
-def _make_bucket_tables(head, bias, BITS: tl.constexpr):
-    """edges and leading_bits, which the first program stores, and the entries of a head. Each program finds all buckets."""
+def _make_time_tables(time_ptr, head, bias, inverse_scale, BITS: tl.constexpr):
+    """edges and leading_bits, which the first program stores, and the time table and entries of a head. Each program finds all buckets."""
     boundaries_ptr, num_boundaries = bias.boundaries_ptr, bias.num_boundaries
     lanes = tl.arange(0, VALUES)
     is_value, bits = lanes < LEADING, tl.minimum(lanes, LEADING - 1)
@@ -56,17 +56,20 @@ def _make_bucket_tables(head, bias, BITS: tl.constexpr):
     highest = tl.ceil(_first_number(bits + 1)).to(tl.int64) - 1
     first = _count_reached(boundaries_ptr, num_boundaries, lowest, BITS)
     last = tl.maximum(_count_reached(boundaries_ptr, num_boundaries, highest, BITS), first)
+    time_ptr += head * (num_boundaries + 1)
+    numbers = tl.arange(0, 1 << BITS)
+    values = tl.load(time_ptr + numbers, mask=numbers <= num_boundaries, other=0.0) * inverse_scale
+    tl.store(bias.time_ptr + head * bias.time_stride + numbers, values, mask=numbers <= num_boundaries)
     if head == 0:
-        numbers = tl.arange(0, 1 << BITS)
         tl.store(bias.edges_ptr + numbers, _load_edges(boundaries_ptr, num_boundaries, numbers), mask=numbers <= num_boundaries)
         tl.store(bias.leading_bits_ptr + bits, first, mask=is_value)
         tl.store(bias.leading_bits_ptr + LEADING, tl.max(last - first, 0))
     if bias.entries_ptr is not None:
-        time_ptr, entries_ptr = bias.time_ptr + head * bias.time_stride, bias.entries_ptr + head * bias.entries_stride
+        entries_ptr = bias.entries_ptr + head * bias.entries_stride
         edge = _load_edges(boundaries_ptr, num_boundaries, first)
         tl.store(entries_ptr + 4 * bits, edge, mask=is_value)
-        tl.store(entries_ptr + 4 * bits + 1, tl.load(time_ptr + first).to(tl.int32, bitcast=True), mask=is_value)
-        tl.store(entries_ptr + 4 * bits + 2, tl.load(time_ptr + last).to(tl.int32, bitcast=True), mask=is_value)
+        tl.store(entries_ptr + 4 * bits + 1, (tl.load(time_ptr + first) * inverse_scale).to(tl.int32, bitcast=True), mask=is_value)
+        tl.store(entries_ptr + 4 * bits + 2, (tl.load(time_ptr + last) * inverse_scale).to(tl.int32, bitcast=True), mask=is_value)
         tl.store(entries_ptr + 4 * bits + 3, first | last << 16, mask=is_value)
         last_edge = _load_edges(boundaries_ptr, num_boundaries, tl.maximum(last - 1, 0))
         one_boundary = tl.min(((edge == last_edge) | (first == last)).to(tl.int32), 0)

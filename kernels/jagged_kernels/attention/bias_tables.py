@@ -22,8 +22,9 @@ def kernel_bias(params: AttentionParams, entries: bool) -> Bias | None:
         return None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
     padded = None if position is None else position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
-    edges = leading_bits = entry_table = None
+    edges = leading_bits = entry_table = divided = None
     if boundaries is not None:
+        divided = time.new_empty(time.shape)
         edges = boundaries.new_empty(boundaries.shape[0] + 1, dtype=torch.int32)
         leading_bits = boundaries.new_empty(LEADING.value + 1, dtype=torch.int32)
         if entries:
@@ -32,8 +33,8 @@ def kernel_bias(params: AttentionParams, entries: bool) -> Bias | None:
         position_ptr=padded,
         position_stride=_head_stride(padded),
         num_positions=None if padded is None else padded.shape[1],
-        time_ptr=time,
-        time_stride=_head_stride(time),
+        time_ptr=divided,
+        time_stride=_head_stride(divided),
         boundaries_ptr=boundaries,
         num_boundaries=None if boundaries is None else boundaries.shape[0],
         edges_ptr=edges,
@@ -43,12 +44,11 @@ def kernel_bias(params: AttentionParams, entries: bool) -> Bias | None:
         timestamps_ptr=params.timestamps,
         query_timestamps_ptr=params.query_timestamps,
         query_shift_ptr=params.query_shift,
-        inverse_scale=1 / params.scale,
     )
-    bucket_programs = 0 if boundaries is None else entry_table.shape[0] if entries else 1
+    time_programs = 0 if boundaries is None else time.shape[0]
     padding_programs = 0 if padded is None else padded.shape[0] * cdiv(padded.shape[1], PADDED.value)
     bits = 0 if boundaries is None else boundaries.shape[0].bit_length()
-    bias_tables_kernel[(bucket_programs + padding_programs,)](position, bias, bucket_programs, BITS=bits, num_warps=8)
+    bias_tables_kernel[(time_programs + padding_programs,)](position, time, bias, 1 / params.scale, time_programs, BITS=bits, num_warps=8)
     return bias
 
 
@@ -107,6 +107,6 @@ class TableGradients(NamedTuple):
         parts = (self.time if self.position is None else self.position).shape[0]
         sum_tables_kernel[(position_programs + time_programs,)](
             self.argument(), dposition, num_positions, dtime, num_buckets, position_programs, parts,
-            BUCKETS=self.buckets, THREADS=threads, num_warps=8,
+            BUCKETS=self.buckets, THREADS=threads, num_warps=16,
         )  # fmt: skip
         return dposition, dtime

@@ -150,9 +150,9 @@ def hopper_attention_config(
             return two(block=64, stages=3, row_stages=2)
         return two(block=128 if narrow else 64, stages=2, row_stages=1)
     if timed and narrow and kernel in ("fwd", "dq"):  # buckets take more registers than three warpgroups have
-        return two(block=64, stages=4, row_stages=2 if kernel == "fwd" else 1)
+        return two(block=64, stages=4, row_stages=2)
     if kernel == "dq":
-        row_stages = 1 if biased else 2  # dS of a block is turned in shared memory for the gradients of the bias tables
+        row_stages = 1 if biased and not narrow else 2  # the gradients of the bias tables take shared memory
         return three(block=64, stages=3, row_stages=row_stages) if narrow else two(block=64, stages=2, row_stages=row_stages)
     if kernel == "dq_from_ds":
         return (three if narrow else two)(block=64, stages=4, row_stages=4)

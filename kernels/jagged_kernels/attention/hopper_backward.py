@@ -76,7 +76,7 @@ from ..schedule.host import Segments, TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, kernel_bias
 from .dq_sums import DqSums
-from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, has_times, make_scratch, sums_of_tile
+from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
     Schedule,
@@ -239,17 +239,12 @@ def _dq_block(
         has_tail = position.num_keys < k.shape[0]
         if has_tail:
             zero_tail(k, position.num_keys, tail, consumer, OPTIONS.consumers)
-    TIMED: gl.constexpr = has_times(OPTIONS.bias)
-    start, block_bias, buckets = None, None, None
-    if TIMED:  # its arithmetic needs the registers that the MMAs write
-        start, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
-    scores = mma_abt(rows.q, k, start)
-    dp = mma_abt(rows.do, consumer_wait(rings.v, step))
-    if OPTIONS.bias is not None and not TIMED:  # loaded while the MMAs run
+    block_bias, buckets = None, None
+    if OPTIONS.bias is not None:
         block_bias, buckets = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+    scores = mma_abt(rows.q, k, block_bias)
+    dp = mma_abt(rows.do, consumer_wait(rings.v, step))
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if OPTIONS.bias is not None and not TIMED:
-        scores = scores + block_bias
     if OPTIONS.activation is None:
         dact = gl.exp2(scores * scale - rows.lse[:, None])
         if WAITS_AHEAD:

@@ -37,13 +37,8 @@ from .bias import (
 THREADS = 128  # of a consumer
 SHARED_SCRATCH = gl.constexpr(reinterprets_padding)
 BLOCK_OF_SCRATCH = None if reinterprets_padding else 64 * 64  # elements of global scratch memory of a consumer
+FOLDED_ROWS = gl.constexpr(32)  # half of a block's rows, 8 of each warp
 COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
-
-
-@gluon.constexpr_function
-def has_times(kind):
-    """Whether a BiasKind, or None, has a time table."""
-    return kind is not None and kind.boundaries > 0
 
 
 @gluon.constexpr_function
@@ -157,7 +152,7 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
         block += time
     else:
         buckets = gl.full([WARPGROUP_ROWS, COLUMNS], 0, gl.int32, L)
-    return block * of_tile.inverse_scale, buckets
+    return block, buckets
 
 
 # -- gradients of the tables --------------------------------------------------------------------------------------------------------
@@ -175,9 +170,10 @@ class SumsOfTile(NamedTuple):
 
 
 @gluon.constexpr_function
-def _padded(pad):
-    """64 rows of 128 elements, each followed by padding."""
-    return gl.PaddedSharedLayout.with_identity_for([[128, pad]], [64, 128], [1, 0])
+def _padded(shape, pad):
+    """32 rows of 128 elements, each followed by padding. Further padding, behind 2 and 8 rows, keeps writes off each other's banks."""
+    padding = [[128, pad], [2 * 128, 8], [8 * 128, 8 * pad]]
+    return gl.PaddedSharedLayout.with_identity_for(padding, shape, list(range(len(shape)))[::-1])
 
 
 @gluon.constexpr_function
@@ -188,8 +184,8 @@ def _column_layout(rows):
 
 @gluon.jit
 def _zeroed_scratch():
-    scratch = gl.allocate_shared_memory(gl.float32, [WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], _padded(2))
-    scratch.store(gl.zeros([WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], gl.float32, _column_layout(64)))
+    scratch = gl.allocate_shared_memory(gl.float32, [FOLDED_ROWS, COLUMNS_OF_SCRATCH], _padded([FOLDED_ROWS, COLUMNS_OF_SCRATCH], 2))
+    scratch.store(gl.zeros([FOLDED_ROWS, COLUMNS_OF_SCRATCH], gl.float32, _column_layout(FOLDED_ROWS)))
     return scratch
 
 
@@ -231,31 +227,60 @@ def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
 
 
 @gluon.jit
+def _column_groups(x):
+    """The 8 column groups of `[..., 2, 2, 2]`, the bits of a group's number, the lowest first."""
+    low, high = gl.split(x)
+    low_0, low_1 = gl.split(low)
+    high_0, high_1 = gl.split(high)
+    x0, x1 = gl.split(low_0)
+    x2, x3 = gl.split(low_1)
+    x4, x5 = gl.split(high_0)
+    x6, x7 = gl.split(high_1)
+    return x0, x1, x2, x3, x4, x5, x6, x7
+
+
+@gluon.jit
+def _store_folded(scratch, columns, PARITY: gl.constexpr):
+    """Add rows r and r + 8 of each warp, the latter moved by 8 columns so that diagonals meet, and store the 72 columns of the sums from 56
+    on. A thread holds both rows. columns: the even or the odd ones of a block, `[64, 32]`."""
+    upper, lower = gl.split(columns.reshape([4, 2, 8, 2, 2, 2, 4]).permute((0, 2, 6, 5, 4, 3, 1)))
+    u = _column_groups(upper)
+    v = _column_groups(lower)
+    sums = v[0], u[0] + v[1], u[1] + v[2], u[2] + v[3], u[3] + v[4], u[4] + v[5], u[5] + v[6], u[6] + v[7], u[7]
+    for group in gl.static_range(9):
+        scratch.slice(28 + 4 * group, 4, 1).slice(PARITY, 1, 2).store(sums[group].reshape([FOLDED_ROWS, 4, 1]))
+
+
+@gluon.jit
 def _add_diagonals(ds, ptr, sums):
-    """ptr: to the sum of the block's first row and first column. Column s of the scratch, read in rows of 130, holds diagonal 64 - s."""
+    """ptr: to the sum of the block's first row and first column. Column s of the scratch, read in rows of 130, holds diagonal s - 64."""
+    ROWS: gl.constexpr = FOLDED_ROWS if SHARED_SCRATCH else WARPGROUP_ROWS
     CHUNK: gl.constexpr = 16
     COLUMNS: gl.constexpr = _column_layout(CHUNK)
     L: gl.constexpr = gl.SliceLayout(0, COLUMNS)
     total = gl.zeros([COLUMNS_OF_SCRATCH], gl.float32, L)
     thread_barrier()  # the previous block has been read
     if SHARED_SCRATCH:
-        written = reinterpret(sums.scratch, gl.float32, [WARPGROUP_ROWS, COLUMNS_OF_SCRATCH], _padded(1))
-        written.slice(64, 64, 1).store(ds.permute((1, 0)))
+        SHAPE: gl.constexpr = [FOLDED_ROWS, COLUMNS_OF_SCRATCH // 2, 2]
+        written = reinterpret(sums.scratch, gl.float32, SHAPE, _padded(SHAPE, 1))
+        even, odd = gl.split(ds.reshape([WARPGROUP_ROWS, WARPGROUP_ROWS // 2, 2]))
+        _store_folded(written, even, 0)
+        _store_folded(written, odd, 1)
     else:
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         columns = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(0, ds.type.layout))[None, :]
         gl.store(sums.scratch + rows * WARPGROUP_ROWS + columns, ds)
     thread_barrier()
-    for chunk in gl.static_range(WARPGROUP_ROWS // CHUNK):
+    for chunk in gl.static_range(ROWS // CHUNK):
         if SHARED_SCRATCH:
             part = sums.scratch.slice(CHUNK * chunk, CHUNK).load(COLUMNS)
         else:
             row = CHUNK * chunk + gl.arange(0, CHUNK, layout=gl.SliceLayout(1, COLUMNS))[:, None]
-            column = row + 64 - gl.arange(0, COLUMNS_OF_SCRATCH, layout=L)[None, :]
+            column = row + gl.arange(0, COLUMNS_OF_SCRATCH, layout=L)[None, :] - 64
             inside = (column >= 0) & (column < WARPGROUP_ROWS)
             part = gl.load(sums.scratch + row * WARPGROUP_ROWS + column, mask=inside, other=0.0)
         total += gl.sum(part, 0)
-    gl.atomic_add(ptr + 64 - gl.arange(0, COLUMNS_OF_SCRATCH, layout=L), total * sums.factor, sem="relaxed")
+    gl.atomic_add(ptr + gl.arange(0, COLUMNS_OF_SCRATCH, layout=L) - 64, total * sums.factor, sem="relaxed")
 
 
 @gluon.constexpr_function

@@ -61,7 +61,7 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from .bias import Bias
-from .hopper_bias import bias_block, bias_of_keys, has_times
+from .hopper_bias import bias_block, bias_of_keys
 from .hopper_common import (
     Schedule,
     Tile,
@@ -348,18 +348,13 @@ def _dkdv_block(
     BLOCK: gl.constexpr = q.shape[0]
     WIDTH: gl.constexpr = q.shape[1]
     STATS: gl.constexpr = gl.SliceLayout(0, mma_layout(WARPGROUP_ROWS, BLOCK))
-    TIMED: gl.constexpr = has_times(OPTIONS.bias)
-    start, block_bias = None, None
-    if TIMED:  # its arithmetic needs the registers that the MMAs write
-        start, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
-    scores = mma_abt(keys.k, q, start)
+    block_bias = None
+    if OPTIONS.bias is not None:
+        block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
+    scores = mma_abt(keys.k, q, block_bias)
     do = consumer_wait(rings.do, step)
     dp = mma_abt(keys.v, do)
-    if OPTIONS.bias is not None and not TIMED:  # loaded while the MMAs run
-        block_bias, _ = bias_block(bias, rows.first, BLOCK, True, OPTIONS.bias)
     scores = warpgroup_mma_wait(1, deps=(scores,))
-    if OPTIONS.bias is not None and not TIMED:
-        scores = scores + block_bias
     if OPTIONS.activation is None:
         p = gl.exp2(scores * scale - rings.lse.index(step % rings.q.buffers.shape[0]).load(STATS)[None, :])
         dact = p

@@ -204,11 +204,11 @@ def _fwd_produce(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _start_scores(q, k, OPTIONS: gl.constexpr):
-    """Start q kᵀ."""
+def _start_scores(q, k, start, OPTIONS: gl.constexpr):
+    """Start q kᵀ, plus `start` if there is a bias."""
     if OPTIONS.q_in_registers:
         q = gl.convert_layout(q, gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, k.shape[0]), 2), assert_trivial=True)
-    return mma_abt(q, k)
+    return mma_abt(q, k, start)
 
 
 @gluon.constexpr_function
@@ -237,16 +237,14 @@ def _first_block(
     k = consumer_wait(rings.k, step)
     if _skips_blocks(OPTIONS.mask, OPTIONS.consumers, rings.k.buffers.shape[2]):
         k = opaque_rows(rings.k, step)
-    scores = _start_scores(q, k.slice(0, COLUMNS), OPTIONS)
     block_bias = None
     if OPTIONS.bias is not None:
         block_bias, _ = bias_block(bias, position.column, COLUMNS, False, OPTIONS.bias)
+    scores = _start_scores(q, k.slice(0, COLUMNS), block_bias, OPTIONS)
     has_tail = position.num_keys < COLUMNS
     if has_tail:
         zero_tail(consumer_wait(rings.v, step).slice(0, COLUMNS), position.num_keys, tail, consumer, OPTIONS.consumers)
     scores = warpgroup_mma_wait(0, deps=(scores,))
-    if OPTIONS.bias is not None:
-        scores = scores + block_bias
     consumer_release(rings.k, step)
     state = SoftmaxState(gl.convert_layout(state.row_max, gl.SliceLayout(1, L)), state.row_sum, state.acc)
     p, state, _ = attention_weights(scores, position, state, scale, OPTIONS, True)
@@ -263,14 +261,12 @@ def _next_block(q, rings, step, more, position, p, state, scale, bias, OPTIONS: 
         k = ring_rows(rings.k, step % rings.k.buffers.shape[0])
     else:
         k = consumer_wait(rings.k, step)
-    scores = _start_scores(q, k, OPTIONS)
-    acc = warpgroup_mma(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True)
     block_bias = None
-    if OPTIONS.bias is not None:  # loaded while the MMAs run
-        block_bias, _ = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
-    scores = warpgroup_mma_wait(1, deps=(scores,))
     if OPTIONS.bias is not None:
-        scores = scores + block_bias
+        block_bias, _ = bias_block(bias, position.column, k.shape[0], False, OPTIONS.bias)
+    scores = _start_scores(q, k, block_bias, OPTIONS)
+    acc = warpgroup_mma(p, consumer_wait(rings.v, step - 1).slice(0, p.shape[1]), state.acc, is_async=True)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
     consumer_release(rings.k, step)
     new_p, state, rescale = attention_weights(scores, position, state, scale, OPTIONS, MASKED)
     new_p = to_mma_operand(new_p, k.dtype, state.acc.shape[1])

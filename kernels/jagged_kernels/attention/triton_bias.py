@@ -36,7 +36,7 @@ def bias_block(
             block = tl.load(bias.position_ptr + first_entry(bias, row, column, ROWS, COLUMNS) + (columns - rows))
     if KIND.boundaries > 0:
         block += tl.load(bias.time_ptr + bucket_block(row_times, column_times, bias, tl.arange(0, KIND.boundaries)))
-    return block * bias.inverse_scale
+    return block
 
 
 # -- gradients of the tables --------------------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ KINDS = BIASES | {"time": BiasKind(position=False, boundaries=128, query_times=F
 )
 def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
     def type_of(arg):
-        return "*fp32" if arg == "position_ptr" else bias_types(arg, KINDS[kind], scratch=False, entries=entries)
+        types = dict(position_ptr="*fp32", time_ptr="*fp32", inverse_scale="fp32")
+        return types.get(arg, bias_types(arg, KINDS[kind], scratch=False, entries=entries))
 
-    constants = dict(BITS=num_boundaries.bit_length()) | (dict(position_ptr=None) if kind == "time" else {})
+    constants = dict(BITS=num_boundaries.bit_length()) | {"time": dict(position_ptr=None), "position": dict(time_ptr=None)}.get(kind, {})
     assert compile_for(capability, bias_tables_kernel, constants, type_of, aligned=(), num_warps=8).asm["cubin"]
 
 
@@ -32,4 +33,4 @@ def test_sum_tables_kernel_compiles(capability, kind, buckets, threads):
         return "*fp32" if arg.endswith("_ptr") else bias_types(arg, KINDS[kind], scratch=threads == 1, entries=False)
 
     constants = dict(BUCKETS=buckets, THREADS=threads)
-    assert compile_for(capability, sum_tables_kernel, constants, type_of, aligned=(), num_warps=8).asm["cubin"]
+    assert compile_for(capability, sum_tables_kernel, constants, type_of, aligned=(), num_warps=16).asm["cubin"]

@@ -1,10 +1,13 @@
 """RelativeBias around the attention kernels: the tables that find buckets, the kernels' argument, the final sums of gradients."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import pad
+from torch.testing import assert_close
 
 import jagged_modules as jm
 
@@ -14,6 +17,7 @@ from jagged_kernels.attention.bias import LEADING, LEADING_SHIFT, PAD  # noqa: E
 from jagged_kernels.attention.bias_tables import TableGradients, empty_table_gradients, kernel_bias  # noqa: E402
 from jagged_kernels.attention.params import AttentionParams  # noqa: E402
 
+SCALE = 0.25
 LARGEST = 2**63 - 1
 MOST = 2**31 - 2  # the kernels take greater distances elsewhere
 MAGNITUDES = st.integers(0, 63).flatmap(lambda bits: st.integers(0, 2**bits - 1))  # as many small ones as large ones
@@ -21,7 +25,7 @@ SMALL_MAGNITUDES = st.integers(0, 31).flatmap(lambda bits: st.integers(0, min(2*
 
 
 def params(position=None, time=None, **fields):
-    return AttentionParams(0.25, False, "softmax", None, 1.0, False, True, None, None, position, time, **fields)
+    return AttentionParams(SCALE, False, "softmax", None, 1.0, False, True, None, None, position, time, **fields)
 
 
 def bucket_tables(boundaries, time, entries=True):
@@ -57,7 +61,7 @@ def expected_tables(boundaries, time):
     last = torch.bucketize(highest, boundaries, right=True).maximum(first)
     edges = torch.cat([boundaries.clamp(max=2**31 - 1), torch.tensor([2**31 - 1])]).int()
     leading_bits = torch.cat([first, (last - first).max()[None]]).int()
-    words = time.view(torch.int32)
+    words = (time / SCALE).view(torch.int32)
     one_boundary = all(len(set(edges[a:b].tolist())) <= 1 for a, b in zip(first.tolist(), last.tolist()))
     entries = [torch.stack([edges[first], of_head[first], of_head[last], (first + last * 2**16).int()], 1).flatten() for of_head in words]
     return edges, leading_bits, torch.stack([torch.cat([x, torch.tensor(4 * [one_boundary])]) for x in entries])
@@ -76,7 +80,7 @@ def assert_right(boundaries, distances):
     if entries[0, -1]:
         for head in range(2):
             values, buckets = found_entries(distances, entries[head])
-            assert torch.equal(buckets.long(), expected) and torch.equal(values, time[head, expected])
+            assert torch.equal(buckets.long(), expected) and torch.equal(values, time[head, expected] / SCALE)
 
 
 @given(st.lists(MAGNITUDES, max_size=300), st.lists(SMALL_MAGNITUDES, min_size=1, max_size=100))
@@ -116,12 +120,16 @@ def test_all_edges_of_the_leading_bits():
     assert_right(steps.unique(), distances)  # each first number with leading bits
 
 
-def test_the_bits_of_any_value_are_kept():
+def test_any_value_is_kept():
     """NaNs, infinities, zeros of both signs and denormal numbers."""
-    words = torch.tensor([[0x7FC12345, 0x7F800001, -0x400000], [-(2**31), 1, 0x7F800000]], dtype=torch.int32)
-    boundaries, time = torch.tensor([3, 1000]), words.view(torch.float32)
+    boundaries, time = torch.tensor([3, 1000]), torch.tensor([[math.nan, -math.inf, -0.0], [0.0, 2.0**-149, math.inf]])
     for table in (time, time[:1]):
-        assert torch.equal(bucket_tables(boundaries, table)[2], expected_tables(boundaries, table)[2])
+        bias = kernel_bias(params(None, table, boundaries=boundaries), entries=True)
+        assert_close(bias.time_ptr, table / SCALE, rtol=0, atol=0, equal_nan=True)
+        for head, entries in enumerate(bias.entries_ptr):
+            values, buckets = found_entries(torch.tensor([0, 2, 3, 999, 1000, MOST]), entries)
+            assert_close(values, table[head, [0, 0, 1, 1, 2, 2]] / SCALE, rtol=0, atol=0, equal_nan=True)
+            assert buckets.tolist() == [0, 0, 1, 1, 2, 2]
 
 
 def test_the_default_boundaries_need_few_comparisons():
@@ -137,8 +145,8 @@ def test_the_kernels_argument():
     position, times = torch.arange(10.0).view(2, 5), torch.arange(3)
     assert kernel_bias(params(), entries=True) is None
     bias = kernel_bias(params(position, query_shift=times), entries=True)
-    assert bias.num_positions == 5 + 2 * PAD.value == bias.position_stride and bias.inverse_scale == 4
-    assert torch.equal(bias.position_ptr[:, PAD.value - 1 : PAD.value + 6], pad(position, (1, 1), mode="replicate"))
+    assert bias.num_positions == 5 + 2 * PAD.value == bias.position_stride
+    assert torch.equal(bias.position_ptr[:, PAD.value - 1 : PAD.value + 6], pad(position / SCALE, (1, 1), mode="replicate"))
     assert bias.query_shift_ptr is times and bias.time_ptr is bias.boundaries_ptr is bias.edges_ptr is bias.timestamps_ptr is None
     assert bias.entries_ptr is bias.entries_stride is None
     given = params(position[:1], torch.zeros(1, 4), timestamps=times, boundaries=torch.arange(3))
@@ -154,7 +162,7 @@ def test_the_kernels_argument():
 def test_position_tables_are_padded_with_their_ends(heads, entries):
     """In one launch with the tables that find buckets, and alone."""
     position, time, boundaries = torch.randn(heads, entries), torch.randn(2, 21), jm.RelativeBias.log_boundaries(20)
-    expected = pad(position, (PAD.value, PAD.value), mode="replicate")
+    expected = pad(position / SCALE, (PAD.value, PAD.value), mode="replicate")
     assert torch.equal(kernel_bias(params(position), entries=False).position_ptr, expected)
     bias = kernel_bias(params(position, time, boundaries=boundaries), entries=True)
     assert torch.equal(bias.position_ptr, expected)
