@@ -35,10 +35,20 @@ from .bias import (
 )
 
 THREADS = 128  # of a consumer
+COMPARED = gl.constexpr(10)  # boundaries in a block up to which each score is compared with them
+SUMMED_ONE_BY_ONE = gl.constexpr(4)  # buckets in a block up to which dS is summed for one after the other
 SHARED_SCRATCH = gl.constexpr(reinterprets_padding)
 BLOCK_OF_SCRATCH = None if reinterprets_padding else 64 * 64  # elements of global scratch memory of a consumer
 FOLDED_ROWS = gl.constexpr(32)  # half of a block's rows, 8 of each warp
 COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
+
+
+class Buckets(NamedTuple):
+    """Buckets of the time table in a block: of each score, and the first and last that there may be."""
+
+    of_scores: gl.tensor
+    first: gl.tensor
+    last: gl.tensor
 
 
 @gluon.constexpr_function
@@ -105,11 +115,23 @@ def bias_of_keys(bias, tile, head, first, KIND: gl.constexpr):
 
 @gluon.jit
 def _time_block(rows, columns, bias, KIND: gl.constexpr):
-    """The time biases of a block, and their buckets. Several buckets are found by one load per score, of an entry of 16 bytes, if no
-    leading bits have two boundaries. A load whose lanes have addresses of their own takes longer than all arithmetic of a score."""
+    """The time biases of a block, and their Buckets. Few buckets are found by a comparison with each boundary between them. More are found
+    by one load per score, of an entry of 16 bytes, if no leading bits have two boundaries. A load whose lanes have addresses of their own
+    takes as long as about ten comparisons."""
     first, last, farthest = bucket_range(rows, columns, bias, boundary_numbers(KIND))
-    has_entries = gl.load(bias.entries_ptr + 4 * LEADING) != 0
-    if (last > first) & (farthest < NEAR) & has_entries:
+    near = farthest < NEAR
+    if near & (last - first <= COMPARED):
+        COLUMNS: gl.constexpr = columns.stamps.shape[0]
+        L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
+        buckets = gl.full([WARPGROUP_ROWS, COLUMNS], first, gl.int32, L)
+        time = gl.full([WARPGROUP_ROWS, COLUMNS], gl.load(bias.time_ptr + first), gl.float32, L)
+        if last > first:
+            distance = distances(rows, columns)
+            for bucket in range(first, last):
+                reached = distance >= gl.load(bias.edges_ptr + bucket)
+                time = gl.where(reached, gl.load(bias.time_ptr + bucket + 1), time)
+                buckets = gl.where(reached, bucket + 1, buckets)
+    elif near & (gl.load(bias.entries_ptr + 4 * LEADING) != 0):
         distance = distances(rows, columns)
         entry = (bias.entries_ptr + 4 * leading_bits(distance)).to(gl.int64)
         time, buckets = gl.inline_asm_elementwise(
@@ -124,13 +146,13 @@ def _time_block(rows, columns, bias, KIND: gl.constexpr):
     else:
         buckets = find_buckets(rows, columns, bias, first, last, farthest)
         time = gl.load(bias.time_ptr + buckets)
-    return time, buckets
+    return time, Buckets(buckets, first, last)
 
 
 @gluon.jit
 def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
-    """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided by the scale, and the buckets of the time
-    table. TRANSPOSED: the rows are the keys, and the columns query rows."""
+    """The bias `[64, COLUMNS]` of a consumer's rows, and of COLUMNS keys from `first` on, divided by the scale, and with a time table its
+    Buckets. TRANSPOSED: the rows are the keys, and the columns query rows."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
     of_tile = bias.of_tile
     if KIND.position:
@@ -151,7 +173,7 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
             time, buckets = _time_block(rows, key_times(of_tile, indices, KIND), of_tile, KIND)
         block += time
     else:
-        buckets = gl.full([WARPGROUP_ROWS, COLUMNS], 0, gl.int32, L)
+        buckets = Buckets(first, first, first)  # nothing reads them
     return block, buckets
 
 
@@ -216,7 +238,7 @@ def sums_of_tile(sums, bias, scratch, part, head, num_rows, factor, KIND: gl.con
 
 @gluon.jit
 def add_to_tables(ds, buckets, first, bias, sums, KIND: gl.constexpr):
-    """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums. buckets: of the time table."""
+    """Add a consumer's dS of the key block from `first` on, `[64, 64]`, to its sums. buckets: with a time table, the block's Buckets."""
     if sums.num_rows < WARPGROUP_ROWS:
         rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, ds.type.layout))[:, None]
         ds = gl.where(rows < sums.num_rows, ds, 0.0)
@@ -305,17 +327,40 @@ def _add_runs():
 
 
 @gluon.constexpr_function
-def _run_constraints():
-    return ",".join(["=r"] * 32 + ["f"] * 32 + ["r"] * 32 + ["l"] * 32)
+def _add_bucket():
+    """PTX that adds a thread's scores of one bucket to its sum of this bucket. Inputs: dS, the buckets, the bucket, and the address of the sum
+    of bucket 0."""
+    lines = ["{ .reg .pred same; .reg .b64 address; .reg .f32 sum;", "mov.f32 sum, 0f00000000;"]
+    for register in range(32):
+        lines += [f"setp.eq.s32 same, ${64 + register}, $96;", f"@same add.f32 sum, sum, ${32 + register};"]
+    lines += [f"mad.wide.s32 address, $96, {4 * THREADS}, $128;", "red.relaxed.gpu.global.add.f32 [address], sum;"]
+    lines += [f"mov.b32 ${register}, 0;" for register in range(32)]
+    return "\n".join([*lines, "}"])
+
+
+@gluon.constexpr_function
+def _sum_constraints(*inputs):
+    """Of PTX that writes nothing: its outputs are not used."""
+    return ",".join(["=r"] * 32 + [kind for kind in inputs for _ in range(32)])
 
 
 @gluon.jit
 def _add_bucket_sums(ds, buckets, ptr):
-    """Each thread adds its scores' dS to its own sums of the buckets, THREADS elements apart; ptr: to the consumer's first."""
+    """Each thread adds its scores' dS to its own sums of the buckets, THREADS elements apart; ptr: to the consumer's first. It sums few
+    buckets one by one, and runs of equal buckets if there may be more."""
     L: gl.constexpr = ds.type.layout
     rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
     columns = gl.arange(0, ds.shape[1], layout=gl.SliceLayout(0, L))[None, :]
     thread = ((rows >> 4) * 8 + (rows & 7)) * 4 + ((columns & 6) >> 1)
-    gl.inline_asm_elementwise(
-        _add_runs(), _run_constraints(), [ds, buckets, (ptr + thread).to(gl.int64)], dtype=gl.int32, is_pure=False, pack=32
-    )
+    sums = (ptr + thread).to(gl.int64)
+    if buckets.last - buckets.first < SUMMED_ONE_BY_ONE:
+        for bucket in range(buckets.first, buckets.last + 1):
+            bucket_of_all = gl.full(ds.shape, bucket, gl.int32, L)
+            gl.inline_asm_elementwise(
+                _add_bucket(), _sum_constraints("f", "r", "r", "l"), [ds, buckets.of_scores, bucket_of_all, sums], dtype=gl.int32,
+                is_pure=False, pack=32,
+            )  # fmt: skip
+    else:
+        gl.inline_asm_elementwise(
+            _add_runs(), _sum_constraints("f", "r", "l"), [ds, buckets.of_scores, sums], dtype=gl.int32, is_pure=False, pack=32
+        )
