@@ -242,7 +242,8 @@ class JaggedGDPA(nn.Module):
 
         Returns:
             x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a HistoryCache.
-            The dtype is that of the projections. The result of a row that sees no key is out_proj's bias.
+            The dtype is that of the projections. The result of a row that sees no key is out_proj's bias. Type checkers, which do not know
+            the config, take the dense tensor for x's kind of container: use `typing.cast`.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
@@ -293,7 +294,7 @@ class JaggedGDPA(nn.Module):
         out = self.out_proj(self.dropout(out.flatten(1)))
         return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
 
-    if TYPE_CHECKING:  # nn.Module declares that calls return Any. With config.num_seeds the result is a Tensor: cast it.
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
 
         @overload
         def __call__(
