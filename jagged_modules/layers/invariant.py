@@ -39,6 +39,8 @@ class _FixedRows(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
+            func = torch.unflatten
         return _FIXED.get(func, func)(*args, **(kwargs or {}))
 
 
@@ -65,7 +67,6 @@ def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[...
 
 
 _FIXED: dict[Callable[..., Any], Callable[..., Any]] = {
-    Tensor.unflatten: torch.unflatten,  # torch.compile cannot trace the method inside a TorchFunctionMode
     nnf.linear: _linear,
     nnf.silu: _pointwise(nnf.silu, "silu"),
     nnf.gelu: _pointwise(nnf.gelu, "gelu"),
