@@ -24,7 +24,8 @@ class Direct:
     pool = None
 
     def __init__(self, forward: Callable[[], list[Tensor]], backward: Callable[[list[Tensor]], list[Any]] | None, *_: Any) -> None:
-        self._forward, self._backward, self._outputs = forward, backward, []
+        self._forward, self._backward = forward, backward
+        self._outputs: list[Tensor] = []
 
     def forward(self) -> list[Tensor]:
         self._outputs = self._forward()

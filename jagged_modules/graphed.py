@@ -12,7 +12,7 @@ import warnings
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,15 +25,17 @@ from .settings import backward_workspace, batch_invariant, debug_checks
 from .tracing import one_module
 from .validation import transforms_are_active
 
+M = TypeVar("M", bound=nn.Module)
+
 
 def graphed(
-    module: nn.Module,
+    module: M,
     *,
     steps_per_octave: int = 8,
     capacities: Sequence[int] | None = None,
     max_graphs: int = 16,
     offsets: Mapping[str, str] | None = None,
-) -> nn.Module:
+) -> M:
     """The module with its forward and backward replayed from CUDA graphs: the host issues two graphs and a few copies, not all kernels.
 
     Sizes (rows, segments, candidates) are rounded up to capacities, and the arguments are copied into buffers of these sizes. The first
@@ -94,11 +96,13 @@ def graphed(
         if name not in names:
             raise ValueError(f"offsets must name arguments of the module's forward, {names}, got {name!r}")
     buckets = Buckets(steps_per_octave, None if capacities is None else tuple(capacities))
-    return _Graphed(module, buckets, max_graphs, names, dict(offsets or {}))
+    return cast(M, _Graphed(module, buckets, max_graphs, names, dict(offsets or {})))  # has the calls and attributes of the module
 
 
 class _Graphed(nn.Module):
     """The result of `graphed`. It shares the module's parameters, buffers and submodules, so names and state_dict are the module's."""
+
+    _last: weakref.ref[Call] | None
 
     def __init__(self, module: nn.Module, buckets: Buckets, max_graphs: int, names: list[str], offsets: dict[str, str]) -> None:
         super().__init__()
@@ -194,7 +198,7 @@ class _Graphed(nn.Module):
             raise AttributeError(name)
         return getattr(self._inner, name)
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> _Graphed:
         self._inner.train(mode)
         self.training = mode
         return self

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jagged_kernels.schedule.host import TileSchedule
 from torch.serialization import add_safe_globals  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
 
@@ -23,7 +24,6 @@ from .functional import ScorePlan
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
-from .schedule import TileSchedule
 
 Build = Callable[..., Any]
 

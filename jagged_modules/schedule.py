@@ -105,8 +105,8 @@ def device_schedule(
     if q_offsets.is_cuda:
         problem = problem._replace(capability=capability(q_offsets.device))
     if not torch.compiler.is_compiling():  # sizes are symbols there, and a choice that depends on them would recompile
-        segments = dict(q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
-        problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, **segments)
+        q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
+        problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, q_segments=q_segments, kv_segments=kv_segments)
     selection = select(problem)
     tile = selection.tile
 

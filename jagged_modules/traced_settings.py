@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 
-@torch.compiler.assume_constant_result  # pyright: ignore[reportUnknownMemberType] - unannotated in torch
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # unannotated in torch
 def traced_value(setting: Any) -> Any:
     """The current value of a setting, one of the classes in `settings`."""
     return setting._state().value

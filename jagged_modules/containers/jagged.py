@@ -8,12 +8,13 @@ from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.select import AttentionProblem
+from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor, nn
 
 from ..dtypes import FLOATS, names
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_kind, check_size, is_sequence, to_ints
-from ..schedule import TileSchedule, device_schedule, host_schedule
+from ..schedule import device_schedule, host_schedule
 from ..settings import is_batch_invariant
 from ..tracing import is_recording, one_call, recorded_call
 from ..validation import (

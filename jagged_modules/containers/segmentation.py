@@ -7,10 +7,10 @@ import warnings
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.schedule.host import TileSchedule
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ..schedule import TileSchedule
 from ..validation import values_are_checkable
 
 MAX_SCHEDULES = 16  # that a segmentation keeps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.params import AttentionParams, MaskParams, empty_table_gradients
@@ -46,10 +46,10 @@ def attention_cpu(
     queries, keys, values, results = _computable(activation, q, k, v, out)
     for group in _groups(q.shape[1], q_offsets, kv_offsets, params):
         operands, bias = group.operands(queries, keys, values), group.bias(params)
-        if activation == "softmax" and bias is None:
-            block, block_lse = softmax_forward(*operands, *group.mask, scale)
-        else:
+        if activation != "softmax" or bias is not None:
             block, block_lse = unfused_forward(*operands, *group.mask, scale, activation, bias)
+        else:
+            block, block_lse = softmax_forward(*operands, *group.mask, scale)
         if block_lse is not None:
             _put(lse, group.rows, block_lse[..., None])
         _put(results, group.rows, block)
@@ -57,7 +57,9 @@ def attention_cpu(
 
 
 @attention_cpu.register_fake
-def _(q, k, v, q_offsets, kv_offsets, scale, q_shared, activation, *args):
+def _(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float, q_shared: bool, activation: str, *args: Any
+) -> tuple[Tensor, Tensor]:
     return _empty_outputs(q, v, q_offsets, q_shared, activation)
 
 
@@ -99,7 +101,9 @@ def attention_cpu_backward(
 
 
 @attention_cpu_backward.register_fake
-def _(do, q, k, v, out, lse, q_offsets, kv_offsets, *params):
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor | None, lse: Tensor | None, q_offsets: Tensor, kv_offsets: Tensor, *params: Any
+) -> tuple[Tensor, ...]:
     grads = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
     return *grads, *empty_table_gradients(AttentionParams(*params), q)
 
@@ -148,7 +152,7 @@ def _groups(num_heads: int, q_offsets: Tensor, kv_offsets: Tensor, params: Atten
     by_rows = batch_invariant and mask is None and not q_shared and not params.has_bias
     targets = [0] * num_segments if params.num_targets is None else params.num_targets.tolist()
     shifts = [0] * num_segments if params.query_shift is None else params.query_shift.tolist()
-    starts = defaultdict(list)
+    starts: defaultdict[tuple[int, ...], list[tuple[int, int]]] = defaultdict(list)
     for first in range(0, len(q_bounds) - 1, max(1, num_segments)):
         bounds = q_bounds[first : first + num_segments + 1]
         for q_start, q_end, kv_start, kv_end, *flags in zip(bounds, bounds[1:], kv_bounds, kv_bounds[1:], targets, shifts):
@@ -204,28 +208,27 @@ def _empty_outputs(q: Tensor, v: Tensor, q_offsets: Tensor, q_shared: bool, acti
     return q.new_empty((rows, q.shape[1], v.shape[2])), q.new_empty((lse_rows, q.shape[1], 1), dtype=compute_dtype(q))
 
 
-def _setup_context(ctx, inputs, output):
-    q, k, v, q_offsets, kv_offsets, *params = inputs
-    params = AttentionParams(*params)
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, q_offsets, kv_offsets, *options = inputs
+    params = AttentionParams(*options)
     saved = output if params.activation == "softmax" else (None, None)
     ctx.num_options = next(i for i, name in enumerate(params._fields) if name == "num_targets")  # the fields from there on are tensors
     ctx.save_for_backward(q, k, v, *saved, q_offsets, kv_offsets, *params[ctx.num_options :])
     ctx.options = params[: ctx.num_options]
 
 
-def _backward(ctx, do, _dlse):
+def _backward(ctx: Any, do: Tensor, _dlse: Tensor) -> tuple[Tensor | None, ...]:
     tensors = ctx.saved_tensors
     params = AttentionParams(*ctx.options, *tensors[7:])
     dq, dk, dv, dposition, dtime = attention_cpu_backward(do, *tensors[:7], *params)
-    of_params = AttentionParams(*(None for _ in params))  # pyright: ignore[reportArgumentType] - gradients, one for each field
+    of_params = dict.fromkeys(params._fields)
     if params.table_gradients:
-        of_params = of_params._replace(
-            position_bias=None if params.position_bias is None else dposition, time_bias=None if params.time_bias is None else dtime
-        )
-    return dq, dk, dv, None, None, *of_params
+        of_params["position_bias"] = None if params.position_bias is None else dposition
+        of_params["time_bias"] = None if params.time_bias is None else dtime
+    return dq, dk, dv, None, None, *of_params.values()
 
 
-def _no_second_derivative(ctx, *grads):
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise RuntimeError("attention is not differentiable twice on the CPU: its backward has no derivative of its own")
 
 

@@ -6,6 +6,8 @@ instructions than those inside. A matrix or row that is copied and computed alon
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -48,17 +50,17 @@ def _copy(x: Tensor) -> Tensor:
 
 
 @batched_matmul_cpu.register_fake
-def _(weight, x):
+def _(weight: Tensor, x: Tensor) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0], x.shape[2]))
 
 
 @pointwise_rows_cpu.register_fake
-def _(x, activation):
+def _(x: Tensor, activation: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 @pointwise_rows_backward_cpu.register_fake
-def _(grad, x, activation):
+def _(grad: Tensor, x: Tensor, activation: str) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -67,27 +69,27 @@ def weight_gradient(do: Tensor, x: Tensor) -> Tensor:
     return torch.tensordot(do, x, dims=([0, 2], [0, 2]))  # pyright: ignore[reportArgumentType] - torch hides its overloads from checkers
 
 
-def _setup_batched_matmul(ctx, inputs, output):
+def _setup_batched_matmul(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _batched_matmul_backward(ctx, do):
+def _batched_matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """dW is a sum over the batch, so it is computed as one GEMM: it cannot be batch-invariant."""
     weight, x = ctx.saved_tensors
     wants_weight, wants_x = ctx.needs_input_grad
     return weight_gradient(do, x) if wants_weight else None, batched_matmul_cpu(weight.mT, do) if wants_x else None
 
 
-def _setup_pointwise(ctx, inputs, output):
+def _setup_pointwise(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
     x, ctx.activation = inputs
     ctx.save_for_backward(x)
 
 
-def _pointwise_backward(ctx, grad):
+def _pointwise_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return pointwise_rows_backward_cpu(grad, *ctx.saved_tensors, ctx.activation), None
 
 
-def _no_second_derivative(ctx, *grads):
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise RuntimeError("activations are not differentiable twice under batch_invariant")
 
 

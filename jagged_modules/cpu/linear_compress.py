@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def linear_compress_decomposed(
 
     batch_invariant: the matrices of a level are multiplied one by one.
     """
-    matmul = batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
+    matmul: Callable[[Tensor, Tensor], Tensor] = batched_matmul_cpu if batch_invariant else _SharedWeightMatmul.apply
     *shared, out = (matmul(*_pad(weight, embedding, align)) for weight, embedding in zip(weights, embeddings))
     for level, index in zip(shared, indices):
         out = out + level.index_select(0, index)
@@ -34,12 +35,12 @@ class _SharedWeightMatmul(torch.autograd.Function):
     """W @ E[b] for each b. Autograd would compute dW as B matrices `[M, K]` and sum them; this class computes it as one GEMM."""
 
     @staticmethod
-    def forward(ctx, weight: Tensor, embedding: Tensor) -> Tensor:
+    def forward(ctx: Any, weight: Tensor, embedding: Tensor) -> Tensor:
         ctx.save_for_backward(weight, embedding)
         return torch.bmm(weight.expand(embedding.shape[0], -1, -1), embedding)
 
     @staticmethod
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (do,), (weight, embedding) = grads, ctx.saved_tensors
         wants_weight, wants_embedding = ctx.needs_input_grad
         return (

@@ -8,6 +8,7 @@ multiplications are again these operators. batch_invariant: segments are compute
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,31 +77,31 @@ def _take(x: Tensor, rows: Rows) -> Tensor:
 
 
 @outer_cpu.register_fake
-def _(x, y, x_offsets, y_offsets, p_offsets, total, *options):
+def _(x: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, total: int, *options: bool) -> Tensor:
     return x.new_empty(total)
 
 
 @matmul_cpu.register_fake
-def _(p, y, x_offsets, y_offsets, p_offsets, out_rows, *options):
+def _(p: Tensor, y: Tensor, x_offsets: Tensor, y_offsets: Tensor, p_offsets: Tensor, out_rows: int, *options: bool) -> Tensor:
     return y.new_empty(out_rows, y.shape[1])
 
 
 @softmax_cpu.register_fake
-def _(p, *args):
+def _(p: Tensor, *args: Any) -> Tensor:
     return p.new_empty(p.shape)
 
 
 @softmax_backward_cpu.register_fake
-def _(grad, out, *args):
+def _(grad: Tensor, out: Tensor, *args: Any) -> Tensor:
     return out.new_empty(out.shape)
 
 
-def _setup_outer(ctx, inputs, output):
+def _setup_outer(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, y, *offsets, total, ctx.batch_invariant = inputs
     ctx.save_for_backward(x, y, *offsets)
 
 
-def _outer_backward(ctx, dp):
+def _outer_backward(ctx: Any, dp: Tensor) -> tuple[Tensor | None, ...]:
     """dx[b] = dp[b] @ y[b],  dy[b] = dp[b]ᵀ @ x[b]."""
     x, y, *offsets = ctx.saved_tensors
     wants_x, wants_y, *_ = ctx.needs_input_grad
@@ -109,12 +110,12 @@ def _outer_backward(ctx, dp):
     return dx, dy, *[None] * 5
 
 
-def _setup_matmul(ctx, inputs, output):
+def _setup_matmul(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     p, y, *offsets, out_rows, ctx.transposed, ctx.batch_invariant = inputs
     ctx.save_for_backward(p, y, *offsets)
 
 
-def _matmul_backward(ctx, do):
+def _matmul_backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
     """dp[b] = do[b] @ y[b]ᵀ and dy[b] = p[b]ᵀ @ do[b]. If transposed, dp[b] = y[b] @ do[b]ᵀ and dy[b] = p[b] @ do[b]."""
     p, y, *offsets = ctx.saved_tensors
     wants_p, wants_y, *_ = ctx.needs_input_grad
@@ -124,16 +125,16 @@ def _matmul_backward(ctx, do):
     return dp, dy, *[None] * 6
 
 
-def _setup_softmax(ctx, inputs, output):
+def _setup_softmax(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _, *offsets, ctx.columns, ctx.batch_invariant = inputs
     ctx.save_for_backward(output, *offsets)
 
 
-def _softmax_backward(ctx, grad):
+def _softmax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return softmax_backward_cpu(grad, *ctx.saved_tensors, ctx.columns, ctx.batch_invariant), *[None] * 5
 
 
-def _no_second_derivative(ctx, *grads):
+def _no_second_derivative(ctx: Any, *grads: Any) -> None:
     raise RuntimeError("the jagged softmaxes are not differentiable twice")
 
 

@@ -9,7 +9,7 @@ from jagged_kernels.attention.params import AttentionParams, MaskParams
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import contiguous_last_dim
 from jagged_kernels.schedule.cost import one_pass_may_run
-from jagged_kernels.schedule.host import num_query_groups
+from jagged_kernels.schedule.host import TileSchedule, num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -21,7 +21,7 @@ from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask, check_num_targets
 from ..reference import attention_reference
 from ..scalars import check_kind
-from ..schedule import TileSchedule, device_schedule
+from ..schedule import device_schedule
 from ..settings import backward_workspace, is_batch_invariant
 from ..validation import (
     IMPLEMENTATIONS,
@@ -134,17 +134,16 @@ def jagged_attention(
         ends = torch.arange(2, dtype=segments.q_offsets.dtype, device=segments.q_offsets.device)
         segments = segments._replace(q_offsets=ends * q.shape[0], kv_offsets=ends * k.shape[0])
 
-    by_segment = isinstance(output_scale, Tensor)
     params = AttentionParams(
         scale=q.shape[2] ** -0.5 if scale is None else float(scale),
         q_shared=segments.q_shared,
         activation=activation,
         mask=None if mask is None else list(mask.params),
-        output_scale=1.0 if by_segment else float(output_scale),
+        output_scale=1.0 if isinstance(output_scale, Tensor) else float(output_scale),
         batch_invariant=batch_invariant,
         table_gradients=False,
         num_targets=None if mask is None else mask.num_targets,
-        segment_scale=output_scale if by_segment else None,
+        segment_scale=output_scale if isinstance(output_scale, Tensor) else None,
     )
     if bias is not None and implementation != "reference":
         params = with_bias(params, bias, q.dtype)

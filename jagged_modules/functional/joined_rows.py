@@ -14,7 +14,7 @@ def joined_rows(x: Tensor, y: Tensor) -> Tensor:
     """The rows of x `[N, ...]` followed by those of y `[M, ...]`. A view if y follows x in memory, otherwise a copy."""
     if torch.compiler.is_compiling() or transforms_are_active() or not _adjoin(x, y):
         return torch.cat([x, y])
-    return _JoinedRows.apply(x, y)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - unannotated in torch
+    return _JoinedRows.apply(x, y)  # type: ignore[no-untyped-call]  # unannotated in torch
 
 
 def _adjoin(x: Tensor, y: Tensor) -> bool:

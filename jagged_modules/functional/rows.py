@@ -160,8 +160,8 @@ def jagged_concat(values: Sequence[Tensor], offsets: Sequence[Tensor]) -> tuple[
 
         values, offsets = F.jagged_concat([history, targets], [history_offsets, target_offsets])
     """
-    for name, x in (("values", values), ("offsets", offsets)):
-        check_kind(name, x, (list, tuple), "a sequence of tensors")
+    for name, given in (("values", values), ("offsets", offsets)):
+        check_kind(name, given, (list, tuple), "a sequence of tensors")
     values, offsets = list(values), list(offsets)
     if not values or len(values) != len(offsets):
         raise ValueError(f"values and offsets must have equal lengths, at least 1, got {len(values)} and {len(offsets)}")

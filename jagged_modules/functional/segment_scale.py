@@ -14,7 +14,7 @@ def expand_to_rows(x: Tensor, offsets: Tensor, num_rows: int) -> Tensor:
     The gradient is summed in a fixed order. That of torch.repeat_interleave is not deterministic on a GPU.
     """
     if x.is_cuda and x.requires_grad and x.dtype == torch.float32:
-        return _ExpandToRows.apply(x, offsets, num_rows)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType] - unannotated in torch
+        return _ExpandToRows.apply(x, offsets, num_rows)  # type: ignore[no-untyped-call]  # unannotated in torch
     return torch.repeat_interleave(x, offsets.diff(), output_size=num_rows)
 
 

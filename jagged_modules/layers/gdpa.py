@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
@@ -196,7 +196,7 @@ class JaggedGDPA(nn.Module):
         check_kind("cache", cache, HistoryCache, "a HistoryCache")
         return None, self(None, events, cache=cache, return_cache=True)
 
-    def score(self, x: Any, cache: HistoryCache, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> Any:
+    def score(self, x: C, cache: HistoryCache, num_targets: Tensor | None = None, bias: RelativeBias | None = None) -> C:
         """Attend from x to cached contexts: `forward(x, context, num_targets, bias)` without projecting the contexts.
 
         A mask takes the rows of x for the last rows of the context. So in a causal self-attention the outputs of new events are
@@ -242,7 +242,8 @@ class JaggedGDPA(nn.Module):
 
         Returns:
             x's kind of container, with `[L, E]` values; with seeds, a dense tensor `[B, num_seeds, E]`; with return_cache, a HistoryCache.
-            The dtype is that of the projections. The result of a row that sees no key is out_proj's bias.
+            The dtype is that of the projections. The result of a row that sees no key is out_proj's bias. Type checkers, which do not know
+            the config, take the dense tensor for x's kind of container: use `typing.cast`.
 
         Raises:
             TypeError, ValueError: types, shapes, dtypes, devices or numbers of segments do not match; context, num_targets or bias is
@@ -265,9 +266,7 @@ class JaggedGDPA(nn.Module):
             self._check_bias(bias, jagged, keys, "cache" if cache is not None else "x" if context is None else "context")
 
         q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
-        if config.num_weights:
-            k, v, schedule = self.key_weights, self.value_weights, None
-        else:
+        if not config.num_weights:
             k, v = self._project(keys.values) if cache is None else keys.values.chunk(2, dim=2)
             schedule = keys.schedule(
                 num_heads=self.num_heads,
@@ -277,6 +276,8 @@ class JaggedGDPA(nn.Module):
                 queries=config.num_seeds or jagged,
                 mask=mask,
             )
+        else:
+            k, v, schedule = self.key_weights, self.value_weights, None
         out = jagged_attention(
             self.q_norm(q),
             self.k_norm(k) if config.num_weights else k,
@@ -292,6 +293,22 @@ class JaggedGDPA(nn.Module):
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
         return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
+
+    if TYPE_CHECKING:  # nn.Module declares that calls return Any
+
+        @overload
+        def __call__(
+            self, x: C, context: Any = None, num_targets: Tensor | None = None, bias: RelativeBias | None = None, *,
+            cache: HistoryCache | None = None, return_cache: Literal[False] = False,
+        ) -> C: ...  # fmt: skip
+
+        @overload
+        def __call__(
+            self, x: None, context: Any, num_targets: None = None, bias: None = None, *, cache: HistoryCache | None = None,
+            return_cache: Literal[True],
+        ) -> HistoryCache: ...  # fmt: skip
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
     def _project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Normed keys and values `[M, num_kv_heads, head_dim]`."""

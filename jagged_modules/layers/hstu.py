@@ -317,7 +317,7 @@ class HSTUStack(nn.Module):
         super().__init__()
         check_size("num_layers", num_layers)
         layers = nn.ModuleList(HSTULayer(embedding_dim, num_heads, config, device, dtype) for _ in range(num_layers))
-        self.layers: Sequence[HSTULayer] = layers  # pyright: ignore[reportAttributeAccessIssue] - torch's ModuleList has no type of element
+        self.layers: Sequence[HSTULayer] = layers  # type: ignore[assignment]  # torch's ModuleList has no type of element
         self.config = self.layers[0].config
 
     def reset_parameters(self) -> None:

@@ -36,7 +36,9 @@ def fixed_rows(forward: Callable[P, R]) -> Callable[P, R]:
 
 
 class _FixedRows(TorchFunctionMode):
-    def __torch_function__(self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is Tensor.unflatten:  # torch.compile cannot trace the method inside a TorchFunctionMode
             func = torch.unflatten
         return _FIXED.get(func, func)(*args, **(kwargs or {}))
@@ -64,7 +66,7 @@ def _pointwise(function: Callable[..., Tensor], activation: str) -> Callable[...
     return fixed
 
 
-_FIXED: dict[Callable[..., Any], Callable[..., Tensor]] = {
+_FIXED: dict[Callable[..., Any], Callable[..., Any]] = {
     nnf.linear: _linear,
     nnf.silu: _pointwise(nnf.silu, "silu"),
     nnf.gelu: _pointwise(nnf.gelu, "gelu"),

@@ -68,8 +68,7 @@ class LinearCompressEmbedding(nn.Module):
         check_size("num_compressed", num_compressed)
         if isinstance(num_user_embeddings, str):
             raise TypeError("num_user_embeddings must be an int or a sequence of ints, got str")
-        several_levels = isinstance(num_user_embeddings, Sequence)
-        if several_levels:
+        if isinstance(num_user_embeddings, Sequence):
             shared = list(num_user_embeddings)
             for level, size in enumerate(shared):
                 check_size(f"num_user_embeddings[{level}]", size)
@@ -80,7 +79,7 @@ class LinearCompressEmbedding(nn.Module):
         features: Sequence[Sequence[object] | None] = [user_features]
         if user_features is None:
             features = [None] * len(shared)
-        elif several_levels:
+        elif isinstance(num_user_embeddings, Sequence):
             features = user_features
         if len(features) != len(shared):
             raise ValueError(f"user_features must have one entry per shared level, {len(shared)}, got {features}")
@@ -117,8 +116,8 @@ class LinearCompressEmbedding(nn.Module):
                 raise ValueError(f"{name} must have one entry per shared level, {levels}, got {len(given)}")
         names = [*_names("user_embeddings", levels), "candidate_embeddings"]
         tensors = [_dense(*level) for level in zip(names, [*shared, candidate_embeddings], self.features)]
-        names = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
-        return linear_compress(list(self.weights), tensors, indices, names=names)
+        of_levels = dict(weights=["the layer"] * len(names), embeddings=names, indices=_names("candidates", levels))
+        return linear_compress(list(self.weights), tensors, indices, names=of_levels)
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 

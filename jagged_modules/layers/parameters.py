@@ -38,7 +38,7 @@ def xavier_linear(
 ) -> nn.Linear:
     """An nn.Linear with HSTU's initialisation, set on the instance: torch.ao.quantization does not support subclasses."""
     linear = nn.Linear(in_features, out_features, bias, device="meta", dtype=dtype).to_empty(device=torch.empty(0, device=device).device)
-    linear.reset_parameters = functools.partial(_reset_xavier, linear)
+    vars(linear)["reset_parameters"] = functools.partial(_reset_xavier, linear)
     linear.reset_parameters()
     return linear
 

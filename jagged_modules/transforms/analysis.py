@@ -11,7 +11,7 @@ from torch import fx
 
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
 from . import shape_rules as _shape_rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
-from .calls import Call, Moved, Rule, first_of, is_operator, rule_of
+from .calls import Call, Moved, Rule, first_of, is_operator, positional, rule_of
 from .lineage import Lineage, Size, is_known
 from .sources import Source, find_source, find_uniform
 
@@ -57,7 +57,7 @@ def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[
 
 
 def _item(node: fx.Node, result: Analysis) -> None:
-    parent = node.args[0]
+    parent = positional(node)[0]
     if parent in result.lineages:
         result.lineages[node] = result.lineages[parent]
         result.moves[node] = Moved(result.lineages[parent])

@@ -222,6 +222,6 @@ def _run(chain: list[fx.Node], numbers: torch.Tensor, size: Callable[[Any], int]
         if node.target in KEEPS_VALUES:
             continue
         args = map_arg(node.args[1:], lambda x: size(size_of(x.meta["val"])))
-        target = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
-        numbers = target(numbers, *args)  # pyright: ignore[reportCallIssue]
+        target: Any = aten.reshape.default if node.target in (aten.view.default, aten._unsafe_view.default) else node.target
+        numbers = target(numbers, *args)
     return numbers

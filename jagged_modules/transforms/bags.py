@@ -51,7 +51,7 @@ def find_bags(captured: Captured, names: list[str]) -> Bags | None:
         return None
     leaves = {x: name for name in names for x in captured.inputs[name] if is_tensor(x)}
     inputs: dict[fx.Node, str] = dict(leaves)
-    constants, results, lengths = set(), set(), None
+    constants, results, lengths = set[fx.Node](), set[fx.Node](), None
     for node in captured.graph.nodes:
         read = [x for x in node.all_input_nodes if x not in constants and (x in inputs or not is_size(x))]
         if node.op == "get_attr" or node.op == "call_function" and constants.issuperset(node.all_input_nodes):

@@ -79,7 +79,8 @@ class Call:
 
 def bind(node: fx.Node) -> dict[str, Any]:
     """The arguments of a call of an operator by name, with the defaults of its schema."""
-    schema = node.target._schema  # pyright: ignore[reportAttributeAccessIssue, reportFunctionMemberAccess]
+    target: Any = node.target
+    schema = target._schema
     values = {x.name: x.default_value for x in schema.arguments if x.has_default_value()}
     values |= dict(zip((x.name for x in schema.arguments), node.args))
     return values | dict(node.kwargs)

@@ -44,10 +44,11 @@ class Captured:
             node = graph.placeholder(MAP_NAME)
         with value.fake_mode:
             node.meta["val"] = torch.empty((value.shape[0],), dtype=dtype, device=value.device)
-        info = graph._codegen.pytree_info  # pyright: ignore[reportAttributeAccessIssue]
+        codegen: Any = graph._codegen
+        info = codegen.pytree_info
         args, kwargs = self.example
         spec = pytree.tree_structure((args, {**kwargs, MAP_NAME: None}))
-        graph._codegen.pytree_info = info._replace(orig_args=[*info.orig_args, MAP_NAME], in_spec=spec)  # pyright: ignore[reportAttributeAccessIssue]
+        codegen.pytree_info = info._replace(orig_args=[*info.orig_args, MAP_NAME], in_spec=spec)
         self.module._in_spec = spec  # pyright: ignore[reportAttributeAccessIssue]
         return node
 
@@ -83,7 +84,7 @@ def capture(
     assert isinstance(module, fx.GraphModule)
     module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
     module._forward_hooks.clear()
-    hints, labels = {}, {}
+    hints, labels = dict[Size, int](), dict[Size, str]()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
         if isinstance(node.meta.get("val"), torch.Tensor):

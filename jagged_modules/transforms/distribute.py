@@ -179,7 +179,7 @@ class Distributor:
         mode = next(x.meta["val"].fake_mode for x in node.all_input_nodes if is_tensor(x))
         with mode:
             node.meta["val"] = target(*real[0], **real[1])
-        lineage = lineage_of and self._lineage(lineage_of)
+        lineage = None if lineage_of is None else self._lineage(lineage_of)
         if lineage is not None:
             self._sources[node] = lineage
         return node

@@ -109,7 +109,7 @@ class Emitter:
         elif node in self.moved:
             self._bases[node] = self._source(node) if node in self.analysis.sources else self._base(node)
         elif node.target is aten.sym_size.int and node.args[0] in lineages:
-            self._plain[node] = self._size(*node.args)  # pyright: ignore[reportArgumentType]
+            self._plain[node] = self._size(*positional(node))
         elif node in self.fusions:
             self._plain[node] = self._fused(self.fusions[node])
         elif node.target not in ASSERTIONS:
@@ -281,7 +281,8 @@ class Emitter:
         """The base of an operator's result: the operator on the bases of its operands."""
         moved = self.analysis.moves[node]
         if node.target is operator.getitem:
-            return self.call(operator.getitem, self._bases[node.args[0]], node.args[1])  # pyright: ignore[reportArgumentType]
+            parent, item = positional(node)
+            return self.call(operator.getitem, self._bases[parent], item)
         arguments = Call(node, {}).arguments | moved.edits
         rows = self._rows_node(node, moved.lineage) if not moved.broadcasts else None
         target: Any = moved.target or node.target

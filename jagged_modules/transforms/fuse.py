@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import fx, nn
@@ -29,6 +29,12 @@ CANDIDATES_PER_USER = 16  # assumed for the estimates if the sizes do not say
 UNKNOWN_SIZE = 4096  # assumed for sizes that depend on data
 
 
+if TYPE_CHECKING:  # torch makes a class for each graph
+
+    class FusedModel(fx.GraphModule):
+        report: Report
+
+
 def fuse_broadcasts(
     model: nn.Module,
     example_inputs: Any = None,
@@ -36,7 +42,7 @@ def fuse_broadcasts(
     request_only: Sequence[str] | None = None,
     max_batch: int | tuple[int, int] | None = None,
     dynamic_shapes: Any = None,
-) -> fx.GraphModule:
+) -> FusedModel:
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
@@ -80,13 +86,13 @@ def fuse_broadcasts(
     module, decisions = plan.apply()
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
-    module.report = plan.report(decisions, sizes, certificate)  # pyright: ignore[reportArgumentType]
+    module.report = plan.report(decisions, sizes, certificate)
     nothing_moved = not decisions.fused and decisions.moved <= plan.analysis.sources.keys()
-    if batch is not None:
+    if batch is None:
+        replication = Replication(nothing_moved=True) if nothing_moved else own_replication(captured, plan.analysis)
+    else:
         keyed = frozenset(name for name, x in bound_inputs(model, args, kwargs).items() if is_keyed_jagged(x) and name in names)
         replication = Replication(names, tuple(batch.candidates.values()), keyed, nothing_moved=nothing_moved)
-    else:
-        replication = Replication(nothing_moved=True) if nothing_moved else own_replication(captured, plan.analysis)
     if replication is not None:
         with_fallback(module, model, replication)
     return module
@@ -114,11 +120,11 @@ class Plan:
     before: Cost
     moved: set[fx.Node]
 
-    def apply(self) -> tuple[fx.GraphModule, Decisions]:
+    def apply(self) -> tuple[FusedModel, Decisions]:
         """The fused model, and what was done. The captured graph is kept for the report."""
         emitter = Emitter(self.captured.graph, self.analysis, self.moved, self.fusions, self.batch)
         self.captured.module.graph = emitter.emit()
-        return self.captured.module, emitter.decisions()
+        return cast("FusedModel", self.captured.module), emitter.decisions()
 
     def report(self, decisions: Decisions, sizes: str, certificate: str) -> Report:
         return make_report(self.captured.graph, self.analysis, self.costs, decisions, self.before, sizes, certificate)

@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias, final
 
 import sympy
 import torch
 from torch import fx
 
-Size = sympy.Expr
+Size: TypeAlias = sympy.Expr
 USERS = sympy.Symbol("users", integer=True, positive=True)  # rows of the inputs that the caller no longer replicates
 
 
@@ -44,6 +44,7 @@ class Map:
         return self.rows_in.has(sympy.Min)
 
 
+@final
 @dataclass(frozen=True)
 class Lineage:
     """The value is base[maps[0]][maps[1]]... along dimension `dim`, whose size is pre · rows · post.

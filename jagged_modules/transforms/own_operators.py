@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from .analysis import Analysis
-from .calls import Call, Moved, is_operator, own_rule
+from .calls import Call, Moved, is_operator, own_rule, positional
 from .lineage import Lineage, Size, common, shape_of, size_of
 from .runtime import attend_equal_segments
 
@@ -32,7 +32,7 @@ def equal_segments(offsets: fx.Node) -> tuple[Size, int] | None:
     """(B, n) of offsets arange(B + 1) * n, else None."""
     step = 1
     if offsets.target is aten.mul.Tensor and isinstance(offsets.args[1], int):
-        offsets, step = offsets.args[0], offsets.args[1]  # pyright: ignore[reportAssignmentType]
+        offsets, step = positional(offsets)
     if not is_operator(offsets) or offsets.target not in (aten.arange.default, aten.arange.start, aten.arange.start_step):
         return None
     call = Call(offsets, {})
