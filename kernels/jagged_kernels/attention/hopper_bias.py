@@ -3,11 +3,14 @@
 A block of position biases has one value per diagonal. A thread holds scores of two rows, 8 apart, and of pairs of columns, 8 apart: its
 scores lie on about half as many diagonals, each of which it loads once. Their addresses differ by constants.
 
-The gradient of the position table is a sum over each diagonal of dS. A consumer writes a block of dS to shared memory in rows of 129
-elements and reads it in rows of 130, so that a diagonal becomes a column. Where Triton cannot express that, it writes the block to global
-memory and reads it along the diagonals. It adds the columns' sums to its own part of global memory. Each
-element there is only ever added to by one consumer, in the order of its blocks, so the result is deterministic. Sums of the time table's
-buckets are each thread's own. Neighbouring scores of a row are mostly in one bucket: a thread sums them before it adds.
+The gradient of the position table is a sum over each diagonal of dS. A thread first adds its two rows, whose diagonals meet if one row is
+moved by 8 columns: 18 sums of 32 elements. A consumer writes them to shared memory in rows of 129 elements and reads them in rows of 130,
+so that a diagonal becomes a column. Where Triton cannot express that, it writes the block to global memory and reads it along the
+diagonals. It adds the columns' sums to its own part of global memory. Each element there is only ever added to by one consumer, in the
+order of its blocks, so the result is deterministic.
+
+Sums of the time table's buckets are each thread's own. Neighbouring scores of a row are mostly in one bucket: a thread sums them before it
+adds. In a block of few buckets, it sums each bucket.
 """
 
 from __future__ import annotations
