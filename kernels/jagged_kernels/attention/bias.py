@@ -2,9 +2,9 @@
 
     S[i, j] = scale · <q_i, k_j> + position[j - i + N - 1] + time[bucket(u_i - t_j)],  bucket(d) = number of boundaries <= |d|
 
-The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and without a bias. Copies of the tables that a
-call makes are divided already. Position tables are padded with PAD copies of their first and last entries: a block that lies partly beyond N - 1 rows of distance needs no
-bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
+The bias is divided by the scale and added to q kᵀ, so that what follows is the same with and without a bias. The tables that the kernels
+read are copies that have been divided. Position tables are padded with PAD copies of their first and last entries: a block that lies
+partly beyond N - 1 rows of distance needs no bounds check, and one that lies wholly beyond reads the copies (`first_entry`).
 
 The range of a block's buckets follows from the extremes of its timestamps, which may have any order (`bucket_block`).
 """
@@ -18,18 +18,20 @@ PAD = tl.constexpr(256)  # at least the rows and columns of a block of scores to
 LEADING_SHIFT = tl.constexpr(20)  # of a distance as fp32: its exponent and three bits of its mantissa are left
 LEADING = tl.constexpr((127 + 31) * 8 + 1)  # values of these bits for distances up to 2^31
 NEAR = tl.constexpr(2**31 - 1)  # distances below it are found by their leading bits
+TIME_BLOCK = tl.constexpr(64)  # rows that extremes of timestamps are stored of
 
 
 class Bias(NamedTuple):
     """RelativeBias as the kernels take it. `KIND` (params.py) says what is there; the rest is None.
 
     position_ptr: padded table, num_positions entries a row; position_stride: entries from one head's row to the next, 0 if heads share it.
-    time_ptr, time_stride: likewise, without padding. Tables are divided by the scale. edges_ptr: the boundaries, at most 2^31 - 1, and once more 2^31 - 1. leading_bits_ptr: for the LEADING
-    first bits of a distance as fp32, a bucket that is not above its own, and then by how much it may be below. entries_ptr, entries_stride:
-    for each head or all, and each value of these bits, four words: the first boundary that is not below all its distances, the table's
-    values below it and from it on, and the buckets, in halves of a word. Then a word that is 0 if any value has several boundaries. Only
-    Hopper's kernels read entries; None with others.
-    query_timestamps_ptr: None for the default.
+    time_ptr, time_stride: likewise, without padding. Both tables are divided by the scale. edges_ptr: the boundaries, at most 2^31 - 1, and
+    once more 2^31 - 1. leading_bits_ptr: for the LEADING first bits of a distance as fp32, a bucket that is not above its own, and then by
+    how much it may be below. entries_ptr, entries_stride: for each head or all, and each value of these bits, four words: the first
+    boundary that is not below all its distances, the table's values below it and from it on, and the buckets, in halves of a word. Then a
+    word that is 0 if any value has several boundaries. query_timestamps_ptr: None for the default. query_extremes_ptr, key_extremes_ptr:
+    the earliest and the latest timestamp of each TIME_BLOCK rows of a segment, from block start // TIME_BLOCK + segment on. Only Hopper's
+    kernels read entries and extremes; None with others.
     """
 
     position_ptr: tl.tensor
@@ -46,6 +48,8 @@ class Bias(NamedTuple):
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
     query_shift_ptr: tl.tensor
+    query_extremes_ptr: tl.tensor
+    key_extremes_ptr: tl.tensor
 
 
 class TableSums(NamedTuple):
@@ -75,8 +79,8 @@ class BiasOfTile(NamedTuple):
     """The bias of a segment and head.
 
     position_ptr: the head's padded table, at distance 0, `middle` entries from either end. time_ptr, entries_ptr: the head's.
-    timestamps_ptr: at the segment's first key. query_timestamps_ptr: at its first query. shift: position of query 0. 0 stands for what is
-    not there.
+    timestamps_ptr: at the segment's first key. query_timestamps_ptr: at its first query. query_extremes_ptr, key_extremes_ptr: at its first
+    blocks. shift: position of query 0. 0 stands for what is not there.
     """
 
     position_ptr: tl.tensor
@@ -89,6 +93,8 @@ class BiasOfTile(NamedTuple):
     entries_ptr: tl.tensor
     timestamps_ptr: tl.tensor
     query_timestamps_ptr: tl.tensor
+    query_extremes_ptr: tl.tensor
+    key_extremes_ptr: tl.tensor
     shift: tl.tensor
     q_len: tl.tensor
     kv_len: tl.tensor
@@ -109,7 +115,7 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
     if KIND.shift:
         shift += tl.load(bias.query_shift_ptr + segment).to(tl.int32)
     middle, position_ptr, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr = 0, 0, 0, 0, 0, 0, 0, 0
-    timestamps_ptr, query_ptr = 0, 0
+    timestamps_ptr, query_ptr, query_extremes_ptr, key_extremes_ptr = 0, 0, 0, 0
     if KIND.position:
         middle = bias.num_positions // 2  # the entry of distance 0
         position_ptr = bias.position_ptr + head.to(tl.int64) * bias.position_stride + middle
@@ -122,17 +128,26 @@ def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl
         entries_ptr = bias.entries_ptr + head.to(tl.int64) * bias.entries_stride
     if KIND.query_times:
         query_ptr = bias.query_timestamps_ptr + q_start
+    if bias.key_extremes_ptr is not None:
+        query_extremes_ptr = bias.query_extremes_ptr + 2 * first_time_block(q_start, segment)
+        key_extremes_ptr = bias.key_extremes_ptr + 2 * first_time_block(kv_start, segment)
     return BiasOfTile(
         position_ptr, middle, time_ptr, boundaries_ptr, num_boundaries, edges_ptr, leading_bits_ptr, entries_ptr, timestamps_ptr, query_ptr,
-        shift, q_len, kv_len,
+        query_extremes_ptr, key_extremes_ptr, shift, q_len, kv_len,
     )  # fmt: skip
+
+
+@triton.jit
+def first_time_block(start, segment):
+    """Number of the first TIME_BLOCK rows of a segment that begins at row `start`."""
+    return start // TIME_BLOCK + segment
 
 
 @triton.jit
 def key_times(bias, keys, KIND: tl.constexpr):
     """Times of a vector of keys of the segment; past its end, of the last key. Without a time table nothing reads them."""
     if KIND.boundaries > 0:
-        return _times(_load_key_times(bias, keys))
+        return _times(load_key_times(bias, keys))
     else:
         return Times(keys, 0, 0)
 
@@ -143,20 +158,28 @@ def _times(values):
 
 
 @triton.jit
-def _load_key_times(bias, keys):
+def load_key_times(bias, keys):
+    """Timestamps of keys of the segment; past its end, of the last key."""
     return tl.load(bias.timestamps_ptr + tl.maximum(tl.minimum(keys, bias.kv_len - 1), 0), mask=(keys == keys) & (bias.kv_len > 0), other=0)
 
 
 @triton.jit
 def query_times(bias, rows, KIND: tl.constexpr):
     """Times of a vector of query rows of the segment; past its end, of the last row. Without a time table nothing reads them."""
-    rows = tl.maximum(tl.minimum(rows, bias.q_len - 1), 0)
-    if KIND.boundaries == 0:
-        return Times(rows, 0, 0)
-    elif KIND.query_times:
-        return _times(tl.load(bias.query_timestamps_ptr + rows, mask=(rows == rows) & (bias.q_len > 0), other=0))
+    if KIND.boundaries > 0:
+        return _times(load_query_times(bias, rows, KIND))
     else:
-        return _times(_load_key_times(bias, rows + bias.shift + 1))
+        return Times(rows, 0, 0)
+
+
+@triton.jit
+def load_query_times(bias, rows, KIND: tl.constexpr):
+    """Timestamps of query rows of the segment; past its end, of the last row."""
+    rows = tl.maximum(tl.minimum(rows, bias.q_len - 1), 0)
+    if KIND.query_times:
+        return tl.load(bias.query_timestamps_ptr + rows, mask=(rows == rows) & (bias.q_len > 0), other=0)
+    else:
+        return load_key_times(bias, rows + bias.shift + 1)
 
 
 @triton.jit

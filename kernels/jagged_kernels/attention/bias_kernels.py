@@ -4,12 +4,14 @@ gradients."""
 import triton
 import triton.language as tl
 
+from ..common.loads import load_segment
 from ..common.ptxas import safe_ptxas
-from .bias import LEADING, LEADING_SHIFT, NEAR, PAD
+from .bias import LEADING, LEADING_SHIFT, NEAR, PAD, TIME_BLOCK, bias_of_tile, load_key_times, load_query_times
 
 VALUES = tl.constexpr(triton.next_power_of_2(LEADING.value))  # lanes, one for each value of the leading bits
 PADDED = tl.constexpr(1024)  # entries of a padded position table that a program writes
 SUMMED = tl.constexpr(32)  # entries of a table's gradient that a program sums
+TIME_BLOCKS = tl.constexpr(16)  # whose extremes a program finds at a time
 TERMS = tl.constexpr(32768)  # that a program adds at a time
 
 
@@ -17,19 +19,56 @@ TERMS = tl.constexpr(32768)  # that a program adds at a time
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["inverse_scale", "time_programs"])
-def bias_tables_kernel(position_ptr, time_ptr, bias, inverse_scale, time_programs, BITS: tl.constexpr):
+@triton.jit(do_not_specialize=["inverse_scale", "time_programs", "padding_programs"])
+def bias_tables_kernel(
+    position_ptr, time_ptr, q_offsets_ptr, kv_offsets_ptr, bias, inverse_scale, time_programs, padding_programs, BITS: tl.constexpr,
+    KIND: tl.constexpr,
+):  # fmt: skip
     """Write the tables of a `Bias`: the given ones times `inverse_scale`, that of positions padded, and what finds buckets.
 
-    time_programs: one for each head of the time table; the others pad. BITS: of the number of boundaries.
+    time_programs: one for each head of the time table; then padding_programs pad. The others, one for each segment, find extremes of
+    timestamps. BITS: of the number of boundaries.
     """
     program = tl.program_id(0)
     if bias.boundaries_ptr is not None:
         if program < time_programs:
             _make_time_tables(time_ptr, program.to(tl.int64), bias, inverse_scale, BITS)
     if bias.position_ptr is not None:
-        if program >= time_programs:
+        if (program >= time_programs) & (program < time_programs + padding_programs):
             _pad_positions(position_ptr, program - time_programs, bias.position_ptr, bias.num_positions, inverse_scale)
+
+    if bias.key_extremes_ptr is not None:
+        segment = program - time_programs - padding_programs
+        if segment >= 0:
+            _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, KIND)
+
+
+@triton.jit
+def _find_extremes(q_offsets_ptr, kv_offsets_ptr, segment, bias, KIND: tl.constexpr):
+    """query_extremes and key_extremes of a segment."""
+    q_start, q_len = load_segment(q_offsets_ptr, segment)
+    kv_start, kv_len = load_segment(kv_offsets_ptr, segment)
+    of_segment = bias_of_tile(bias, segment, 0 * segment, q_start, q_len, kv_start, kv_len, KIND)
+    for first in range(0, q_len, TIME_BLOCKS * TIME_BLOCK):
+        rows = _rows_of_blocks(first)
+        _store_extremes(of_segment.query_extremes_ptr, first, load_query_times(of_segment, rows, KIND), q_len)
+    for first in range(0, kv_len, TIME_BLOCKS * TIME_BLOCK):
+        rows = _rows_of_blocks(first)
+        _store_extremes(of_segment.key_extremes_ptr, first, load_key_times(of_segment, rows), kv_len)
+
+
+@triton.jit
+def _rows_of_blocks(first):
+    return first + tl.arange(0, TIME_BLOCKS)[:, None] * TIME_BLOCK + tl.arange(0, TIME_BLOCK)[None, :]
+
+
+@triton.jit
+def _store_extremes(ptr, first, times, num_rows):
+    """times: `[TIME_BLOCKS, TIME_BLOCK]`, of the rows of a segment from `first` on. ptr: at the segment's first block."""
+    blocks = first // TIME_BLOCK + tl.arange(0, TIME_BLOCKS)
+    inside = blocks * TIME_BLOCK < num_rows
+    tl.store(ptr + 2 * blocks, tl.min(times, 1), mask=inside)
+    tl.store(ptr + 2 * blocks + 1, tl.max(times, 1), mask=inside)
 
 
 @triton.jit

@@ -9,26 +9,31 @@ from torch import Tensor
 
 from ..common.configs import padded_dim
 from ..common.device import cdiv
-from .bias import LEADING, PAD, Bias, TableSums
+from ..schedule.host import Segments
+from .bias import LEADING, PAD, TIME_BLOCK, Bias, TableSums
 from .bias_kernels import PADDED, SUMMED, bias_tables_kernel, sum_tables_kernel
 from .params import AttentionParams, empty_table_gradients
 
 _PAD = PAD.value
 
 
-def kernel_bias(params: AttentionParams, entries: bool) -> Bias | None:
-    """The bias of a call as a kernel argument. One launch makes its tables. entries: whether the kernel reads them, as Hopper's do."""
+def kernel_bias(params: AttentionParams, segments: Segments | None = None, q_rows: int = 0) -> Bias | None:
+    """The bias of a call as a kernel argument. One launch makes its tables. segments, q_rows: for Hopper's kernels, which read entries and
+    extremes too."""
     if not params.has_bias:
         return None
     position, time, boundaries = params.position_bias, params.time_bias, params.boundaries
     padded = None if position is None else position.new_empty((position.shape[0], position.shape[1] + 2 * _PAD))
-    edges = leading_bits = entry_table = divided = None
+    edges = leading_bits = entry_table = divided = query_extremes = key_extremes = q_offsets = kv_offsets = None
     if boundaries is not None:
         divided = time.new_empty(time.shape)
         edges = boundaries.new_empty(boundaries.shape[0] + 1, dtype=torch.int32)
         leading_bits = boundaries.new_empty(LEADING.value + 1, dtype=torch.int32)
-        if entries:
+        if segments is not None:
             entry_table = boundaries.new_empty((time.shape[0], 4 * LEADING.value + 4), dtype=torch.int32)
+            q_offsets, kv_offsets = segments.q_offsets, segments.kv_offsets
+            rows = q_rows, params.timestamps.shape[0]
+            query_extremes, key_extremes = (boundaries.new_empty(x // TIME_BLOCK.value + q_offsets.shape[0], 2) for x in rows)
     bias = Bias(
         position_ptr=padded,
         position_stride=_head_stride(padded),
@@ -44,11 +49,17 @@ def kernel_bias(params: AttentionParams, entries: bool) -> Bias | None:
         timestamps_ptr=params.timestamps,
         query_timestamps_ptr=params.query_timestamps,
         query_shift_ptr=params.query_shift,
+        query_extremes_ptr=query_extremes,
+        key_extremes_ptr=key_extremes,
     )
     time_programs = 0 if boundaries is None else time.shape[0]
     padding_programs = 0 if padded is None else padded.shape[0] * cdiv(padded.shape[1], PADDED.value)
+    segment_programs = 0 if q_offsets is None else q_offsets.shape[0] - 1
     bits = 0 if boundaries is None else boundaries.shape[0].bit_length()
-    bias_tables_kernel[(time_programs + padding_programs,)](position, time, bias, 1 / params.scale, time_programs, BITS=bits, num_warps=8)
+    bias_tables_kernel[(time_programs + padding_programs + segment_programs,)](
+        position, time, q_offsets, kv_offsets, bias, 1 / params.scale, time_programs, padding_programs, BITS=bits, KIND=params.bias_kind,
+        num_warps=8,
+    )  # fmt: skip
     return bias
 
 

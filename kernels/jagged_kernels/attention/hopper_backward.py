@@ -76,7 +76,7 @@ from ..schedule.host import Segments, TileList
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, kernel_bias
 from .dq_sums import DqSums
-from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, make_scratch, sums_of_tile
+from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, make_ranges, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
     Schedule,
@@ -169,6 +169,7 @@ class _Kernel(NamedTuple):
     operands: _Operands
     scales: _Scales
     bias: Bias
+    ranges: gl.tensor
     sums: TableSums
     scratch: gl.tensor
     ds_blocks_ptr: gl.tensor
@@ -310,7 +311,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
             bias, sums = None, None
             if OPTIONS.bias is not None:
-                bias = bias_of_queries(kernel.bias, tile, first, OPTIONS.bias)
+                bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
             if OPTIONS.has_sums:
                 factor = scales.dact_factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
                 part = gl.program_id(0) * CONSUMERS + consumer
@@ -379,7 +380,8 @@ def attention_bwd_dq_hopper_kernel(
     scratch = None
     if HAS_SUMS:
         scratch = make_scratch(CONSUMERS)
-    kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, bias, sums, scratch, ds_blocks_ptr, queue)
+    ranges = make_ranges(CONSUMERS, BIAS)
+    kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, rings, operands, scales, bias, ranges, sums, scratch, ds_blocks_ptr, queue)
     launch_specialised(_dq_consume, _dq_produce, kernel, OPTIONS, REGISTERS)
 
 
@@ -389,13 +391,15 @@ def attention_bwd_dq_hopper_kernel(
 class _Launches:
     """The kernels of one backward, with the arguments that their launches share."""
 
-    def __init__(self, operands: Operands, grads: Gradients, params: AttentionParams, kv_shared: bool, selection: Selection) -> None:
+    def __init__(
+        self, operands: Operands, grads: Gradients, segments: Segments, params: AttentionParams, kv_shared: bool, selection: Selection
+    ) -> None:  # fmt: skip
         q, k, v, out, _ = operands
         do = grads.do if has_descriptor(grads.do) else grads.do.contiguous()
         self.grads = grads._replace(do=do)
         self.operands = operands._replace(out=do if out is None else out.contiguous())
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
-        self.bias = kernel_bias(params, entries=True)
+        self.bias = kernel_bias(params, segments, q.shape[0])
         self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
         self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
         self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
@@ -484,7 +488,7 @@ def backward(
     """Launch the kernel for all gradients, if it is selected and `workspace_limit` has room for its sums, else those for dq and for dk, dv.
     If the limit has room for dS, the dk, dv kernel stores dS, and dq is computed from it; not with a bias, whose tables' gradients the dq
     kernel computes. Returns these gradients."""
-    launches = _Launches(operands, grads, params, kv_shared, selection)
+    launches = _Launches(operands, grads, queries, params, kv_shared, selection)
     if selection.one_pass is not None:
         num_bytes = DqSums.num_bytes(operands.q, keys.q_offsets.shape[0] - 1, selection.one_pass.block)
         if num_bytes <= workspace_limit(workspace, grads.dq, grads.dk, grads.dv):

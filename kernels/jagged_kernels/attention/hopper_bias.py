@@ -25,23 +25,28 @@ from ..common.pipeline import WARPGROUP_ROWS, mma_layout
 from .bias import (
     LEADING,
     NEAR,
-    RowBias,
-    Times,
+    TIME_BLOCK,
+    BiasOfTile,
     bias_of_tile,
     bucket_range,
-    distances,
     find_buckets,
     first_entry,
+    first_time_block,
     key_times,
     leading_bits,
+    load_key_times,
+    load_query_times,
     query_times,
 )
 
 THREADS = 128  # of a consumer
-COMPARED = gl.constexpr(10)  # boundaries in a block up to which each score is compared with them
+COMPARED = gl.constexpr(6)  # boundaries in a block up to which each score is compared with them
 SUMMED_ONE_BY_ONE = gl.constexpr(4)  # buckets in a block up to which dS is summed for one after the other
 SHARED_SCRATCH = gl.constexpr(reinterprets_padding)
 BLOCK_OF_SCRATCH = None if reinterprets_padding else 64 * 64  # elements of global scratch memory of a consumer
+RANGES = gl.constexpr(16)  # ranges of buckets that a consumer finds at a time
+LANES = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))  # one range per lane, all of them in each warp
+WORDS = gl.constexpr(gl.SwizzledSharedLayout(1, 1, 1, [0]))
 FOLDED_ROWS = gl.constexpr(32)  # half of a block's rows, 8 of each warp
 COLUMNS_OF_SCRATCH = gl.constexpr(128)  # a block of 64 by 64 has 127 diagonals
 
@@ -52,6 +57,17 @@ class Buckets(NamedTuple):
     of_scores: gl.tensor
     first: gl.tensor
     last: gl.tensor
+
+
+class ConsumerBias(NamedTuple):
+    """The bias of a consumer's rows, queries or keys: that of their segment and head, the first row, their timestamps modulo 2^32, the
+    number of their TIME_BLOCK in the batch, and the consumer's memory for `_range_of`. Only times need the last three."""
+
+    of_tile: BiasOfTile
+    row: gl.tensor
+    stamps: gl.tensor
+    block: gl.tensor
+    ranges: gl.shared_memory_descriptor
 
 
 @gluon.constexpr_function
@@ -97,46 +113,141 @@ def _row_indices(first):
 
 
 @gluon.jit
-def boundary_numbers(KIND: gl.constexpr):
-    """Numbers of the boundaries, all of them in each warp."""
-    return gl.arange(0, KIND.boundaries, layout=gl.BlockedLayout([max(1, KIND.boundaries // 32)], [32], [4], [0]))
+def make_ranges(CONSUMERS: gl.constexpr, KIND: gl.constexpr):
+    """Memory of each consumer for `_range_of`."""
+    if KIND is None or KIND.boundaries == 0:
+        return 0, 0, 0
+    elif CONSUMERS == 2:
+        return _no_ranges(), _no_ranges()
+    else:
+        return _no_ranges(), _no_ranges(), _no_ranges()
 
 
 @gluon.jit
-def bias_of_queries(bias, tile, first, KIND: gl.constexpr):
-    """RowBias of the query rows from `first` on."""
+def _no_ranges():
+    words = gl.allocate_shared_memory(gl.int32, [2 * RANGES, 1], WORDS)
+    reinterpret(words, gl.int32, [2 * RANGES], WORDS).store(gl.full([2 * RANGES], -1, gl.int32, LANES))
+    return words
+
+
+@gluon.jit
+def bias_of_queries(bias, tile, first, ranges, KIND: gl.constexpr):
+    """ConsumerBias of the query rows from `first` on. ranges: the consumer's memory."""
     of_tile = bias_of_tile(bias, tile.segment, tile.head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
-    return RowBias(of_tile, first, query_times(of_tile, _row_indices(first), KIND))
+    rows = _row_indices(first)
+    if KIND.boundaries > 0:
+        rows = load_query_times(of_tile, rows, KIND).to(gl.int32)
+    block = first_time_block(tile.q_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
+    return ConsumerBias(of_tile, first, rows, block, ranges)
 
 
 @gluon.jit
-def bias_of_keys(bias, tile, head, first, KIND: gl.constexpr):
-    """RowBias of the keys from `first` on, for a query head."""
+def bias_of_keys(bias, tile, head, first, ranges, KIND: gl.constexpr):
+    """ConsumerBias of the keys from `first` on, for a query head. ranges: the consumer's memory."""
     of_tile = bias_of_tile(bias, tile.segment, head, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, KIND)
-    return RowBias(of_tile, first, key_times(of_tile, _row_indices(first), KIND))
+    rows = _row_indices(first)
+    if KIND.boundaries > 0:
+        rows = load_key_times(of_tile, rows).to(gl.int32)
+    block = first_time_block(tile.kv_start, tile.segment).to(gl.int32) + first // TIME_BLOCK
+    return ConsumerBias(of_tile, first, rows, block, ranges)
 
 
 @gluon.jit
-def _time_block(rows, columns, bias, KIND: gl.constexpr):
+def _find_bucket(distance, bias):
+    """The bucket of a NEAR distance."""
+    bucket = gl.load(bias.leading_bits_ptr + leading_bits(distance))
+    for _ in range(0, gl.load(bias.leading_bits_ptr + LEADING)):
+        bucket += (gl.load(bias.edges_ptr + bucket) <= distance).to(gl.int32)
+    return bucket
+
+
+@gluon.jit
+def _find_ranges(of_tile, row, window, TRANSPOSED: gl.constexpr):
+    """First and last bucket, in halves of a word, of the block of scores of the rows from `row` on with each of RANGES blocks of columns;
+    negative if a distance is not NEAR."""
+    row_ptr, column_ptr, num_columns = of_tile.query_extremes_ptr, of_tile.key_extremes_ptr, of_tile.kv_len
+    if TRANSPOSED:
+        row_ptr, column_ptr, num_columns = of_tile.key_extremes_ptr, of_tile.query_extremes_ptr, of_tile.q_len
+    earliest = gl.load(row_ptr + 2 * (row // TIME_BLOCK))
+    latest = gl.load(row_ptr + 2 * (row // TIME_BLOCK) + 1)
+    blocks = RANGES * window + gl.arange(0, RANGES, layout=LANES)
+    inside = blocks * TIME_BLOCK < num_columns
+    earliest_column = gl.load(column_ptr + 2 * blocks, mask=inside, other=0)
+    latest_column = gl.load(column_ptr + 2 * blocks + 1, mask=inside, other=0)
+    nearest = gl.maximum(gl.maximum(earliest - latest_column, earliest_column - latest), 0)
+    farthest = gl.maximum(latest - earliest_column, latest_column - earliest)
+    first = _find_bucket(gl.minimum(nearest, NEAR - 1).to(gl.int32), of_tile)
+    last = _find_bucket(gl.minimum(farthest, NEAR - 1).to(gl.int32), of_tile)
+    return gl.where(farthest < NEAR, first | last << 16, -1)
+
+
+@gluon.jit
+def _load_word(words, i):
+    return gl.sum(words.index(i).load(LANES), 0)
+
+
+@gluon.jit
+def _range_of(bias, column, TRANSPOSED: gl.constexpr):
+    """`_find_ranges` of the block from `column` on. The ranges of the blocks around it are kept in shared memory, behind them the block of
+    rows and the number of the window of columns. A load there takes a tenth of the time of finding a range."""
+    words, window = bias.ranges, column // TIME_BLOCK // RANGES
+    if (_load_word(words, RANGES) != bias.block) | (_load_word(words, RANGES + 1) != window):
+        thread_barrier()  # all warps have compared the words
+        ranges = _find_ranges(bias.of_tile, bias.row, window, TRANSPOSED)
+        reinterpret(words, gl.int32, [2 * RANGES], WORDS).slice(0, RANGES).store(ranges)
+        words.index(RANGES).store(gl.full([1], bias.block, gl.int32, LANES))
+        words.index(RANGES + 1).store(gl.full([1], window, gl.int32, LANES))
+        thread_barrier()
+    return _load_word(words, column // TIME_BLOCK % RANGES)
+
+
+@gluon.jit
+def _distances(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
+    """NEAR distances of a block: of timestamps modulo 2^32."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
+    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    if TRANSPOSED:
+        stamps = load_query_times(bias.of_tile, columns, KIND)
+    else:
+        stamps = load_key_times(bias.of_tile, columns)
+    return gl.abs(gl.convert_layout(bias.stamps, gl.SliceLayout(1, L))[:, None] - stamps.to(gl.int32)[None, :])
+
+
+@gluon.jit
+def _find_any_buckets(row, column, of_tile, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
+    """The buckets of a block, whatever the distances and boundaries are, and the first and last that there may be."""
+    L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
+    rows = row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
+    columns = column + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
+    if TRANSPOSED:
+        row_times, column_times = key_times(of_tile, rows, KIND), query_times(of_tile, columns, KIND)
+    else:
+        row_times, column_times = query_times(of_tile, rows, KIND), key_times(of_tile, columns, KIND)
+    numbers = gl.arange(0, KIND.boundaries, layout=gl.BlockedLayout([max(1, KIND.boundaries // 32)], [32], [4], [0]))
+    first, last, farthest = bucket_range(row_times, column_times, of_tile, numbers)
+    return find_buckets(row_times, column_times, of_tile, first, last, farthest), first, last
+
+
+@gluon.jit
+def _time_block(bias, column, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIND: gl.constexpr):
     """The time biases of a block, and their Buckets. Few buckets are found by a comparison with each boundary between them. More are found
-    by one load per score, of an entry of 16 bytes, if no leading bits have two boundaries. A load whose lanes have addresses of their own
-    takes as long as about ten comparisons."""
-    first, last, farthest = bucket_range(rows, columns, bias, boundary_numbers(KIND))
-    near = farthest < NEAR
-    if near & (last - first <= COMPARED):
-        COLUMNS: gl.constexpr = columns.stamps.shape[0]
+    by one load per score, of an entry of 16 bytes, if no leading bits have two boundaries."""
+    of_tile = bias.of_tile
+    found = _range_of(bias, column, TRANSPOSED)
+    first, last = found & 0xFFFF, found >> 16
+    if (found >= 0) & (last - first <= COMPARED):
         L: gl.constexpr = mma_layout(WARPGROUP_ROWS, COLUMNS)
         buckets = gl.full([WARPGROUP_ROWS, COLUMNS], first, gl.int32, L)
-        time = gl.full([WARPGROUP_ROWS, COLUMNS], gl.load(bias.time_ptr + first), gl.float32, L)
+        time = gl.full([WARPGROUP_ROWS, COLUMNS], gl.load(of_tile.time_ptr + first), gl.float32, L)
         if last > first:
-            distance = distances(rows, columns)
+            distance = _distances(bias, column, COLUMNS, TRANSPOSED, KIND)
             for bucket in range(first, last):
-                reached = distance >= gl.load(bias.edges_ptr + bucket)
-                time = gl.where(reached, gl.load(bias.time_ptr + bucket + 1), time)
+                reached = distance >= gl.load(of_tile.edges_ptr + bucket)
+                time = gl.where(reached, gl.load(of_tile.time_ptr + bucket + 1), time)
                 buckets = gl.where(reached, bucket + 1, buckets)
-    elif near & (gl.load(bias.entries_ptr + 4 * LEADING) != 0):
-        distance = distances(rows, columns)
-        entry = (bias.entries_ptr + 4 * leading_bits(distance)).to(gl.int64)
+    elif (found >= 0) & (gl.load(of_tile.entries_ptr + 4 * LEADING) != 0):
+        distance = _distances(bias, column, COLUMNS, TRANSPOSED, KIND)
+        entry = (of_tile.entries_ptr + 4 * leading_bits(distance)).to(gl.int64)
         time, buckets = gl.inline_asm_elementwise(
             """{ .reg .b32 edge, below, above, bucket, next; .reg .pred reached;
             ld.global.nc.v4.b32 {edge, below, above, bucket}, [$3];
@@ -147,8 +258,8 @@ def _time_block(rows, columns, bias, KIND: gl.constexpr):
             "=f,=r,r,l", [distance, entry], dtype=(gl.float32, gl.int32), is_pure=True, pack=1,
         )  # fmt: skip
     else:
-        buckets = find_buckets(rows, columns, bias, first, last, farthest)
-        time = gl.load(bias.time_ptr + buckets)
+        buckets, first, last = _find_any_buckets(bias.row, column, of_tile, COLUMNS, TRANSPOSED, KIND)
+        time = gl.load(of_tile.time_ptr + buckets)
     return time, Buckets(buckets, first, last)
 
 
@@ -167,13 +278,7 @@ def bias_block(bias, first, COLUMNS: gl.constexpr, TRANSPOSED: gl.constexpr, KIN
     else:
         block = gl.zeros([WARPGROUP_ROWS, COLUMNS], gl.float32, L)
     if KIND.boundaries > 0:
-        indices = first + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, L))
-        times = bias.times
-        rows = Times(gl.convert_layout(times.stamps, gl.SliceLayout(1, L)), times.earliest, times.latest)
-        if TRANSPOSED:
-            time, buckets = _time_block(rows, query_times(of_tile, indices, KIND), of_tile, KIND)
-        else:
-            time, buckets = _time_block(rows, key_times(of_tile, indices, KIND), of_tile, KIND)
+        time, buckets = _time_block(bias, first, COLUMNS, TRANSPOSED, KIND)
         block += time
     else:
         buckets = Buckets(first, first, first)  # nothing reads them
@@ -331,8 +436,8 @@ def _add_runs():
 
 @gluon.constexpr_function
 def _add_bucket():
-    """PTX that adds a thread's scores of one bucket to its sum of this bucket. Inputs: dS, the buckets, the bucket, and the address of the sum
-    of bucket 0."""
+    """PTX that adds a thread's scores of one bucket to its sum of this bucket. Inputs: dS, the buckets, the bucket, and the address of the
+    sum of bucket 0."""
     lines = ["{ .reg .pred same; .reg .b64 address; .reg .f32 sum;", "mov.f32 sum, 0f00000000;"]
     for register in range(32):
         lines += [f"setp.eq.s32 same, ${64 + register}, $96;", f"@same add.f32 sum, sum, ${32 + register};"]

@@ -61,7 +61,7 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from .bias import Bias
-from .hopper_bias import bias_block, bias_of_keys
+from .hopper_bias import bias_block, bias_of_keys, make_ranges
 from .hopper_common import (
     Schedule,
     Tile,
@@ -150,6 +150,7 @@ class _Kernel(NamedTuple):
     outputs: _Outputs
     scales: Scales
     bias: Bias
+    ranges: gl.tensor
     ds_ptr: gl.tensor
     ds_blocks_ptr: gl.tensor
     queue: TileQueue
@@ -426,7 +427,8 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 row = block * BLOCK
                 bias = None
                 if OPTIONS.bias is not None:
-                    bias = bias_of_keys(kernel.bias, tile, tile.head * OPTIONS.group + group_head, first, OPTIONS.bias)
+                    head = tile.head * OPTIONS.group + group_head
+                    bias = bias_of_keys(kernel.bias, tile, head, first, kernel.ranges[consumer], OPTIONS.bias)
                 if consumer_visits(tile, block, query_blocks, consumer, CONSUMERS, OPTIONS.mask, BLOCK):
                     ds_block = _ds_block(first_block, tile, number, visited.blocks, OPTIONS)
                     dk, dv, tail_phase = _dkdv_block(
@@ -441,7 +443,8 @@ def _dkdv_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 bias, row = None, 0
                 if OPTIONS.bias is not None:
                     _, _, group_head, block = _visited_rows(schedule, tile, number, visited, OPTIONS)
-                    bias, row = bias_of_keys(kernel.bias, tile, tile.head * OPTIONS.group + group_head, first, OPTIONS.bias), block * BLOCK
+                    head, row = tile.head * OPTIONS.group + group_head, block * BLOCK
+                    bias = bias_of_keys(kernel.bias, tile, head, first, kernel.ranges[consumer], OPTIONS.bias)
                 dk, dv, tail_phase = _dkdv_block(
                     keys, rings, step + number, dk, dv, Rows(row, 0, BLOCK, first_target), score_factor(scales.scale, OPTIONS.activation),
                     bias, tail_phase, ds_block, consumer, OPTIONS, False,
@@ -496,6 +499,7 @@ def attention_bwd_dkdv_hopper_kernel(
     scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(
-        q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, bias, ds_ptr, ds_blocks_ptr, queue
+        q_desc, do_desc, k_desc, v_desc, schedule, rings, stats, outputs, scales, bias, make_ranges(CONSUMERS, BIAS), ds_ptr,
+        ds_blocks_ptr, queue,
     )  # fmt: skip
     launch_specialised(_dkdv_consume, _dkdv_produce, kernel, OPTIONS, REGISTERS)

@@ -69,7 +69,7 @@ from ..schedule.host import Segments
 from .bias import Bias
 from .bias_tables import kernel_bias
 from .configs import HopperConfig
-from .hopper_bias import bias_block, bias_of_queries
+from .hopper_bias import bias_block, bias_of_queries, make_ranges
 from .hopper_common import (
     Position,
     Schedule,
@@ -143,6 +143,7 @@ class _Kernel(NamedTuple):
     outputs: _Outputs
     scales: _Scales
     bias: Bias
+    ranges: gl.tensor
     queue: TileQueue
 
 
@@ -434,7 +435,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                 _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
             bias = None
             if OPTIONS.bias is not None:
-                bias = bias_of_queries(kernel.bias, tile, first, OPTIONS.bias)
+                bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
             visit = _Visit(wave, step, tile, blocks, visited, skipped, first + tile.kv_len - tile.q_len, num_keys, bias)
             acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
             if SOFTMAX:
@@ -477,7 +478,7 @@ def attention_fwd_hopper_kernel(
     outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
     scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
-    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, queue)
+    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, make_ranges(CONSUMERS, BIAS), queue)
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
 
 
@@ -496,6 +497,6 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
-            params.segment_scale, kernel_bias(params, entries=True), params.scale, act_factor, params.output_scale, lse.stride(0),
+            params.segment_scale, kernel_bias(params, segments, q.shape[0]), params.scale, act_factor, params.output_scale, lse.stride(0),
             Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, **constants,
         )  # fmt: skip

@@ -142,7 +142,7 @@ def triton_attention_backward(
         workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
         dtables = hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
-        bias = kernel_bias(params, entries=False)
+        bias = kernel_bias(params)
         dtables = _triton_dq(operands, grads, queries, params, bias, selection)
         _triton_dkdv(operands, grads, keys, params, bias, kv_shared, selection)
     if q_shared:
@@ -229,7 +229,7 @@ def _triton_forward(operands: Operands, segments: Segments, params: AttentionPar
         attention_fwd_kernel[grid](
             q, k, v, out, lse, *_descriptors(selection.tma, align, (k, config.block), (v, config.block)),
             segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets,
-            params.segment_scale, kernel_bias(params, entries=False), *_scales(q, params), *strides, lse.stride(0),
+            params.segment_scale, kernel_bias(params), *_scales(q, params), *strides, lse.stride(0),
             **_constants(config, operands, params), ALIGN=align, BLOCK_M=config.tile, BLOCK_N=config.block, Q_SHARED=params.q_shared,
         )  # fmt: skip
 

@@ -88,7 +88,8 @@ def bias_types(arg: str, kind: BiasKind, scratch: bool, entries: bool) -> tuple 
             *given("*i32", "i32", by=time and entries),
             *given("*i64", by=time),
         )
-        return Bias(*tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift))
+        extremes = given("*i64", "*i64", by=time and entries)
+        return Bias(*tables, *given("*i64", by=kind.query_times), *given("*i64", by=kind.shift), *extremes)
     if arg == "sums":
         tables = *given("*fp32", "i32", by=position), *given("*fp32", "i32", "i32", by=time)
         return TableSums(*tables, *given("*fp32", by=position and scratch))

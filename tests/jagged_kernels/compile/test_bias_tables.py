@@ -19,10 +19,12 @@ KINDS = BIASES | {"time": BiasKind(position=False, boundaries=128, query_times=F
 )
 def test_bias_tables_kernel_compiles(capability, kind, num_boundaries, entries):
     def type_of(arg):
-        types = dict(position_ptr="*fp32", time_ptr="*fp32", inverse_scale="fp32")
+        types = dict(position_ptr="*fp32", time_ptr="*fp32", q_offsets_ptr="*i32", kv_offsets_ptr="*i32", inverse_scale="fp32")
         return types.get(arg, bias_types(arg, KINDS[kind], scratch=False, entries=entries))
 
-    constants = dict(BITS=num_boundaries.bit_length()) | {"time": dict(position_ptr=None), "position": dict(time_ptr=None)}.get(kind, {})
+    constants = dict(BITS=num_boundaries.bit_length(), KIND=KINDS[kind])
+    constants |= {"time": dict(position_ptr=None), "position": dict(time_ptr=None)}.get(kind, {})
+    constants |= {} if entries else dict(q_offsets_ptr=None, kv_offsets_ptr=None)
     assert compile_for(capability, bias_tables_kernel, constants, type_of, aligned=(), num_warps=8).asm["cubin"]
 
 

@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from jagged_kernels.attention.bias import LEADING, LEADING_SHIFT, PAD  # noqa: E402
 from jagged_kernels.attention.bias_tables import TableGradients, empty_table_gradients, kernel_bias  # noqa: E402
 from jagged_kernels.attention.params import AttentionParams  # noqa: E402
+from jagged_kernels.schedule.host import Segments  # noqa: E402
 
 SCALE = 0.25
 LARGEST = 2**63 - 1
@@ -28,9 +29,13 @@ def params(position=None, time=None, **fields):
     return AttentionParams(SCALE, False, "softmax", None, 1.0, False, True, None, None, position, time, **fields)
 
 
+NO_ROWS = Segments(torch.tensor([0]), torch.tensor([0]), None)  # without segments there are no timestamps
+
+
 def bucket_tables(boundaries, time, entries=True):
     """edges, leading bits and entries as the kernel makes them."""
-    bias = kernel_bias(params(None, time, boundaries=boundaries), entries)
+    given = params(None, time, boundaries=boundaries, timestamps=torch.zeros(0, dtype=torch.int64))
+    bias = kernel_bias(given, NO_ROWS if entries else None)
     return bias.edges_ptr, bias.leading_bits_ptr, bias.entries_ptr
 
 
@@ -124,7 +129,7 @@ def test_any_value_is_kept():
     """NaNs, infinities, zeros of both signs and denormal numbers."""
     boundaries, time = torch.tensor([3, 1000]), torch.tensor([[math.nan, -math.inf, -0.0], [0.0, 2.0**-149, math.inf]])
     for table in (time, time[:1]):
-        bias = kernel_bias(params(None, table, boundaries=boundaries), entries=True)
+        bias = kernel_bias(params(None, table, boundaries=boundaries, timestamps=torch.zeros(0, dtype=torch.int64)), NO_ROWS)
         assert_close(bias.time_ptr, table / SCALE, rtol=0, atol=0, equal_nan=True)
         for head, entries in enumerate(bias.entries_ptr):
             values, buckets = found_entries(torch.tensor([0, 2, 3, 999, 1000, MOST]), entries)
@@ -143,19 +148,21 @@ def test_the_default_boundaries_need_few_comparisons():
 
 def test_the_kernels_argument():
     position, times = torch.arange(10.0).view(2, 5), torch.arange(3)
-    assert kernel_bias(params(), entries=True) is None
-    bias = kernel_bias(params(position, query_shift=times), entries=True)
+    segments = Segments(torch.tensor([0, 2]), torch.tensor([0, 3]), None)
+    assert kernel_bias(params(), segments, 2) is None
+    bias = kernel_bias(params(position, query_shift=times), segments, 2)
     assert bias.num_positions == 5 + 2 * PAD.value == bias.position_stride
     assert torch.equal(bias.position_ptr[:, PAD.value - 1 : PAD.value + 6], pad(position / SCALE, (1, 1), mode="replicate"))
     assert bias.query_shift_ptr is times and bias.time_ptr is bias.boundaries_ptr is bias.edges_ptr is bias.timestamps_ptr is None
-    assert bias.entries_ptr is bias.entries_stride is None
+    assert bias.entries_ptr is bias.entries_stride is bias.query_extremes_ptr is bias.key_extremes_ptr is None
     given = params(position[:1], torch.zeros(1, 4), timestamps=times, boundaries=torch.arange(3))
-    bias = kernel_bias(given, entries=True)
+    bias = kernel_bias(given, segments, 2)
     assert bias.position_stride == bias.time_stride == bias.entries_stride == 0
     assert bias.num_boundaries == 3 and bias.query_timestamps_ptr is None
-    assert kernel_bias(given, entries=False).entries_ptr is None
+    portable = kernel_bias(given)
+    assert portable.entries_ptr is portable.query_extremes_ptr is portable.key_extremes_ptr is None
     given = given._replace(time_bias=torch.zeros(2, 4))
-    assert kernel_bias(given, entries=True).entries_stride == 4 * LEADING.value + 4
+    assert kernel_bias(given, segments, 2).entries_stride == 4 * LEADING.value + 4
 
 
 @pytest.mark.parametrize("heads, entries", [(1, 1), (3, 5), (2, 601)])
@@ -163,11 +170,36 @@ def test_position_tables_are_padded_with_their_ends(heads, entries):
     """In one launch with the tables that find buckets, and alone."""
     position, time, boundaries = torch.randn(heads, entries), torch.randn(2, 21), jm.RelativeBias.log_boundaries(20)
     expected = pad(position / SCALE, (PAD.value, PAD.value), mode="replicate")
-    assert torch.equal(kernel_bias(params(position), entries=False).position_ptr, expected)
-    bias = kernel_bias(params(position, time, boundaries=boundaries), entries=True)
+    assert torch.equal(kernel_bias(params(position)).position_ptr, expected)
+    times = torch.arange(3)
+    bias = kernel_bias(params(position, time, boundaries=boundaries, timestamps=times), Segments(*[torch.tensor([0, 3])] * 2, None), 3)
     assert torch.equal(bias.position_ptr, expected)
     tables = bias.edges_ptr, bias.leading_bits_ptr, bias.entries_ptr
     assert all(torch.equal(x, y) for x, y in zip(tables, expected_tables(boundaries, time), strict=True))
+
+
+@pytest.mark.parametrize("query_times", [False, True])
+def test_extremes_of_timestamps(query_times):
+    """Of each 64 rows of a segment: empty, short and long ones, with timestamps in any order."""
+    q_lens, kv_lens, shifts = [0, 5, 64, 65, 1500, 1], [3, 0, 200, 65, 1111, 70], [-2, 0, 100, 0, 3, 69]
+    q_offsets, kv_offsets = (torch.tensor([0, *x]).cumsum(0).int() for x in (q_lens, kv_lens))
+    times = torch.randint(-(2**62), 2**62, (sum(kv_lens),))
+    of_queries = torch.randint(-(2**62), 2**62, (sum(q_lens),))
+    shift = torch.tensor(shifts) - q_offsets.diff().neg().add(kv_offsets.diff())  # positions of the first queries, as kv_len - q_len + this
+    given = params(None, torch.zeros(1, 2), timestamps=times, boundaries=torch.tensor([5]), query_shift=shift.long())
+    given = given._replace(query_timestamps=of_queries if query_times else None)
+    bias = kernel_bias(given, Segments(q_offsets, kv_offsets, None), sum(q_lens))
+    for segment, (q_len, kv_len) in enumerate(zip(q_lens, kv_lens)):
+        keys = times[kv_offsets[segment] : kv_offsets[segment + 1]]
+        if query_times:
+            queries = of_queries[q_offsets[segment] : q_offsets[segment + 1]]
+        elif kv_len:
+            queries = keys[(torch.arange(q_len) + shifts[segment] + 1).clamp(0, kv_len - 1)]
+        else:
+            queries = torch.zeros(q_len, dtype=torch.int64)
+        for extremes, start, rows in ((bias.query_extremes_ptr, q_offsets, queries), (bias.key_extremes_ptr, kv_offsets, keys)):
+            for block, stamps in enumerate(rows.split(64) if len(rows) else ()):
+                assert extremes[int(start[segment]) // 64 + segment + block].tolist() == [int(stamps.min()), int(stamps.max())]
 
 
 @pytest.mark.parametrize("threads", [None, 128])
