@@ -100,14 +100,6 @@ class BiasOfTile(NamedTuple):
     kv_len: tl.tensor
 
 
-class RowBias(NamedTuple):
-    """The bias of a tile's or consumer's rows, queries or keys: that of their segment and head, the first row, and the rows' Times."""
-
-    of_tile: BiasOfTile
-    row: tl.tensor
-    times: Times
-
-
 @triton.jit
 def bias_of_tile(bias, segment, head, q_start, q_len, kv_start, kv_len, KIND: tl.constexpr):
     """The BiasOfTile of a segment and query head."""

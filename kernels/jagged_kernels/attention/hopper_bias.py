@@ -117,10 +117,16 @@ def make_ranges(CONSUMERS: gl.constexpr, KIND: gl.constexpr):
     """Memory of each consumer for `_range_of`."""
     if KIND is None or KIND.boundaries == 0:
         return 0, 0, 0
-    elif CONSUMERS == 2:
-        return _no_ranges(), _no_ranges()
     else:
-        return _no_ranges(), _no_ranges(), _no_ranges()
+        return _of_each_consumer(_no_ranges, CONSUMERS)
+
+
+@gluon.jit
+def _of_each_consumer(make: gl.constexpr, CONSUMERS: gl.constexpr):
+    if CONSUMERS == 2:
+        return make(), make()
+    else:
+        return make(), make(), make()
 
 
 @gluon.jit
@@ -324,10 +330,8 @@ def make_scratch(CONSUMERS: gl.constexpr):
     """Shared scratch memory of each consumer, 0 at first."""
     if not SHARED_SCRATCH:
         return 0, 0, 0
-    elif CONSUMERS == 2:
-        return _zeroed_scratch(), _zeroed_scratch()
     else:
-        return _zeroed_scratch(), _zeroed_scratch(), _zeroed_scratch()
+        return _of_each_consumer(_zeroed_scratch, CONSUMERS)
 
 
 @gluon.jit

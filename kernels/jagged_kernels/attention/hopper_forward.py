@@ -151,7 +151,7 @@ class _Visit(NamedTuple):
     """A consumer's work on a tile: the blocks of keys from the `skipped`-th to the last visited one.
 
     wave: step of the ring of q. step: of the tile's first block in the rings of k and v. row: column of the consumer's first row.
-    num_keys: in the first block, the only one that the segment's end may cut. bias: RowBias of the consumer's rows, or None.
+    num_keys: in the first block, the only one that the segment's end may cut. bias: ConsumerBias of the consumer's rows, or None.
     """
 
     wave: gl.tensor

@@ -5,7 +5,15 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from .bias import RowBias, bias_of_tile, bucket_block, first_entry, key_times, query_times
+from .bias import BiasOfTile, Times, bias_of_tile, bucket_block, first_entry, key_times, query_times
+
+
+class RowBias(NamedTuple):
+    """The bias of a tile's rows, queries or keys: that of their segment and head, the first row, and the rows' Times."""
+
+    of_tile: BiasOfTile
+    row: tl.tensor
+    times: Times
 
 
 @triton.jit
