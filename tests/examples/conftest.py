@@ -1,4 +1,3 @@
-import gc
 import sys
 from functools import partial
 from pathlib import Path
@@ -14,15 +13,6 @@ from checkpoints import find_checkpoint  # noqa: E402
 
 # A second thread does not make such small models faster, and on a busy machine threads that wait for one another cost minutes.
 torch.set_num_threads(1)
-
-
-@pytest.fixture(autouse=True)
-def everything_is_collected_again():
-    """The servers exclude objects from garbage collection."""
-    before = gc.get_freeze_count()
-    yield
-    if gc.get_freeze_count() > before:
-        gc.unfreeze()
 
 
 @pytest.fixture
