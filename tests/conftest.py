@@ -1,5 +1,6 @@
 """What the tests of all packages share: offsets from lengths, a fixed budget for hypothesis, the gpu mark."""
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -27,6 +28,14 @@ os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(INDUCTOR_CACHE))
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def older_objects_are_not_collected():
+    """Imports make a million objects. To visit them in each garbage collection, of which torch and the tests start many, takes a quarter of
+    all time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture

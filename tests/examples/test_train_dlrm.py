@@ -8,6 +8,7 @@ import pytest
 import train_dlrm
 from ranking_model import INTERACTIONS, PARTS
 
+pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--batch-size", "8", "--embedding-dim", "16", "--num-heads", "2"]
 

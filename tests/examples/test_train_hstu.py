@@ -14,6 +14,7 @@ from sequence_model import ENCODERS
 
 from ..marks import SLOW
 
+pytestmark = pytest.mark.usefixtures("few_measured_steps")
 ROOT = Path(__file__).parents[2]
 TINY = ["--device", "cpu", "--users", "25", "--epochs", "2", "--embedding-dim", "16", "--num-negatives", "64"]
 TINY += ["--max-history", "40", "--batch-events", "512"]

@@ -6,7 +6,7 @@ import os
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
-    from .patching import make_faster
+    from faster_interpreter import make_faster
 
     make_faster()
 
