@@ -30,10 +30,9 @@ def seed():
     torch.manual_seed(0)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def older_objects_are_not_collected():
-    """Imports make a million objects. To visit them in each garbage collection, of which torch and the tests start many, takes a quarter of
-    all time."""
+@pytest.fixture(scope="session", autouse=True)
+def imported_objects_are_not_collected():
+    """Imports make a million objects. Each garbage collection, of which torch and the tests start many, would visit them."""
     gc.collect()
     gc.freeze()
 
