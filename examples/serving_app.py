@@ -146,7 +146,7 @@ class Service:
     def to_request(self, body: RankBody) -> Request:
         """The request, checked. HTTPException with what is wrong."""
         histories, limits = self.ranker.histories, self.limits
-        self._check_user(body.user)
+        self.check_user(body.user)
         for name, length, most in (
             ("candidates", len(body.candidates), limits.max_candidates),
             ("events", len(body.events), limits.max_events),
@@ -154,12 +154,17 @@ class Service:
             if length > most:
                 raise HTTPException(413, f"{name} must be at most {most}, got {length}")
         candidates = self._items("candidates", body.candidates)
-        events = NewEvents(self._items("events", [event.item for event in body.events]), self._ratings(body.events))
+        events = self.to_events(body.events)
         if self.ranker.needs_history and not histories.length(body.user) + len(body.events):
             raise HTTPException(422, f"user {body.user} has no events yet: send some in 'events'")
         return Request(body.user, candidates, events)
 
-    def _check_user(self, user: int) -> None:
+    def to_events(self, events: list[Event]) -> NewEvents:
+        """The events, checked. HTTPException with what is wrong."""
+        return NewEvents(self._items("events", [event.item for event in events]), self._ratings(events))
+
+    def check_user(self, user: int) -> None:
+        """HTTPException if there is no such user."""
         if not 0 <= user < self.ranker.histories.num_users:
             raise HTTPException(404, f"no user {user}: users are 0 to {self.ranker.histories.num_users - 1}")
 
@@ -204,7 +209,7 @@ class Service:
 
     def user(self, user: int, candidates: list[int], count: int = 50) -> dict[str, Any]:
         """The latest events of a user, and attention weights of candidates over them."""
-        self._check_user(user)
+        self.check_user(user)
         window = self.ranker.histories.window(user, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
         ratings = self.ranker.ratings
         events = [

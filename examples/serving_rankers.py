@@ -74,6 +74,10 @@ class Histories:
         if len(events.item):
             self._added[user] = _joined(self._added.get(user, NONE), events)
 
+    def replace(self, user: int, events: NewEvents) -> None:
+        """Replace the events that were added."""
+        self._added[user] = events
+
     def window(self, user: int, events: NewEvents, count: int) -> NewEvents:
         """The last `count` events of a user's history and these new ones."""
         rows = slice(max(self._offsets[user], self._offsets[user + 1] - count), self._offsets[user + 1])
@@ -174,6 +178,12 @@ class Ranker(ABC):
             differing = sorted(name for name in shapes[0].keys() | shapes[1].keys() if shapes[0].get(name) != shapes[1].get(name))
             raise ValueError(f"the weights are of another model: {', '.join(differing[:5])} differ")
         self.model.load_state_dict(weights.tensors)
+
+    def replace_events(self, user: int, events: NewEvents) -> None:
+        """Replace the events that requests brought. The user's next request encodes the history anew."""
+        self.histories.replace(user, events)
+        if self.cache is not None:
+            self.cache.evict([user])
 
     def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of it."""

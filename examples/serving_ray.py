@@ -1,9 +1,11 @@
-"""Serves a ranker on Ray Serve, on any number of processes or machines: python examples/serving_ray.py --weights FILE --shards 2
+"""Serves a ranker on Ray Serve, on any number of processes or machines: python examples/serving_ray.py --weights FILE --max-replicas 4
 
-Each shard is a deployment with one replica that owns a part of the users: it has their new events and their cached histories. The ingress
-sends a request to the shard of its user, `user % shards`, so a user's requests always meet the same state. Ray restarts a replica that
-dies; the events that its requests brought are then lost, because this example stores them in memory only. For the same reason the number of
-shards is fixed: replicas that come and go need an event store outside of them.
+The replicas have the model, and each caches the histories of its users. Ray adds replicas under load and removes idle ones. The ingress
+sends a request to the replica of its user, by Ray's consistent hashing: a user's requests meet the same cache while the replicas stay the
+same, and of n replicas a new one takes the users of about one in n.
+
+The event store has the events that requests brought. A replica asks it before it scores, and tells it before it answers. So a user who
+comes from another replica, or from one that died, has the whole history. The store is in memory: it begins empty when it is started again.
 """
 
 import argparse
@@ -13,15 +15,22 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from checkpoints import load_weights
 from fastapi import FastAPI, HTTPException
 from ray import serve
-from serving_app import RankBody, Service, ServiceLimits, exclude_from_collection, http_errors
+from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
+from serving_app import Event, RankBody, Service, ServiceLimits, exclude_from_collection, http_errors
 from serving_rankers import make_ranker
 from training import pick_device
 
+MAX_ONGOING = 1000  # requests of a replica, the ingress or the store; the queue of the replica's service is shorter, and refuses with 429
+DRAIN_SECONDS = 30  # a replica that is removed has this time to answer what it was sent
+STALE = -1
+ROUTER = RequestRouterConfig(request_router_class=ConsistentHashRouter, request_router_kwargs={"num_fallback_replicas": 0})
 app = FastAPI(title="ranker", docs_url=None, redoc_url=None, openapi_url=None)
 
 
@@ -32,30 +41,73 @@ class Connected:
         return False
 
 
-@serve.deployment(max_ongoing_requests=1000)
-class Shard:
-    """The service of a part of the users."""
+@serve.deployment(max_ongoing_requests=MAX_ONGOING)
+class EventStore:
+    """The events that requests brought, by user."""
 
-    def __init__(self, weights: str, data: str | None, device: str, cache_bytes: int, threads: int):
+    def __init__(self) -> None:
+        self.events: dict[int, list[dict[str, Any]]] = {}
+
+    async def get(self, user: int, known: int) -> list[dict[str, Any]] | None:
+        """The user's events; None if they are as many as the caller knows."""
+        events = self.events.get(user, [])
+        return None if len(events) == known else events
+
+    async def add(self, user: int, events: list[dict[str, Any]]) -> int:
+        """The number of the user's events, with these."""
+        self.events[user] = [*self.events.get(user, []), *events]
+        return len(self.events[user])
+
+
+@serve.deployment(max_ongoing_requests=MAX_ONGOING, graceful_shutdown_timeout_s=DRAIN_SECONDS, request_router_config=ROUTER)
+class Replica:
+    """The service, with the histories of the users whose requests come here."""
+
+    def __init__(self, store: Any, weights: str, data: str | None, device: str, cache_bytes: int, threads: int):
         torch.set_num_threads(threads)
         ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data)
         self.service = Service(ranker, ServiceLimits(), reload=lambda: ranker.load(load_weights(Path(weights))))
+        self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
+        self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
+        self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
         exclude_from_collection()
 
     async def rank(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the answer. Exceptions would lose their status on the way to the ingress."""
         try:
             with http_errors():
-                return 200, await self.service.rank(RankBody(**body), Connected())
+                return 200, await self._rank(RankBody(**body))
         except HTTPException as error:
             return error.status_code, {"error": error.detail}
+
+    async def _rank(self, body: RankBody) -> dict[str, Any]:
+        user, events = body.user, [event.model_dump() for event in body.events]
+        self.service.check_user(user)
+        async with self.turns.setdefault(user, asyncio.Lock()):  # one request of a user at a time
+            known = await self._catch_up(user)
+            self.known[user] = STALE  # if anything fails
+            answer = await self.service.rank(body, Connected())
+            total = await self.store.add.remote(user, events) if events else known
+            if total == known + len(events):  # no other replica added events of this user
+                self.known[user] = total
+        return {**answer, "replica": self.name}
+
+    async def _catch_up(self, user: int) -> int:
+        """Give the user's history the events of the store. Returns their number."""
+        known = self.known.get(user, 0)
+        stored = await self.store.get.remote(user, known)
+        if stored is None:
+            return known
+        events = self.service.to_events([Event(**event) for event in stored])
+        await asyncio.wrap_future(self.service.batcher.between_batches(lambda: self.service.ranker.replace_events(user, events)))
+        return len(stored)
 
     async def reload(self) -> int:
         return await self.service.reload()
 
-    async def counts(self) -> dict[str, int]:
-        """The id of the shard's process, and what happened to the histories of its requests."""
-        return {"process": os.getpid(), **self.service.ranker.counts}
+    async def counts(self) -> dict[str, Any]:
+        """The replica, the id of its process, and what happened to the histories of its requests."""
+        return {"replica": self.name, "process": os.getpid(), **self.service.ranker.counts}
 
     def check_health(self) -> None:
         """Ray calls it, and replaces the replica if it raises."""
@@ -63,57 +115,70 @@ class Shard:
             raise RuntimeError("the scoring thread has ended")
 
 
-@serve.deployment
+@serve.deployment(max_ongoing_requests=MAX_ONGOING)
 @serve.ingress(app)
 class Ingress:
-    """Sends each request to the shard of its user."""
+    """Sends each request to the replica of its user."""
 
-    def __init__(self, *shards: Any):
-        self.shards = shards
+    def __init__(self, replicas: Any):
+        self.replicas = replicas
 
     @app.post("/rank")
     async def rank(self, body: RankBody) -> dict[str, Any]:
-        shard = body.user % len(self.shards)
-        status, answer = await self.shards[shard].rank.remote(body.model_dump())
+        status, answer = await self.replicas.options(session_id=str(body.user)).rank.remote(body.model_dump())
         if status != 200:
             raise HTTPException(status, answer["error"])
-        return {**answer, "shard": shard}
+        return answer
 
     @app.post("/reload")
     async def reload(self) -> dict[str, list[int]]:
-        return {"weights_version": await asyncio.gather(*(shard.reload.remote() for shard in self.shards))}
+        return {"weights_version": await self.replicas.broadcast("reload").results_async()}
 
     @app.get("/counts")
-    async def counts(self) -> list[dict[str, int]]:
-        return await asyncio.gather(*(shard.counts.remote() for shard in self.shards))
+    async def counts(self) -> list[dict[str, Any]]:
+        return await self.replicas.broadcast("counts").results_async()
 
 
 def make_application(options: argparse.Namespace) -> Any:
-    """The ingress and the shards, for `serve.run`."""
+    """The ingress, the replicas and the store, for `serve.run`."""
     settings = (str(options.weights.resolve()), options.data, options.device, int(options.cache_mb * 1e6), options.threads)
-    resources = {"num_gpus": options.gpus, "num_cpus": options.cpus}
-    shards = [Shard.options(name=f"shard-{i}", ray_actor_options=resources).bind(*settings) for i in range(options.shards)]
-    return Ingress.bind(*shards)
+    scaling = AutoscalingConfig(
+        min_replicas=options.min_replicas,
+        max_replicas=options.max_replicas,
+        target_ongoing_requests=options.target_ongoing_requests,
+        look_back_period_s=options.look_back,
+        upscale_delay_s=options.upscale_delay,
+        downscale_delay_s=options.downscale_delay,
+    )
+    replicas = Replica.options(autoscaling_config=scaling, ray_actor_options={"num_gpus": options.gpus, "num_cpus": options.cpus})
+    store = EventStore.options(ray_actor_options={"num_cpus": 0})
+    return Ingress.options(ray_actor_options={"num_cpus": 0}).bind(replicas.bind(store.bind(), *settings))
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run, at the same path on all machines")
     parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
-    parser.add_argument("--shards", type=int, default=2, help="parts of the users, a process each")
+    parser.add_argument("--min-replicas", type=int, default=1, help="replicas without load, a process each")
+    parser.add_argument("--max-replicas", type=int, default=4, help="replicas under load; as many as --min-replicas: no scaling")
+    parser.add_argument("--target-ongoing-requests", type=float, default=16, help="requests of a replica at a time that scaling aims at")
+    parser.add_argument("--look-back", type=float, default=30, help="seconds over which ongoing requests are averaged")
+    parser.add_argument("--upscale-delay", type=float, default=30, help="seconds of more load before replicas are added")
+    parser.add_argument("--downscale-delay", type=float, default=600, help="seconds of less load before replicas are removed")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch in each shard")
-    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache of a shard; 0: no cache")
-    parser.add_argument("--gpus", type=float, default=0, help="GPUs of a shard")
-    parser.add_argument("--cpus", type=float, default=1, help="CPU cores that Ray reserves for a shard")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch in each replica")
+    parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache of a replica; 0: no cache")
+    parser.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
+    parser.add_argument("--cpus", type=float, default=1, help="CPU cores that Ray reserves for a replica")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
-    if options.shards < 1:
-        sys.exit(f"serving_ray: --shards must be at least 1, not {options.shards}")
+    if not 1 <= options.min_replicas <= options.max_replicas:
+        counts = f"{options.min_replicas} and {options.max_replicas}"
+        sys.exit(f"serving_ray: --min-replicas must be at least 1 and at most --max-replicas, not {counts}")
     serve.start(http_options={"port": options.port})
     serve.run(make_application(options))
     while True:

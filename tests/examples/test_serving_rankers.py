@@ -82,6 +82,20 @@ def test_a_failure_changes_nothing(served, name, monkeypatch):
 
 
 @every_model
+def test_events_that_are_replaced(served, name):
+    """The scores are those of a ranker that never had the first events, also for a user who was cached."""
+    ranker, whole = ranker_of(served[name]), ranker_of(served[name], 0)
+    requests = Requests(ranker)
+    ranker.score([requests.of(1, events=2), requests.of(2)])
+    events = requests.of(1, events=3).events
+    ranker.replace_events(1, events)
+    whole.histories.add(1, events)
+    for count in (0, 1, 0):
+        after = [requests.of(1, events=count), requests.of(2)]
+        assert_same_scores(ranker.score(after), whole.score(after))
+
+
+@every_model
 def test_a_batch_that_the_cache_has_no_room_for(served, name):
     ranker = ranker_of(served[name], 40_000)
     with pytest.raises(jm.CacheFull):

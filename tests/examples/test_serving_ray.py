@@ -1,79 +1,295 @@
-"""Two shards on Ray Serve on this machine: affinity of users, scores, faults, and a replica that is killed. Skipped without Ray."""
+"""Replicas on Ray Serve on this machine: affinity of users, scores, faults, scaling, and a replica that is killed. Skipped without Ray."""
 
+import asyncio
 import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from .serving import Requests, ranker_of
-
 httpx = pytest.importorskip("httpx", reason='needs the extra "serve"')
 ray = pytest.importorskip("ray", reason='needs the package "ray[serve]"')
 serve = pytest.importorskip("ray.serve", reason='needs the package "ray[serve]"')
-pytestmark = pytest.mark.slow
+
+import serving_ray  # noqa: E402
+
+from .serving import Requests, ranker_of  # noqa: E402
+
+TWO = ["--min-replicas", "2", "--max-replicas", "2"]
+DELAYS = ["--look-back", "11", "--upscale-delay", "1", "--downscale-delay", "1"]
+ONE_OR_TWO = ["--max-replicas", "2", "--target-ongoing-requests", "5", *DELAYS]
+NO_REPLICA = [
+    (["--min-replicas", "0"], "not 0 and 4"),
+    (["--min-replicas", "3", "--max-replicas", "2"], "not 3 and 2"),
+]
 
 
-@pytest.fixture(scope="module", params=["attention", "hstu"])
-def deployed(request, served):
-    """The weights, and a client of their deployment."""
-    import serving_ray
+def body_of(request, ratings):
+    """The request as JSON."""
+    events = [{"item": int(i), "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
+    return {"user": request.user, "candidates": request.candidates.tolist(), "events": events, "deadline_ms": 60_000}
 
+
+# -- without processes of Ray ------------------------------------------------------------------------------------------------------------
+
+
+async def owners_of(sets_of_replicas, users):
+    """For each set of replicas the replica of each user."""
+    from ray.serve._private.common import DeploymentHandleSource, DeploymentID
+    from ray.serve.request_router import ReplicaID
+
+    deployment, config = DeploymentID("Replica"), serving_ray.ROUTER
+    router = config.get_request_router_class()(deployment, DeploymentHandleSource.REPLICA)
+    router.initialize_state(**config.request_router_kwargs)
+    owners = []
+    for names in sets_of_replicas:
+        router.update_replicas([SimpleNamespace(replica_id=ReplicaID(name, deployment)) for name in names])
+        replicas, chosen = list(router.curr_replicas.values()), []
+        for user in range(users):
+            request = SimpleNamespace(metadata=SimpleNamespace(session_id=str(user)), routing_context=SimpleNamespace())
+            ((replica,),) = await router.choose_replicas(replicas, request)
+            chosen.append(replica.replica_id.unique_id)
+        owners.append(chosen)
+    return owners
+
+
+def test_few_users_move_when_a_replica_comes_or_goes():
+    """The new replica takes users of all others, no user moves between the others, and all return when it goes."""
+    four, five, users = "abcd", "abcde", 5000
+    before, with_e, reordered, after = asyncio.run(owners_of([four, five, five[::-1], four], users))
+    moved = [(old, new) for old, new in zip(before, with_e, strict=True) if old != new]
+    assert {new for _, new in moved} == {"e"} and {old for old, _ in moved} == set(four)
+    assert 0.1 < len(moved) / users < 0.3  # 1 in 5, and the hash ring's unevenness
+    assert min(before.count(name) for name in four) > 0.15 * users
+    assert with_e == reordered and before == after
+
+
+@pytest.mark.parametrize(("arguments", "message"), NO_REPLICA)
+def test_numbers_of_replicas_that_do_not_fit_end_with_one_line(arguments, message):
+    with pytest.raises(SystemExit, match=f"serving_ray: --min-replicas must be at least 1 and at most --max-replicas, {message}"):
+        serving_ray.main(["--weights", "any.pt", *arguments])
+
+
+class Replicas:
+    """Two replicas and their store in this process, and a ranker that scores the same requests."""
+
+    def __init__(self, weights, monkeypatch):
+        context = SimpleNamespace(replica_id=SimpleNamespace(unique_id="name"))
+        monkeypatch.setattr(serve, "get_replica_context", lambda: context)
+        self.store = serving_ray.EventStore.func_or_class()
+        handle = SimpleNamespace(**{name: SimpleNamespace(remote=getattr(self.store, name)) for name in ("get", "add")})
+        self.replicas = [serving_ray.Replica.func_or_class(handle, str(weights), None, "cpu", 10**7, 1) for _ in range(2)]
+        self.handle, self.offline = handle, ranker_of(weights, 0)
+        self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
+
+    def close(self):
+        for replica in self.replicas:
+            replica.service.batcher.close()
+
+    async def rank(self, index, request):
+        """The status, and the scores or None."""
+        body = body_of(request, self.ratings)
+        status, answer = await self.replicas[index].rank(body)
+        return status, torch.tensor(answer["scores"]) if status == 200 else None
+
+    async def check(self, index, user, events=0):
+        """The scores of the replica are those of the ranker in this process."""
+        request = self.requests.of(user, events)
+        status, scores = await self.rank(index, request)
+        assert status == 200
+        torch.testing.assert_close(scores, self.offline.score([request])[0])
+
+
+@pytest.fixture(params=["attention", "hstu"])
+def local(request, served, monkeypatch):
+    replicas = Replicas(served[request.param], monkeypatch)
+    yield replicas
+    replicas.close()
+
+
+def test_a_user_who_moves_keeps_the_new_events(local):
+    async def move():
+        for step, index in enumerate([0, 0, 1, 1, 0, 1, 0, 0]):
+            for user in (3, 4):
+                await local.check(index, user, events=(step + user) % 3)
+
+    asyncio.run(move())
+    encoded = [replica.service.ranker.counts["encoded"] for replica in local.replicas]
+    assert sum(encoded) < 16  # those who stayed were cached
+
+
+def test_two_replicas_that_add_events_of_a_user_at_once(local):
+    """As when one router knows of a new replica and another does not yet. Both events are stored, and both replicas read them."""
+
+    async def collide():
+        await local.check(0, 3, events=1)
+        requests = [local.requests.of(3, events=1) for _ in local.replicas]
+        answers = await asyncio.gather(*(local.rank(index, request) for index, request in enumerate(requests)))
+        assert [status for status, _ in answers] == [200, 200]
+        stored = [event["item"] for event in local.store.events[3]][1:]
+        for request in sorted(requests, key=lambda request: stored.index(request.events.item[0])):
+            local.offline.histories.add(3, request.events)
+        for index in (0, 1, 0):
+            await local.check(index, 3, events=index)
+
+    asyncio.run(collide())
+
+
+def test_events_that_could_not_be_stored_are_forgotten(local):
+    """The request fails, and can be sent again."""
+
+    async def fail(*_):
+        raise ConnectionError
+
+    async def send():
+        await local.check(0, 3, events=1)
+        request, add = local.requests.of(3, events=2), local.handle.add.remote
+        local.handle.add.remote = fail
+        assert (await local.rank(0, request))[0] == 500
+        local.handle.add.remote = add
+        await local.check(0, 3)
+        assert (await local.rank(0, request))[0] == 200
+        local.offline.score([request])
+        await local.check(0, 3)
+        await local.check(1, 3)
+
+    asyncio.run(send())
+
+
+# -- with processes ----------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The port of Ray Serve."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}}
     ray.init(num_cpus=4, include_dashboard=False, object_store_memory=100 * 2**20, runtime_env=environment, logging_level="error")
     serve.start(http_options={"port": port})
-    weights = served[request.param]
-    options = serving_ray.parse_arguments(["--weights", str(weights), "--shards", "2", "--device", "cpu", "--cpus", "0.5"])
-    serve.run(serving_ray.make_application(options))
-    with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-        yield weights, client
+    yield port
     serve.shutdown()
     ray.shutdown()
 
 
-def test_two_shards(deployed):
-    weights, client = deployed
-    offline, requests = ranker_of(weights, 0), None
-    requests = Requests(offline)
-    ratings = offline.ratings or [None]
-    for step in range(4):
-        for user in (2, 3, 4, 7):
-            request = requests.of(user, events=step % 2)
-            events = [{"item": int(i), "rating": ratings[r]} for i, r in zip(*request.events, strict=True)]
-            answer = client.post("/rank", json={"user": user, "candidates": request.candidates.tolist(), "events": events}).json()
-            assert answer["shard"] == user % 2
-            torch.testing.assert_close(torch.tensor(answer["scores"]), offline.score([request])[0])
-    counts = client.get("/counts").json()
-    assert len({x["process"] for x in counts} | {os.getpid()}) == 3
-    for shard in counts:
-        assert shard["reused"] + shard["appended"] + shard["encoded"] == 8 and shard["reused"] >= 2
-    assert client.post("/reload").json() == {"weights_version": [2, 2]}
+class Deployment:
+    """The replicas, a client, and a ranker that scores the same requests in this process."""
+
+    def __init__(self, port, weights, *arguments):
+        options = serving_ray.parse_arguments(["--weights", str(weights), "--device", "cpu", "--cpus", "0.5", *arguments])
+        serve.run(serving_ray.make_application(options))
+        self.client = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self.offline = ranker_of(weights, 0)
+        self.requests, self.ratings = Requests(self.offline), self.offline.ratings or [None]
+        self.lock = threading.Lock()
+
+    def rank(self, user, events=0):
+        """Send a request, and compare the scores with those in this process. Returns the replica that answered."""
+        with self.lock:
+            request = self.requests.of(user, events)
+        answer = self.client.post("/rank", json=body_of(request, self.ratings))
+        assert answer.status_code == 200, answer.text
+        with self.lock:
+            (expected,) = self.offline.score([request])
+        torch.testing.assert_close(torch.tensor(answer.json()["scores"]), expected)
+        return answer.json()["replica"]
+
+    def counts(self):
+        """The counts of each replica."""
+        return {counts["replica"]: counts for counts in self.client.get("/counts").json()}
+
+
+@pytest.fixture(scope="module", params=["attention", "hstu"])
+def two(request, cluster, served):
+    """Always two replicas."""
+    return Deployment(cluster, served[request.param], *TWO)
+
+
+@pytest.mark.slow
+def test_two_replicas(two):
+    users = range(12)
+    replicas = [[two.rank(user, events=step % 2) for user in users] for step in range(4)]
+    assert replicas == [replicas[0]] * 4
+    counts = two.counts()
+    assert counts.keys() == set(replicas[0]) and len({x["process"] for x in counts.values()} | {os.getpid()}) == 3
+    for name, x in counts.items():
+        assert x["reused"] + x["appended"] + x["encoded"] == 4 * replicas[0].count(name) and x["reused"] >= replicas[0].count(name)
+    assert two.client.post("/reload").json() == {"weights_version": [2, 2]}
     for body, status in (
         ({"user": 99, "candidates": [1]}, 404),
         ({"user": 1, "candidates": []}, 422),
         ({"user": 1, "candidates": [-1]}, 422),
     ):
-        assert client.post("/rank", json=body).status_code == status
-    assert client.post("/rank", json={"user": 1, "candidates": [1]}).status_code == 200
+        assert two.client.post("/rank", json=body).status_code == status
+    assert [two.rank(user) for user in users] == replicas[0]
 
 
-def test_a_replica_that_is_killed(deployed):
-    """The other shard goes on, and Ray replaces the replica."""
-    _, client = deployed
-    before = client.get("/counts").json()
-    os.kill(before[0]["process"], signal.SIGKILL)
-    assert client.post("/rank", json={"user": 1, "candidates": [1]}).status_code == 200
+@pytest.mark.slow
+def test_a_replica_that_is_killed(two):
+    """The other replica goes on, and serves the users of the first with their new events. Ray replaces the replica."""
+    users = range(12)
+    replicas = [two.rank(user, events=1) for user in users]
+    killed, other = replicas[0], next(name for name in replicas if name != replicas[0])
+    os.kill(two.counts()[killed]["process"], signal.SIGKILL)
+    assert two.rank(replicas.index(other)) == other
     end = time.monotonic() + 120
-    while time.monotonic() < end:
-        answer = client.post("/rank", json={"user": 2, "candidates": [1, 2]})
-        if answer.status_code == 200:
-            break
+    while two.client.post("/rank", json={"user": 0, "candidates": [1]}).status_code != 200 or len(two.counts()) < 2:
+        assert time.monotonic() < end
         time.sleep(0.5)
-    assert len(answer.json()["scores"]) == 2
-    after = client.get("/counts").json()
-    assert after[0]["process"] != before[0]["process"] and after[1]["process"] == before[1]["process"]
+    after = [two.rank(user, events=1) for user in users]
+    assert killed not in after
+    assert len(set(after)) == 2 and all(new == other for old, new in zip(replicas, after, strict=True) if old == other and new in replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attention", "hstu"])
+def test_scaling_from_one_replica_to_two_and_back(cluster, served, name):
+    """All requests are answered with the scores of the whole histories, and users move only when a replica comes or goes.
+
+    12 users send one request after the other, then 3 of them, which are too few for two replicas, but some request is always on its way.
+    """
+    deployment = Deployment(cluster, served[name], *ONE_OR_TWO)
+    replicas, failures, users = defaultdict(list), [], range(12)
+    is_calm, stop = threading.Event(), threading.Event()
+
+    def send(user):
+        try:
+            while not stop.is_set():
+                replicas[user].append(deployment.rank(user, events=len(replicas[user]) % 2))
+                time.sleep(1 if is_calm.is_set() and user >= 3 else 0)
+        except BaseException as error:
+            failures.append(error)
+            raise
+
+    def wait_for(number, seconds=180):
+        end = time.monotonic() + seconds
+        while len(deployment.counts()) != number and not failures:
+            assert time.monotonic() < end, number
+            time.sleep(0.5)
+
+    threads = [threading.Thread(target=send, args=(user,)) for user in users]
+    wait_for(1)
+    (first,) = deployment.counts()
+    for thread in threads:
+        thread.start()
+    try:
+        wait_for(2)
+        time.sleep(2)
+        is_calm.set()
+        wait_for(1)
+        time.sleep(2)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert len({name for user in users for name in replicas[user]}) == 2
+    for user in users:
+        moves = sum(old != new for old, new in zip(replicas[user], replicas[user][1:]))
+        assert replicas[user][0] == first and moves <= 2, replicas[user]
