@@ -19,6 +19,7 @@ from .certificate import certify
 from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
+from .eager import with_eager_form
 from .emit import Batch, Emitter, Fusion
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
@@ -84,6 +85,7 @@ def fuse_broadcasts(
         hints |= _batch_hints(captured, batch, max_batch)
     plan = make_plan(captured, batch, hints)
     module, decisions = plan.apply()
+    with_eager_form(module)
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
