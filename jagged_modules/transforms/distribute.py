@@ -153,7 +153,7 @@ class Distributor:
             pieces = self._pieces(operand, {first: second, second: first}.get(dim, dim))
             return [x] if len(pieces) == 1 else [self._like(x, operand, piece) for piece in pieces]
         if (
-            x.target in (aten.view.default, aten._unsafe_view.default)
+            x.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
             and len(before) == 3
             and len(shape) == 2
             and dim == 1

@@ -1,0 +1,298 @@
+"""Clean-ups of a captured graph: operators that change nothing, views of views, and operators that were computed before.
+
+A chain of views is what it does to the factors of its operand's dimensions: each view takes factors apart, puts them in another order, or
+together again. So it is one reshape, one permutation and one reshape, or fewer. As linear works on each row, the views that order its rows
+can follow it, where they often cancel with others. nn.MultiheadAttention is captured with 3 to 6 views for each projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from .calls import is_operator, is_tensor, positional
+from .lineage import Size, exact_quotient, product, shape_of
+from .shape_rules import WHOLE
+
+aten = torch.ops.aten
+PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
+RESHAPES = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.flatten.using_ints, aten.unflatten.int),
+)
+VIEWS = (*PERMUTATIONS, *RESHAPES)
+PARTS = (aten.slice.Tensor, aten.select.int, aten.expand.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
+COPIES = (aten.clone.default, aten.alias.default)
+READ_STRIDES = (aten.view.dtype, aten.view_as_complex.default)
+
+
+def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
+    """Do all in place. Nodes of `keep` stay as they are."""
+    _drop_identities(graph, keep)
+    _fold_views(graph, keep)
+    drop_duplicates(graph, keep)
+    graph.eliminate_dead_code()
+
+
+def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    """Replace copies, slices of everything and views to the same shape by their operand.
+
+    A copy stays if the caller, or an operator of another library, gets it or a view of it: they may write to it or need its strides.
+    """
+    for node in _operators(graph, keep):
+        if node.target in COPIES and not _is_handed_out(node) or _is_whole(node):
+            node.replace_all_uses_with(positional(node)[0])
+            graph.erase_node(node)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    operand = node.args[0] if node.args else None
+    if not is_tensor(operand) or not is_tensor(node) or node.target not in (*RESHAPES, aten.slice.Tensor, aten.expand.default):
+        return False
+    if node.target is aten.slice.Tensor:
+        dim, start, end, step = (*positional(node)[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+        return start in (None, 0) and step == 1 and (end is None or isinstance(end, int) and end > WHOLE)
+    return shape_of(node.meta["val"]) == shape_of(operand.meta["val"])
+
+
+def _is_handed_out(node: fx.Node) -> bool:
+    """Whether a tensor in the memory of this one is a result, or the operand of an operator that reads strides or is not torch's."""
+    for user in node.users:
+        if user.op == "output" or user.target in READ_STRIDES or is_operator(user) and user.target.namespace != "aten":
+            return True
+        if (user.target in (*VIEWS, *PARTS) or not is_operator(user)) and _is_handed_out(user):
+            return True
+    return False
+
+
+def drop_duplicates(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
+    """Replace each operator by an earlier one with the same arguments. Results that the caller gets stay tensors of their own."""
+    seen: dict[Any, fx.Node] = {}
+    for node in _operators(graph, keep):
+        if torch.Tag.nondeterministic_seeded in node.target.tags or _is_handed_out(node):
+            continue
+        first = seen.setdefault(_key((node.target, node.args, node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(x: Any) -> Any:
+    """Hashable, and different for 1, 1.0 and True."""
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_key, x))
+    if isinstance(x, dict):
+        return tuple((name, _key(value)) for name, value in sorted(x.items()))
+    return type(x), x
+
+
+def _operators(graph: fx.Graph, keep: Set[fx.Node]) -> Iterable[Any]:
+    return [node for node in graph.nodes if is_operator(node) and node not in keep and not node.is_impure()]
+
+
+# -- views ---------------------------------------------------------------------------------------------------------------------------------
+
+
+class Factor:
+    """A factor of a dimension."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+
+
+class Chain:
+    """Views, one after another.
+
+    Attributes:
+        nodes: the views, the first one first.
+        base: their first operand.
+        factors: of each dimension of base.
+        dims: the factors of each dimension of the result.
+    """
+
+    def __init__(self, base: fx.Node) -> None:
+        self.base, self.nodes = base, list[fx.Node]()
+        self.factors = [[Factor(size)] if size != 1 else [] for size in shape_of(base.meta["val"])]
+        self.dims = [list(factors) for factors in self.factors]
+
+    def add(self, node: fx.Node) -> bool:
+        """Whether factors describe the view."""
+        self.nodes.append(node)
+        if node.target in RESHAPES:
+            return self._reshape(shape_of(node.meta["val"]))
+        ndim = len(self.dims)
+        order = list(range(ndim))
+        if node.target is aten.permute.default:
+            order = [dim % ndim for dim in positional(node)[1]]
+        elif ndim > 1:
+            first, second = (dim % ndim for dim in (positional(node)[1:] or (0, 1)))
+            order[first], order[second] = order[second], order[first]
+        self.dims = [self.dims[dim] for dim in order]
+        return True
+
+    def _reshape(self, shape: Iterable[Size]) -> bool:
+        rest = [factor for dim in self.dims for factor in dim]
+        dims: list[list[Factor]] = []
+        for size in shape:
+            dims.append([])
+            while size != 1:
+                if not rest or size == 0 or rest[0].size == 0:
+                    return False
+                if (left := exact_quotient(size, rest[0].size)) is None:
+                    left = exact_quotient(rest[0].size, size)
+                    if left is None:
+                        return False
+                    rest.insert(1, self._split(rest[0], size, left))
+                    left = size / size
+                dims[-1].append(rest.pop(0))
+                size = left
+        self.dims = dims
+        return not rest
+
+    def _split(self, factor: Factor, outer: Size, inner: Size) -> Factor:
+        factor.size, second = outer, Factor(inner)
+        own = next(factors for factors in self.factors if factor in factors)
+        own.insert(own.index(factor) + 1, second)
+        return second
+
+    @property
+    def rank(self) -> dict[Factor, int]:
+        """The place of each factor in the base."""
+        return {factor: i for i, factor in enumerate(factor for factors in self.factors for factor in factors)}
+
+    def views(self) -> list[tuple[Any, Any]] | None:
+        """The fewest operators that do the same, with their arguments. None if more than one size of a reshape is unknown."""
+        rank, last = self.rank, len(self.rank)
+        runs = [_runs(dim, rank) for dim in self.dims]
+        if all(len(dim) < 2 for dim in runs):  # no second reshape: the first one makes the dimensions of size 1
+            runs = [dim or [[]] for dim in runs]
+        parts = [run for dim in runs for run in dim]
+        sizes = [product([factor.size for factor in run]) for run in parts]
+        order = sorted(range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else last)
+        after = [product([factor.size for factor in dim]) for dim in self.dims]
+        shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, Any]]()
+        permutes = [part for part in order if parts[part]] != sorted(part for part in order if parts[part])
+        for wanted in ([sizes[i] for i in order], after) if permutes else (after,):
+            if shape != wanted:
+                known = [int(size) if size.is_Integer else -1 for size in wanted]
+                if known.count(-1) > 1:
+                    return None
+                result.append((aten.reshape.default, (known,)))
+            shape = wanted
+            if permutes and len(result) < 2 and wanted is not after:
+                inverse = [order.index(i) for i in range(len(order))]
+                moved = [i for i, dim in enumerate(inverse) if i != dim]
+                swap = len(moved) == 2
+                result.append((aten.transpose.int, tuple(moved)) if swap else (aten.permute.default, (inverse,)))
+                shape = sizes
+        return result
+
+
+def _runs(factors: Iterable[Factor], rank: dict[Factor, int]) -> list[list[Factor]]:
+    """Neighbours that follow one another in the base, as one."""
+    runs: list[list[Factor]] = []
+    for factor in factors:
+        if runs and rank[factor] == rank[runs[-1][-1]] + 1:
+            runs[-1].append(factor)
+        else:
+            runs.append([factor])
+    return runs
+
+
+def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    for node in _operators(graph, keep):
+        if node.target is aten.linear.default:
+            _order_rows_later(graph, node, keep)
+    for _ in range(2):
+        for node in _operators(graph, keep):
+            if node.target in VIEWS and not (len(node.users) == 1 and next(iter(node.users)).target in VIEWS):
+                _fold(graph, node, keep)
+        for node in _operators(graph, keep):
+            if node.target is aten.select.int and node.args[0].target in PERMUTATIONS:
+                _select_first(graph, node)
+
+
+def _fold(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
+    chain = _chain(node, keep)
+    views = None if chain is None else chain.views()
+    if chain is not None and views is not None and len(views) < len(chain.nodes):
+        with graph.inserting_before(node):
+            new = _call_all(graph, views, chain.base, node)
+        _replace(graph, node, new)
+
+
+def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
+    """The longest chain of views to `end` that factors describe, and whose other results nothing else reads."""
+    nodes: list[fx.Node] = []
+    while is_tensor(end) and end.target in VIEWS and end not in keep and (not nodes or len(end.users) == 1):
+        nodes.append(end)
+        end = end.args[0]
+    while nodes:
+        chain = Chain(positional(nodes[-1])[0])
+        if all(chain.add(node) for node in reversed(nodes)):
+            return chain
+        nodes.pop()
+    return None
+
+
+def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
+    """linear(views(x)) as views(linear(x)), if the views order rows, or x needs fewer of them."""
+    chain = _chain(node.args[0], keep)
+    if chain is None or len(positional(node)[0].users) > 1:
+        return
+    *leading, last = chain.dims
+    rank = chain.rank
+    rows = sorted((factor for dim in leading for factor in dim), key=rank.__getitem__)
+    before = Chain(chain.base)
+    before.factors, before.dims = chain.factors, [*_runs(rows, rank), last]
+    views = before.views()
+    if not rows or views is None or rows == [x for dim in leading for x in dim] and len(views) >= len(chain.nodes):
+        return
+    with graph.inserting_before(node):
+        x = _call_all(graph, views, chain.base, node)
+        new = call(graph, aten.linear.default, x, *node.args[1:], like=node, **node.kwargs)
+        after, column = Chain(new), [Factor(shape_of(node.meta["val"])[-1])]
+        after.factors, after.dims = [*_runs(rows, rank), column], [*leading, column]
+        views = after.views()
+        new = None if views is None else _call_all(graph, views, new, node)
+    _replace(graph, node, new)
+
+
+def _select_first(graph: fx.Graph, node: fx.Node) -> None:
+    """select(permuted x) as a select of x, if the other dimensions are in their order."""
+    permuted, dim, index = positional(node)
+    chain = Chain(permuted.args[0])
+    chain.add(permuted)
+    order = [chain.factors.index(x) for x in chain.dims]
+    chosen = order.pop(dim)
+    if order == sorted(order):
+        with graph.inserting_before(node):
+            new = call(graph, aten.select.int, chain.base, chosen, index, like=node)
+        _replace(graph, node, new)
+
+
+def _call_all(graph: fx.Graph, views: list[tuple[Any, Any]], x: fx.Node, like: fx.Node) -> fx.Node:
+    for target, args in views:
+        x = call(graph, target, x, *args, like=like)
+    return x
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    """A new operator with its fake result, for the line of the model that `like` comes from."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["stack_trace"] = like.stack_trace
+    real = map_arg((args, kwargs), lambda x: x.meta["val"])
+    with like.meta["val"].fake_mode:
+        node.meta["val"] = target(*real[0], **real[1])
+    return node
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node | None) -> None:
+    """If the new value has the same shape: torch simplifies symbolic sizes in its own way."""
+    if new is not None and shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
