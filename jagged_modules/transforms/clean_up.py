@@ -122,16 +122,9 @@ class Chain:
     def add(self, node: fx.Node) -> bool:
         """Whether factors describe the view."""
         self.nodes.append(node)
-        if node.target in RESHAPES:
+        if node.target not in PERMUTATIONS:
             return self._reshape(shape_of(node.meta["val"]))
-        ndim = len(self.dims)
-        order = list(range(ndim))
-        if node.target is aten.permute.default:
-            order = [dim % ndim for dim in positional(node)[1]]
-        elif ndim > 1:
-            first, second = (dim % ndim for dim in (positional(node)[1:] or (0, 1)))
-            order[first], order[second] = order[second], order[first]
-        self.dims = [self.dims[dim] for dim in order]
+        self.dims = [self.dims[dim] for dim in _order(node)]
         return True
 
     def _reshape(self, shape: Iterable[Size]) -> bool:
@@ -159,20 +152,15 @@ class Chain:
         own.insert(own.index(factor) + 1, second)
         return second
 
-    @property
-    def rank(self) -> dict[Factor, int]:
-        """The place of each factor in the base."""
-        return {factor: i for i, factor in enumerate(factor for factors in self.factors for factor in factors)}
-
     def views(self) -> list[tuple[Any, Any]] | None:
         """The fewest operators that do the same, with their arguments. None if more than one size of a reshape is unknown."""
-        rank, last = self.rank, len(self.rank)
+        rank = {factor: i for i, factor in enumerate(sum(self.factors, []))}
         runs = [_runs(dim, rank) for dim in self.dims]
         if all(len(dim) < 2 for dim in runs):  # no second reshape: the first one makes the dimensions of size 1
             runs = [dim or [[]] for dim in runs]
         parts = [run for dim in runs for run in dim]
         sizes = [product([factor.size for factor in run]) for run in parts]
-        order = sorted(range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else last)
+        order = sorted(range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else len(rank))
         after = [product([factor.size for factor in dim]) for dim in self.dims]
         shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, Any]]()
         permutes = [part for part in order if parts[part]] != sorted(part for part in order if parts[part])
@@ -192,6 +180,20 @@ class Chain:
         return result
 
 
+def _order(node: fx.Node) -> list[int]:
+    """For each dimension of a permutation's result, that of its operand."""
+    x, *dims = positional(node)
+    ndim = x.meta["val"].dim()
+    if node.target is aten.permute.default:
+        return [dim % ndim for dim in dims[0]]
+    order = list(range(ndim))
+    if node.target is aten.t.default:
+        return order[::-1]
+    first, second = (dim % ndim for dim in dims)
+    order[first], order[second] = second, first
+    return order
+
+
 def _runs(factors: Iterable[Factor], rank: dict[Factor, int]) -> list[list[Factor]]:
     """Neighbours that follow one another in the base, as one."""
     runs: list[list[Factor]] = []
@@ -209,11 +211,12 @@ def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
             _order_rows_later(graph, node, keep)
     for _ in range(2):
         for node in _operators(graph, keep):
-            if node.target in VIEWS and not (len(node.users) == 1 and next(iter(node.users)).target in VIEWS):
+            if _is_view(node) and not (len(node.users) == 1 and _is_view(next(iter(node.users)))):
                 _fold(graph, node, keep)
         for node in _operators(graph, keep):
-            if node.target is aten.select.int and node.args[0].target in PERMUTATIONS:
-                _select_first(graph, node)
+            if node.target in PERMUTATIONS and all(user.target is aten.select.int for user in node.users):
+                for user in list(node.users):
+                    _select_first(graph, user)
 
 
 def _fold(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
@@ -225,10 +228,18 @@ def _fold(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
         _replace(graph, node, new)
 
 
+def _is_view(node: Any) -> bool:
+    """Whether it is a view of the whole operand."""
+    if node.target is aten.select.int:
+        x, dim, _ = positional(node)
+        return shape_of(x.meta["val"])[dim] == 1
+    return node.target in VIEWS
+
+
 def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
     """The longest chain of views to `end` that factors describe, and whose other results nothing else reads."""
     nodes: list[fx.Node] = []
-    while is_tensor(end) and end.target in VIEWS and end not in keep and (not nodes or len(end.users) == 1):
+    while is_tensor(end) and _is_view(end) and end not in keep and (not nodes or len(end.users) == 1):
         nodes.append(end)
         end = end.args[0]
     while nodes:
@@ -245,34 +256,33 @@ def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> Non
     if chain is None or len(positional(node)[0].users) > 1:
         return
     *leading, last = chain.dims
-    rank = chain.rank
-    rows = sorted((factor for dim in leading for factor in dim), key=rank.__getitem__)
+    rows = [[factor for factor in factors if factor not in last] for factors in chain.factors]  # dimension by dimension of the base
+    rows = [factors for factors in rows if factors]
     before = Chain(chain.base)
-    before.factors, before.dims = chain.factors, [*_runs(rows, rank), last]
+    before.factors, before.dims = chain.factors, [*rows, last]
     views = before.views()
-    if not rows or views is None or rows == [x for dim in leading for x in dim] and len(views) >= len(chain.nodes):
+    if not rows or views is None or sum(rows, []) == sum(leading, []) and len(views) >= len(chain.nodes):
         return
     with graph.inserting_before(node):
         x = _call_all(graph, views, chain.base, node)
         new = call(graph, aten.linear.default, x, *node.args[1:], like=node, **node.kwargs)
         after, column = Chain(new), [Factor(shape_of(node.meta["val"])[-1])]
-        after.factors, after.dims = [*_runs(rows, rank), column], [*leading, column]
+        after.factors, after.dims = [*rows, column], [*leading, column]
         views = after.views()
         new = None if views is None else _call_all(graph, views, new, node)
     _replace(graph, node, new)
 
 
 def _select_first(graph: fx.Graph, node: fx.Node) -> None:
-    """select(permuted x) as a select of x, if the other dimensions are in their order."""
+    """select(permuted x) as the permuted select of x."""
     permuted, dim, index = positional(node)
-    chain = Chain(permuted.args[0])
-    chain.add(permuted)
-    order = [chain.factors.index(x) for x in chain.dims]
+    order = _order(permuted)
     chosen = order.pop(dim)
-    if order == sorted(order):
-        with graph.inserting_before(node):
-            new = call(graph, aten.select.int, chain.base, chosen, index, like=node)
-        _replace(graph, node, new)
+    order = [i - (i > chosen) for i in order]
+    with graph.inserting_before(node):
+        new = call(graph, aten.select.int, permuted.args[0], chosen, index, like=node)
+        new = new if order == sorted(order) else call(graph, aten.permute.default, new, order, like=node)
+    _replace(graph, node, new)
 
 
 def _call_all(graph: fx.Graph, views: list[tuple[Any, Any]], x: fx.Node, like: fx.Node) -> fx.Node:
