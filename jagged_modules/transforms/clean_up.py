@@ -25,16 +25,15 @@ RESHAPES = (
     *(aten.flatten.using_ints, aten.unflatten.int),
 )
 VIEWS = (*PERMUTATIONS, *RESHAPES)
-PARTS = (aten.slice.Tensor, aten.select.int, aten.expand.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)
 COPIES = (aten.clone.default, aten.alias.default)
 READ_STRIDES = (aten.view.dtype, aten.view_as_complex.default)
 
 
 def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
-    """Do all in place. Nodes of `keep` stay as they are."""
+    """Do all in place. Nodes of `keep` stay as they are. Operands of views may have other strides, so emit.py writes views as reshapes."""
     _drop_identities(graph, keep)
     _fold_views(graph, keep)
-    drop_duplicates(graph, keep)
+    _drop_duplicates(graph, keep)
     graph.eliminate_dead_code()
 
 
@@ -50,26 +49,25 @@ def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
 
 
 def _is_whole(node: fx.Node) -> bool:
-    operand = node.args[0] if node.args else None
-    if not is_tensor(operand) or not is_tensor(node) or node.target not in (*RESHAPES, aten.slice.Tensor, aten.expand.default):
-        return False
+    """Whether a view is its operand."""
     if node.target is aten.slice.Tensor:
-        dim, start, end, step = (*positional(node)[1:], *(0, None, None, 1)[len(node.args) - 1 :])
+        _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
         return start in (None, 0) and step == 1 and (end is None or isinstance(end, int) and end > WHOLE)
-    return shape_of(node.meta["val"]) == shape_of(operand.meta["val"])
+    return node.target in (*RESHAPES, aten.expand.default) and shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
 
 
 def _is_handed_out(node: fx.Node) -> bool:
     """Whether a tensor in the memory of this one is a result, or the operand of an operator that reads strides or is not torch's."""
     for user in node.users:
-        if user.op == "output" or user.target in READ_STRIDES or is_operator(user) and user.target.namespace != "aten":
+        target: Any = user.target
+        if user.op == "output" or target in READ_STRIDES or is_operator(user) and target.namespace != "aten":
             return True
-        if (user.target in (*VIEWS, *PARTS) or not is_operator(user)) and _is_handed_out(user):
+        if (not is_operator(user) or any(x.alias_info for x in target._schema.returns)) and _is_handed_out(user):
             return True
     return False
 
 
-def drop_duplicates(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
+def _drop_duplicates(graph: fx.Graph, keep: Set[fx.Node]) -> None:
     """Replace each operator by an earlier one with the same arguments. Results that the caller gets stay tensors of their own."""
     seen: dict[Any, fx.Node] = {}
     for node in _operators(graph, keep):
@@ -209,10 +207,12 @@ def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
     for node in _operators(graph, keep):
         if node.target is aten.linear.default:
             _order_rows_later(graph, node, keep)
-    for _ in range(2):
+    for _ in range(2):  # a select that comes first leaves a permutation, which may be folded again
+        graph.eliminate_dead_code()
         for node in _operators(graph, keep):
             if _is_view(node) and not (len(node.users) == 1 and _is_view(next(iter(node.users)))):
                 _fold(graph, node, keep)
+        graph.eliminate_dead_code()
         for node in _operators(graph, keep):
             if node.target in PERMUTATIONS and all(user.target is aten.select.int for user in node.users):
                 for user in list(node.users):

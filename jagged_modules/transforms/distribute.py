@@ -185,7 +185,9 @@ class Distributor:
         terms = []
         pieces = self._new(aten.split_with_sizes.default, weight, [part.width for part in parts], weight_dim)
         weights = [self._new(operator.getitem, pieces, position) for position in range(len(parts))]
-        for part, columns in sorted(zip(parts, weights), key=lambda pair: pair[0].lineage is not None):  # the bias joins the candidates' term
+        for part, columns in sorted(
+            zip(parts, weights), key=lambda pair: pair[0].lineage is not None
+        ):  # the bias joins the candidates' term
             if node.target is aten.linear.default:
                 terms.append(self._new(aten.linear.default, part.node, columns, bias))
             elif bias is not None:

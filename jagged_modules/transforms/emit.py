@@ -16,7 +16,6 @@ from .analysis import Analysis
 from .attention import TargetAttention
 from .bags import Bags
 from .calls import Call, flat, is_tensor, positional, unbind
-from .clean_up import drop_duplicates
 from .compress import Compression
 from .lineage import USERS, Lineage, Map, Size, is_known, shape_of, size_of, terms
 from .own_operators import SegmentAttention
@@ -95,7 +94,6 @@ class Emitter:
             self._node(node)
             for new in list(self.graph.nodes)[before:]:
                 new.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
-        drop_duplicates(self.graph)
         self.graph.eliminate_dead_code(lambda node: node.is_impure() or node.target is checked_map)
         self.graph.lint()
         return self.graph

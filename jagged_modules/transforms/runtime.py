@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
-from torch.nn.functional import pad
 
 from ..containers.candidates import CandidateIndex
 from ..functional import jagged_attention, linear_compress, target_attention
@@ -169,6 +168,7 @@ def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 2]`: of the users, and of the others.
     """
-    counts, total = (~hidden).flatten().cumsum(0), hidden.numel()
+    counts = (~hidden).flatten().cumsum(0)
+    total, ends = counts.shape[0], counts.view(hidden.shape)[:, -1]
     rows = torch.searchsorted(counts[:-1], torch.arange(1, total + 1, device=counts.device))  # without the last one, the result is a row
-    return rows, pad(pad(counts.view(hidden.shape)[:, -1], (0, 1), value=total), (1, 0))
+    return rows, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), total)])
