@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from .calls import is_operator, is_tensor, positional
+from .calls import bind, is_operator, is_tensor, positional
 from .lineage import Size, exact_quotient, product, shape_of
 from .shape_rules import WHOLE
 
@@ -51,8 +51,12 @@ def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
 def _is_whole(node: fx.Node) -> bool:
     """Whether a view is its operand."""
     if node.target is aten.slice.Tensor:
-        _, _, start, end, step = (*node.args, *(None, 0, None, None, 1)[len(node.args) :])
-        return start in (None, 0) and step == 1 and (end is None or isinstance(end, int) and end > WHOLE)
+        call = bind(node)
+        return (
+            call["start"] in (None, 0)
+            and call["step"] == 1
+            and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
+        )
     return node.target in (*RESHAPES, aten.expand.default) and shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
 
 
@@ -150,7 +154,7 @@ class Chain:
         own.insert(own.index(factor) + 1, second)
         return second
 
-    def views(self) -> list[tuple[Any, Any]] | None:
+    def views(self) -> list[tuple[Any, list[Any]]] | None:
         """The fewest operators that do the same, with their arguments. None if more than one size of a reshape is unknown."""
         rank = {factor: i for i, factor in enumerate(sum(self.factors, []))}
         runs = [_runs(dim, rank) for dim in self.dims]
@@ -159,22 +163,20 @@ class Chain:
         parts = [run for dim in runs for run in dim]
         sizes = [product([factor.size for factor in run]) for run in parts]
         order = sorted(range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else len(rank))
-        after = [product([factor.size for factor in dim]) for dim in self.dims]
-        shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, Any]]()
-        permutes = [part for part in order if parts[part]] != sorted(part for part in order if parts[part])
-        for wanted in ([sizes[i] for i in order], after) if permutes else (after,):
-            if shape != wanted:
+        before, after = [sizes[i] for i in order], [product([factor.size for factor in dim]) for dim in self.dims]
+        permutation = [order.index(i) for i in range(len(order))]
+        moved = [i for i, dim in enumerate(permutation) if i != dim]
+        filled = [i for i in order if parts[i]]
+        shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, list[Any]]]()
+        for wanted in (after,) if filled == sorted(filled) else (before, None, after):
+            if wanted is None:
+                result.append((aten.transpose.int, moved) if len(moved) == 2 else (aten.permute.default, [permutation]))
+            elif shape != wanted:
                 known = [int(size) if size.is_Integer else -1 for size in wanted]
                 if known.count(-1) > 1:
                     return None
-                result.append((aten.reshape.default, (known,)))
-            shape = wanted
-            if permutes and len(result) < 2 and wanted is not after:
-                inverse = [order.index(i) for i in range(len(order))]
-                moved = [i for i, dim in enumerate(inverse) if i != dim]
-                swap = len(moved) == 2
-                result.append((aten.transpose.int, tuple(moved)) if swap else (aten.permute.default, (inverse,)))
-                shape = sizes
+                result.append((aten.reshape.default, [known]))
+            shape = sizes if wanted is None else wanted
         return result
 
 
@@ -215,7 +217,7 @@ def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
         graph.eliminate_dead_code()
         for node in _operators(graph, keep):
             if node.target in PERMUTATIONS and all(user.target is aten.select.int for user in node.users):
-                for user in list(node.users):
+                for user in [user for user in node.users if user not in keep]:
                     _select_first(graph, user)
 
 
@@ -269,8 +271,8 @@ def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> Non
         after, column = Chain(new), [Factor(shape_of(node.meta["val"])[-1])]
         after.factors, after.dims = [*rows, column], [*leading, column]
         views = after.views()
-        new = None if views is None else _call_all(graph, views, new, node)
-    _replace(graph, node, new)
+        if views is not None:
+            _replace(graph, node, _call_all(graph, views, new, node))
 
 
 def _select_first(graph: fx.Graph, node: fx.Node) -> None:
@@ -285,7 +287,7 @@ def _select_first(graph: fx.Graph, node: fx.Node) -> None:
     _replace(graph, node, new)
 
 
-def _call_all(graph: fx.Graph, views: list[tuple[Any, Any]], x: fx.Node, like: fx.Node) -> fx.Node:
+def _call_all(graph: fx.Graph, views: list[tuple[Any, list[Any]]], x: fx.Node, like: fx.Node) -> fx.Node:
     for target, args in views:
         x = call(graph, target, x, *args, like=like)
     return x
@@ -301,8 +303,8 @@ def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any)
     return node
 
 
-def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node | None) -> None:
-    """If the new value has the same shape: torch simplifies symbolic sizes in its own way."""
-    if new is not None and shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
+    """Unless torch finds another shape, for instance because it does not simplify a quotient of sizes."""
+    if shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
         node.replace_all_uses_with(new)
         graph.erase_node(node)

@@ -14,11 +14,9 @@ import torch
 from torch import fx, nn
 
 aten = torch.ops.aten
-# Functions with the arguments of their operator, in the same order.
-FUNCTIONS: dict[Any, Any] = {
-    getattr(aten, name).default: getattr(torch, name)
-    for name in "relu sigmoid tanh matmul mm bmm addmm baddbmm cat layer_norm index_select reshape permute unsqueeze split_with_sizes".split()
-}
+# Operators whose functions take the same arguments in the same order.
+NAMES = "relu sigmoid tanh matmul mm bmm addmm baddbmm cat layer_norm index_select reshape permute unsqueeze split_with_sizes"
+FUNCTIONS: dict[Any, Any] = {getattr(aten, name).default: getattr(torch, name) for name in NAMES.split()}
 FUNCTIONS |= {
     aten.add.Tensor: torch.add,
     aten.mul.Tensor: torch.mul,
