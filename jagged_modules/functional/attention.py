@@ -160,6 +160,17 @@ def jagged_attention(
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
+def attend_unchecked(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float) -> Tensor:
+    """`jagged_attention` with softmax, of operands and offsets on one device that are known to match."""
+    refuse_transforms("jagged_attention does")
+    q, k, v = autocast(q), autocast(k), autocast(v)
+    params = AttentionParams(scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None)
+    if q.device.type != "cuda":
+        return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
+    segments = _Segments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
+    return _triton_attention(q, k, v, segments, params, None, "auto", backward_workspace.current())
+
+
 class _Segments(NamedTuple):
     """The segments of an attention.
 

@@ -26,6 +26,7 @@ VIEWS_OF_MASKS = (
     *KEEPS_VALUES,
     aten.view.default,
     aten._unsafe_view.default,
+    aten.reshape.default,
     aten.expand.default,
     aten.unsqueeze.default,
     aten.slice.Tensor,

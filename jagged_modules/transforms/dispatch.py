@@ -45,10 +45,6 @@ class Replication:
     pairs: tuple[tuple[Rows, Rows], ...] = ()
     nothing_moved: bool = False
 
-    @property
-    def names(self) -> tuple[str, ...]:
-        return (*self.shared, *self.per_candidate)
-
 
 def own_replication(captured: Captured, analysis: Analysis) -> Replication | None:
     """The replication of a model that does it itself. None unless all numbers of rows are sizes of its inputs."""
@@ -104,15 +100,15 @@ def _size(given: Mapping[str, Any], rows: Rows) -> int:
 def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
     """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong."""
     index = given.pop(MAP_NAME, None)
-    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES or not given.keys() >= set(replication.names):
+    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES:
         return None
     num_candidates, num_users = index.shape[0], 0
     for name in replication.shared:
-        rows = _samples(given[name]) if name in replication.keyed else _rows(given[name])
+        rows = _samples(given.get(name)) if name in replication.keyed else _rows(given.get(name))
         num_users = num_users or rows
         if rows < 1 or rows != num_users or (rows < num_candidates and not replication.nothing_moved):
             return None
-    if any(_rows(given[name]) != num_candidates for name in replication.per_candidate):
+    if any(_rows(given.get(name)) != num_candidates for name in replication.per_candidate):
         return None
     try:
         shared = {name: select_rows(given[name], index) for name in replication.keyed}

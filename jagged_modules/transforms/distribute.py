@@ -10,6 +10,7 @@ other operator. The rewrites change the captured graph, before it is analysed ag
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch.fx.node import map_arg
 
 from .analysis import Analysis
 from .calls import RULES, Call, is_operator, is_tensor, positional
+from .clean_up import call
 from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
 from .placement import FLOPS_PER_BYTE, Costs
@@ -29,16 +31,11 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a concatenation: its value, its columns, and its lineage."""
+    """A part of a concatenation: its value, its number of columns, and its lineage."""
 
     node: fx.Node
-    start: int
     width: int
     lineage: Lineage | None
-
-    @property
-    def end(self) -> int:
-        return self.start + self.width
 
 
 class Distributor:
@@ -52,7 +49,7 @@ class Distributor:
 
     def __init__(self, graph: fx.Graph, analysis: Analysis, costs: Costs) -> None:
         self.graph, self.analysis, self.costs = graph, analysis, costs
-        self._trace: str | None = None
+        self._rewriting: fx.Node | None = None
         self._sources: dict[fx.Node, Lineage] = {}  # of parts that the rewrites made: their maps are those of what they were made of
 
     def run(self) -> bool:
@@ -61,7 +58,7 @@ class Distributor:
         for node in list(self.graph.nodes):
             if not is_operator(node) or not is_tensor(node) or node in self.analysis.lineages:
                 continue
-            self._trace = node.stack_trace
+            self._rewriting = node
             with self.graph.inserting_before(node):
                 new = self._rewritten(node)
             if new is not None:
@@ -117,13 +114,12 @@ class Distributor:
         kinds = {self._maps(group[0]) for group in groups}
         if len(kinds) < 2 or any(not shape_of(node.meta["val"])[dim % ndim].is_Integer for node in nodes):
             return []
-        result, start = [], 0
+        result = []
         for group in groups:
             lineage = self._lineage(group[0])
             node = group[0] if len(group) == 1 else self._new(aten.cat.default, group, dim % ndim)
             width = sum(int(shape_of(one.meta["val"])[dim % ndim]) for one in group)
-            result.append(Part(node, start, width, None if self._maps(group[0]) is None else lineage))
-            start += width
+            result.append(Part(node, width, None if self._maps(group[0]) is None else lineage))
         return result
 
     def _lineage(self, node: fx.Node) -> Lineage | None:
@@ -153,7 +149,7 @@ class Distributor:
             pieces = self._pieces(operand, {first: second, second: first}.get(dim, dim))
             return [x] if len(pieces) == 1 else [self._like(x, operand, piece) for piece in pieces]
         if (
-            x.target in (aten.view.default, aten._unsafe_view.default)
+            x.target in (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
             and len(before) == 3
             and len(shape) == 2
             and dim == 1
@@ -173,12 +169,8 @@ class Distributor:
 
     def _new(self, target: Any, *args: Any, lineage_of: fx.Node | None = None, **kwargs: Any) -> fx.Node:
         """A new operator, with its fake result."""
-        node = self.graph.call_function(target, args, kwargs)
-        node.meta["stack_trace"] = self._trace
-        real = map_arg((args, kwargs), lambda x: x.meta["val"])
-        mode = next(x.meta["val"].fake_mode for x in node.all_input_nodes if is_tensor(x))
-        with mode:
-            node.meta["val"] = target(*real[0], **real[1])
+        assert self._rewriting is not None
+        node = call(self.graph, target, *args, like=self._rewriting, **kwargs)
         lineage = None if lineage_of is None else self._lineage(lineage_of)
         if lineage is not None:
             self._sources[node] = lineage
@@ -191,8 +183,11 @@ class Distributor:
         if not parts or not self._saves(node, x, parts):
             return None
         terms = []
-        for part in sorted(parts, key=lambda part: part.lineage is not None):  # the bias joins the candidates' term
-            columns = self._new(aten.slice.Tensor, weight, weight_dim, part.start, part.end)
+        pieces = self._new(aten.split_with_sizes.default, weight, [part.width for part in parts], weight_dim)
+        weights = [self._new(operator.getitem, pieces, position) for position in range(len(parts))]
+        for part, columns in sorted(
+            zip(parts, weights), key=lambda pair: pair[0].lineage is not None
+        ):  # the bias joins the candidates' term
             if node.target is aten.linear.default:
                 terms.append(self._new(aten.linear.default, part.node, columns, bias))
             elif bias is not None:

@@ -265,7 +265,7 @@ class Emitter:
         """The index of the candidates by user, one for all attentions with these maps."""
         if maps not in self._groups:
             index = self._row_numbers(maps, node)
-            users = self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
+            users = value if own.post == 1 else self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
             self._groups[maps] = self.call(group_candidates, index, users)
         return self._groups[maps]
 

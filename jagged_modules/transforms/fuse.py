@@ -16,9 +16,11 @@ from .attention import find_attentions
 from .bags import find_bags, is_keyed_jagged, num_rows
 from .capture import MAP_NAME, Captured, bound_inputs, capture, evaluate
 from .certificate import certify
+from .clean_up import clean_up
 from .compress import find_compressions
 from .dispatch import Replication, own_replication, with_fallback
 from .distribute import Distributor
+from .eager import with_eager_form
 from .emit import Batch, Emitter, Fusion
 from .lineage import USERS, Size, shape_of
 from .own_operators import find_segment_attentions
@@ -84,6 +86,7 @@ def fuse_broadcasts(
         hints |= _batch_hints(captured, batch, max_batch)
     plan = make_plan(captured, batch, hints)
     module, decisions = plan.apply()
+    with_eager_form(module)
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
     module.report = plan.report(decisions, sizes, certificate)
@@ -141,11 +144,14 @@ def make_plan(
     def estimate(size: Size) -> int:
         return evaluate(size, hints, UNKNOWN_SIZE)
 
+    bags = batch.bags.nodes if batch is not None and batch.bags is not None else frozenset()
+    clean_up(captured.graph, bags)
     inputs, known = {} if batch is None else batch.lineages(USERS), {*captured.hints, USERS}
     analysis = analyse(captured.graph, inputs, estimate, known)
     costs = Costs(analysis, estimate)
     before = costs.whole(captured.graph)
     if Distributor(captured.graph, analysis, costs).run():
+        clean_up(captured.graph, bags)
         analysis = analyse(captured.graph, inputs, estimate, known)
         costs = Costs(analysis, estimate)
     fusions: dict[fx.Node, Fusion] = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}

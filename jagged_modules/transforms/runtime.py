@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
 from ..functional import jagged_attention, linear_compress, target_attention
+from ..functional.attention import attend_unchecked
 from ..masks import AttentionMask
-from ..validation import check_integers, values_are_checkable
+from ..validation import check_integers, check_tensor, values_are_checkable
 
 
 def checked_map(candidate_to_user: Tensor, users: Mapping[str, Tensor], candidates: Mapping[str, Tensor]) -> Tensor:
@@ -88,16 +89,20 @@ def attend_in_place(
     Returns:
         In the shape of query.
     """
+    check_tensor("query", query, query.dim(), "[C, H, Lq, D]", "target_attention")
     query, key, value = (x.unflatten(0, (-1, num_heads)) if num_heads else x for x in (query, key, value))
     num_users, num_keys = key.shape[0], key.shape[2]
     key, value = (x.transpose(1, 2).flatten(0, 1) for x in (key, value))
     if hidden is None:
-        ends = _equal_segments(num_users, num_keys, key.device)
+        offsets = _with_one_more(num_users, num_keys, key.device)
     else:
-        rows, ends = visible_first(hidden)
-        key, value = key[rows], value[rows]
-    offsets = _with_one_more(ends, key.shape[0])
-    out = target_attention(query.transpose(1, 2), key, value, candidates, offsets, scale=scale).transpose(1, 2)
+        rows, offsets = visible_first(hidden)
+        key, value = key.index_select(0, rows), value.index_select(0, rows)
+    num_candidates, num_rows = query.shape[0], query.shape[2]
+    q = query.transpose(1, 2) if candidates.order is None else query.index_select(0, candidates.order).transpose(1, 2)
+    out = attend_unchecked(q.flatten(0, 1), key, value, candidates.query_offsets(num_rows), offsets, scale)
+    out = out.unflatten(0, (num_candidates, num_rows)).transpose(1, 2)
+    out = out if candidates.inverse is None else out.index_select(0, candidates.inverse)
     if empty != 0:  # target_attention gives 0
         lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
         out = out.masked_fill(lost[:, None, None, None], empty)
@@ -140,7 +145,7 @@ def attend_segments_in_place(
     q: Tensor, k: Tensor, v: Tensor, candidates: CandidateIndex, q_rows: int, kv_rows: int, **options: Any
 ) -> tuple[Tensor]:
     """Attention of q_rows queries of each candidate, `[C · q_rows, H, D]`, to its user's kv_rows keys, `[U · kv_rows, H, D]`."""
-    offsets = _with_one_more(_equal_segments(k.shape[0] // kv_rows, kv_rows, k.device), k.shape[0])
+    offsets = _with_one_more(k.shape[0] // kv_rows, kv_rows, k.device)
     return (target_attention(q.unflatten(0, (-1, q_rows)), k, v, candidates, offsets, **options).flatten(0, 1),)
 
 
@@ -149,9 +154,9 @@ def _equal_segments(number: int, rows: int, device: torch.device) -> Tensor:
     return torch.arange(number + 1, device=device) * rows
 
 
-def _with_one_more(offsets: Tensor, num_rows: int) -> Tensor:
-    """Offsets with one more segment, of the rows behind the others, see `group_candidates`."""
-    return torch.cat([offsets, torch.full_like(offsets[:1], num_rows)])
+def _with_one_more(number: int, rows: int, device: torch.device) -> Tensor:
+    """As `_equal_segments`, with one more segment, which is empty, see `group_candidates`."""
+    return _equal_segments(number + 1, rows, device).clamp(max=number * rows)
 
 
 def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -161,9 +166,9 @@ def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
         hidden: bool `[U, T]`.
 
     Returns:
-        rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 1]`.
+        rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 2]`: of the users, and of the others.
     """
     counts = (~hidden).flatten().cumsum(0)
-    wanted = torch.arange(1, counts.shape[0] + 1, device=counts.device)
-    rows = torch.searchsorted(counts, wanted).clamp(max=counts.shape[0] - 1)
-    return rows, torch.nn.functional.pad((~hidden).sum(1).cumsum(0), (1, 0))
+    total, ends = counts.shape[0], counts.view(hidden.shape)[:, -1]
+    rows = torch.searchsorted(counts[:-1], torch.arange(1, total + 1, device=counts.device))  # without the last one, the result is a row
+    return rows, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), total)])

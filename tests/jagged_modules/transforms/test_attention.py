@@ -10,6 +10,8 @@ from marks import slow_after
 from torch import nn
 
 from jagged_modules.transforms import fuse_broadcasts
+from jagged_modules.transforms.clean_up import VIEWS
+from jagged_modules.transforms.runtime import attend_in_place, visible_first
 
 HEADS, DIM, KEYS = 2, 8, 7
 
@@ -161,3 +163,24 @@ def test_the_history_is_not_replicated():
         padding = torch.zeros(users, KEYS, dtype=torch.bool)
         fused(torch.randn(users, KEYS, DIM), padding, torch.randn(candidates, DIM), candidate_to_user=torch.arange(candidates) % users)
     assert max(shapes) < candidates * KEYS * DIM
+
+
+@pytest.mark.parametrize("users, keys", [(1, 1), (1, 4), (3, 5)])
+def test_order_of_visible_keys(users, keys):
+    torch.manual_seed(0)
+    for hidden in (torch.zeros(users, keys) > 0, torch.ones(users, keys) > 0, torch.rand(users, keys) < 0.5):
+        rows, offsets = visible_first(hidden)
+        visible = (~hidden).flatten().nonzero()[:, 0]
+        assert torch.equal(rows[: len(visible)], visible) and int(rows.max()) < hidden.numel()
+        assert torch.equal(offsets[:-1], torch.tensor([0, *(~hidden).sum(1).cumsum(0)])) and offsets[-1] == len(rows) == hidden.numel()
+
+
+def test_keys_and_values_are_no_copies_of_the_projection():
+    """The graph has views alone between the projection of the history and the attention."""
+    _, fused = model_and_fused("multi-head")
+    (attention,) = fused.graph.find_nodes(op="call_function", target=attend_in_place)
+    for x in attention.args[1:3]:
+        while x.target is not torch.ops.aten.linear.default:
+            assert x.target in (*VIEWS, torch.ops.aten.select.int)
+            x = x.args[0]
+        assert x.args[0].name == "history"

@@ -133,6 +133,12 @@ def test_the_head_is_split():
     assert sorted(rows) == [3, 50, 50]
 
 
+def test_a_weight_is_split_once():
+    graph = model_and_fused("head")[1].graph
+    readers = [user.target for node in graph.find_nodes(op="get_attr") if node.target == "over.0.weight" for user in node.users]
+    assert readers == [torch.ops.aten.split_with_sizes.default]
+
+
 def test_linear_compress_is_used():
     assert "compress" in called(model_and_fused("compress")[1])
 

@@ -69,7 +69,7 @@ def test_the_rule_keeps_the_result(group, users, index):
 
 def test_every_rule_has_a_case():
     registered = {str(target).removeprefix("aten.") for target in RULES}
-    assert registered - set(CASES) == {"reshape.default"}  # only distribute.py writes it: see test_fusions.py
+    assert registered - set(CASES) == {"reshape.default"}  # only clean_up.py and distribute.py write it
 
 
 @pytest.mark.parametrize("name", KEPT)

@@ -1,0 +1,310 @@
+"""Clean-ups of a captured graph: operators that change nothing, views of views, and operators that were computed before.
+
+A chain of views is what it does to the factors of its operand's dimensions: each view takes factors apart, puts them in another order, or
+together again. So it is one reshape, one permutation and one reshape, or fewer. As linear works on each row, the views that order its rows
+can follow it, where they often cancel with others. nn.MultiheadAttention is captured with 3 to 6 views for each projection.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from .calls import bind, is_operator, is_tensor, positional
+from .lineage import Size, exact_quotient, product, shape_of
+from .shape_rules import WHOLE
+
+aten = torch.ops.aten
+PERMUTATIONS = (aten.transpose.int, aten.permute.default, aten.t.default)
+RESHAPES = (
+    *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims),
+    *(aten.flatten.using_ints, aten.unflatten.int),
+)
+VIEWS = (*PERMUTATIONS, *RESHAPES)
+COPIES = (aten.clone.default, aten.alias.default)
+READ_STRIDES = (aten.view.dtype, aten.view_as_complex.default)
+
+
+def clean_up(graph: fx.Graph, keep: Set[fx.Node] = frozenset()) -> None:
+    """Do all in place. Nodes of `keep` stay as they are. Operands of views may have other strides, so emit.py writes views as reshapes."""
+    _drop_identities(graph, keep)
+    _fold_views(graph, keep)
+    _drop_duplicates(graph, keep)
+    graph.eliminate_dead_code()
+
+
+def _drop_identities(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    """Replace copies, slices of everything and views to the same shape by their operand.
+
+    A copy stays if the caller, or an operator of another library, gets it or a view of it: they may write to it or need its strides.
+    """
+    for node in _operators(graph, keep):
+        if node.target in COPIES and not _is_handed_out(node) or _is_whole(node):
+            node.replace_all_uses_with(positional(node)[0])
+            graph.erase_node(node)
+
+
+def _is_whole(node: fx.Node) -> bool:
+    """Whether a view is its operand."""
+    if node.target is aten.slice.Tensor:
+        call = bind(node)
+        return (
+            call["start"] in (None, 0)
+            and call["step"] == 1
+            and (call["end"] is None or isinstance(call["end"], int) and call["end"] > WHOLE)
+        )
+    return node.target in (*RESHAPES, aten.expand.default) and shape_of(node.meta["val"]) == shape_of(positional(node)[0].meta["val"])
+
+
+def _is_handed_out(node: fx.Node) -> bool:
+    """Whether a tensor in the memory of this one is a result, or the operand of an operator that reads strides or is not torch's."""
+    for user in node.users:
+        target: Any = user.target
+        if user.op == "output" or target in READ_STRIDES or is_operator(user) and target.namespace != "aten":
+            return True
+        if (not is_operator(user) or any(x.alias_info for x in target._schema.returns)) and _is_handed_out(user):
+            return True
+    return False
+
+
+def _drop_duplicates(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    """Replace each operator by an earlier one with the same arguments. Results that the caller gets stay tensors of their own."""
+    seen: dict[Any, fx.Node] = {}
+    for node in _operators(graph, keep):
+        if torch.Tag.nondeterministic_seeded in node.target.tags or _is_handed_out(node):
+            continue
+        first = seen.setdefault(_key((node.target, node.args, node.kwargs)), node)
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+
+
+def _key(x: Any) -> Any:
+    """Hashable, and different for 1, 1.0 and True."""
+    if isinstance(x, (tuple, list)):
+        return tuple(map(_key, x))
+    if isinstance(x, dict):
+        return tuple((name, _key(value)) for name, value in sorted(x.items()))
+    return type(x), x
+
+
+def _operators(graph: fx.Graph, keep: Set[fx.Node]) -> Iterable[Any]:
+    return [node for node in graph.nodes if is_operator(node) and node not in keep and not node.is_impure()]
+
+
+# -- views ---------------------------------------------------------------------------------------------------------------------------------
+
+
+class Factor:
+    """A factor of a dimension."""
+
+    def __init__(self, size: Size) -> None:
+        self.size = size
+
+
+class Chain:
+    """Views, one after another.
+
+    Attributes:
+        nodes: the views, the first one first.
+        base: their first operand.
+        factors: of each dimension of base.
+        dims: the factors of each dimension of the result.
+    """
+
+    def __init__(self, base: fx.Node) -> None:
+        self.base, self.nodes = base, list[fx.Node]()
+        self.factors = [[Factor(size)] if size != 1 else [] for size in shape_of(base.meta["val"])]
+        self.dims = [list(factors) for factors in self.factors]
+
+    def add(self, node: fx.Node) -> bool:
+        """Whether factors describe the view."""
+        self.nodes.append(node)
+        if node.target not in PERMUTATIONS:
+            return self._reshape(shape_of(node.meta["val"]))
+        self.dims = [self.dims[dim] for dim in _order(node)]
+        return True
+
+    def _reshape(self, shape: Iterable[Size]) -> bool:
+        rest = [factor for dim in self.dims for factor in dim]
+        dims: list[list[Factor]] = []
+        for size in shape:
+            dims.append([])
+            while size != 1:
+                if not rest or size == 0 or rest[0].size == 0:
+                    return False
+                if (left := exact_quotient(size, rest[0].size)) is None:
+                    left = exact_quotient(rest[0].size, size)
+                    if left is None:
+                        return False
+                    rest.insert(1, self._split(rest[0], size, left))
+                    left = size / size
+                dims[-1].append(rest.pop(0))
+                size = left
+        self.dims = dims
+        return not rest
+
+    def _split(self, factor: Factor, outer: Size, inner: Size) -> Factor:
+        factor.size, second = outer, Factor(inner)
+        own = next(factors for factors in self.factors if factor in factors)
+        own.insert(own.index(factor) + 1, second)
+        return second
+
+    def views(self) -> list[tuple[Any, list[Any]]] | None:
+        """The fewest operators that do the same, with their arguments. None if more than one size of a reshape is unknown."""
+        rank = {factor: i for i, factor in enumerate(sum(self.factors, []))}
+        runs = [_runs(dim, rank) for dim in self.dims]
+        if all(len(dim) < 2 for dim in runs):  # no second reshape: the first one makes the dimensions of size 1
+            runs = [dim or [[]] for dim in runs]
+        parts = [run for dim in runs for run in dim]
+        sizes = [product([factor.size for factor in run]) for run in parts]
+        order = sorted(range(len(parts)), key=lambda i: rank[parts[i][0]] if parts[i] else len(rank))
+        before, after = [sizes[i] for i in order], [product([factor.size for factor in dim]) for dim in self.dims]
+        permutation = [order.index(i) for i in range(len(order))]
+        moved = [i for i, dim in enumerate(permutation) if i != dim]
+        filled = [i for i in order if parts[i]]
+        shape, result = list(shape_of(self.base.meta["val"])), list[tuple[Any, list[Any]]]()
+        for wanted in (after,) if filled == sorted(filled) else (before, None, after):
+            if wanted is None:
+                result.append((aten.transpose.int, moved) if len(moved) == 2 else (aten.permute.default, [permutation]))
+            elif shape != wanted:
+                known = [int(size) if size.is_Integer else -1 for size in wanted]
+                if known.count(-1) > 1:
+                    return None
+                result.append((aten.reshape.default, [known]))
+            shape = sizes if wanted is None else wanted
+        return result
+
+
+def _order(node: fx.Node) -> list[int]:
+    """For each dimension of a permutation's result, that of its operand."""
+    x, *dims = positional(node)
+    ndim = x.meta["val"].dim()
+    if node.target is aten.permute.default:
+        return [dim % ndim for dim in dims[0]]
+    order = list(range(ndim))
+    if node.target is aten.t.default:
+        return order[::-1]
+    first, second = (dim % ndim for dim in dims)
+    order[first], order[second] = second, first
+    return order
+
+
+def _runs(factors: Iterable[Factor], rank: dict[Factor, int]) -> list[list[Factor]]:
+    """Neighbours that follow one another in the base, as one."""
+    runs: list[list[Factor]] = []
+    for factor in factors:
+        if runs and rank[factor] == rank[runs[-1][-1]] + 1:
+            runs[-1].append(factor)
+        else:
+            runs.append([factor])
+    return runs
+
+
+def _fold_views(graph: fx.Graph, keep: Set[fx.Node]) -> None:
+    for node in _operators(graph, keep):
+        if node.target is aten.linear.default:
+            _order_rows_later(graph, node, keep)
+    for _ in range(2):  # a select that comes first leaves a permutation, which may be folded again
+        graph.eliminate_dead_code()
+        for node in _operators(graph, keep):
+            if _is_view(node) and not (len(node.users) == 1 and _is_view(next(iter(node.users)))):
+                _fold(graph, node, keep)
+        graph.eliminate_dead_code()
+        for node in _operators(graph, keep):
+            if node.target in PERMUTATIONS and all(user.target is aten.select.int for user in node.users):
+                for user in [user for user in node.users if user not in keep]:
+                    _select_first(graph, user)
+
+
+def _fold(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
+    chain = _chain(node, keep)
+    views = None if chain is None else chain.views()
+    if chain is not None and views is not None and len(views) < len(chain.nodes):
+        with graph.inserting_before(node):
+            new = _call_all(graph, views, chain.base, node)
+        _replace(graph, node, new)
+
+
+def _is_view(node: Any) -> bool:
+    """Whether it is a view of the whole operand."""
+    if node.target is aten.select.int:
+        x, dim, _ = positional(node)
+        return shape_of(x.meta["val"])[dim] == 1
+    return node.target in VIEWS
+
+
+def _chain(end: Any, keep: Set[fx.Node]) -> Chain | None:
+    """The longest chain of views to `end` that factors describe, and whose other results nothing else reads."""
+    nodes: list[fx.Node] = []
+    while is_tensor(end) and _is_view(end) and end not in keep and (not nodes or len(end.users) == 1):
+        nodes.append(end)
+        end = end.args[0]
+    while nodes:
+        chain = Chain(positional(nodes[-1])[0])
+        if all(chain.add(node) for node in reversed(nodes)):
+            return chain
+        nodes.pop()
+    return None
+
+
+def _order_rows_later(graph: fx.Graph, node: fx.Node, keep: Set[fx.Node]) -> None:
+    """linear(views(x)) as views(linear(x)), if the views order rows, or x needs fewer of them."""
+    chain = _chain(node.args[0], keep)
+    if chain is None or len(positional(node)[0].users) > 1:
+        return
+    *leading, last = chain.dims
+    rows = [[factor for factor in factors if factor not in last] for factors in chain.factors]  # dimension by dimension of the base
+    rows = [factors for factors in rows if factors]
+    before = Chain(chain.base)
+    before.factors, before.dims = chain.factors, [*rows, last]
+    views = before.views()
+    if not rows or views is None or sum(rows, []) == sum(leading, []) and len(views) >= len(chain.nodes):
+        return
+    with graph.inserting_before(node):
+        x = _call_all(graph, views, chain.base, node)
+        new = call(graph, aten.linear.default, x, *node.args[1:], like=node, **node.kwargs)
+        after, column = Chain(new), [Factor(shape_of(node.meta["val"])[-1])]
+        after.factors, after.dims = [*rows, column], [*leading, column]
+        views = after.views()
+        if views is not None:
+            _replace(graph, node, _call_all(graph, views, new, node))
+
+
+def _select_first(graph: fx.Graph, node: fx.Node) -> None:
+    """select(permuted x) as the permuted select of x."""
+    permuted, dim, index = positional(node)
+    order = _order(permuted)
+    chosen = order.pop(dim)
+    order = [i - (i > chosen) for i in order]
+    with graph.inserting_before(node):
+        new = call(graph, aten.select.int, permuted.args[0], chosen, index, like=node)
+        new = new if order == sorted(order) else call(graph, aten.permute.default, new, order, like=node)
+    _replace(graph, node, new)
+
+
+def _call_all(graph: fx.Graph, views: list[tuple[Any, list[Any]]], x: fx.Node, like: fx.Node) -> fx.Node:
+    for target, args in views:
+        x = call(graph, target, x, *args, like=like)
+    return x
+
+
+def call(graph: fx.Graph, target: Any, *args: Any, like: fx.Node, **kwargs: Any) -> fx.Node:
+    """A new operator with its fake result, for the line of the model that `like` comes from."""
+    node = graph.call_function(target, args, kwargs)
+    node.meta["stack_trace"] = like.stack_trace
+    real = map_arg((args, kwargs), lambda x: x.meta["val"])
+    with like.meta["val"].fake_mode:
+        node.meta["val"] = target(*real[0], **real[1])
+    return node
+
+
+def _replace(graph: fx.Graph, node: fx.Node, new: fx.Node) -> None:
+    """Unless torch finds another shape, for instance because it does not simplify a quotient of sizes."""
+    if shape_of(new.meta["val"]) == shape_of(node.meta["val"]):
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)

@@ -1,0 +1,157 @@
+"""Clean-ups of captured graphs: the same results with fewer operators."""
+
+import math
+import random
+
+import pytest
+import torch
+from torch import nn
+
+from jagged_modules.transforms.capture import capture
+from jagged_modules.transforms.clean_up import VIEWS, clean_up
+
+aten = torch.ops.aten
+
+
+class Function(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def cleaned(function, dynamic=True):
+    """The cleaned module of a function of [B, 4, 6], and its operators."""
+    model = function if isinstance(function, nn.Module) else Function(function)
+    captured = capture(model.eval(), (torch.randn(3, 4, 6),), {}, None if dynamic else dict(x=None))
+    clean_up(captured.graph)
+    for node in captured.graph.nodes:  # as in emit.py
+        if node.target in (aten.view.default, aten._unsafe_view.default):
+            node.target = aten.reshape.default
+    captured.module.graph = captured.graph
+    for rows in (3, 5) if dynamic else (3,):
+        given = torch.randn(rows, 4, 6)
+        torch.testing.assert_close(captured.module(given), model(given))
+    return captured.module, [node.target for node in captured.graph.nodes if isinstance(node.target, torch._ops.OpOverload)]
+
+
+CHAINS = {
+    "back and forth": (lambda x: x.transpose(1, 2).transpose(1, 2), []),
+    "a dimension of size 1": (lambda x: x.unsqueeze(1).transpose(0, 1).squeeze(0), []),
+    "two permutations": (lambda x: x.permute(1, 2, 0).permute(2, 1, 0), ["transpose"]),
+    "several reshapes": (lambda x: x.reshape(-1, 8, 3).reshape(-1, 24).reshape(-1, 2, 12), ["reshape"]),
+    "heads": (lambda x: x.view(-1, 4, 2, 3).transpose(1, 2).reshape(-1, 4, 3).view(-1, 2, 4, 3), ["reshape", "transpose"]),
+    "last of one": (lambda x: x.flatten(1).unsqueeze(1)[:, 0], ["reshape"]),
+    "rows and heads": (lambda x: x.mT.mT.transpose(0, 1).reshape(4, -1, 3).transpose(0, 1), ["reshape", "transpose", "reshape"]),
+    "parts of dimensions": (lambda x: x.reshape(-1, 3, 8).transpose(1, 2).reshape(-1, 6, 4), ["reshape", "transpose", "reshape"]),
+}
+
+
+@pytest.mark.parametrize("name", CHAINS)
+def test_chains_of_views(name):
+    function, expected = CHAINS[name]
+    _, found = cleaned(lambda x: function(x).sin())
+    assert [x._schema.name.removeprefix("aten::") for x in found if x in VIEWS] == expected
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_chains_of_views(seed):
+    """Each function is a random sequence of permutations and reshapes, of known sizes: torch.export branches by others."""
+    random.seed(seed)
+    steps, dims = [], [None, 2, 2, 2, 3]
+    for _ in range(5):
+        order = random.sample(range(5), 5)
+        dims = [dims[i] for i in order]
+        cuts = [0, *sorted(random.sample(range(1, 5), random.randint(0, 4))), 5]
+        steps.append((order, list(dims), cuts))
+
+    def function(x):
+        rows = x.shape[0]
+        x = x.reshape(rows, 2, 2, 2, 3)
+        for order, sizes, cuts in steps:
+            x = x.permute(order)
+            merged = [math.prod(x.shape[start:end]) for start, end in zip(cuts, cuts[1:])]
+            x = x.reshape(merged).reshape([rows if size is None else size for size in sizes])
+        return x.exp()
+
+    _, found = cleaned(function, dynamic=False)
+    assert len(found) <= 4
+
+
+def test_copies_and_slices_that_change_nothing():
+    function = Function(lambda x: nn.functional.dropout(x[:].sin(), training=False).expand(-1, -1, -1).contiguous().cos())
+    assert cleaned(function)[1] == [aten.sin.default, aten.cos.default]
+
+
+def test_the_caller_gets_tensors_of_its_own():
+    module, found = cleaned(lambda x: (x.clone(), x.clone().flatten(1), x.sin(), x.sin()))
+    assert found.count(aten.clone.default) == found.count(aten.sin.default) == 2
+    x = torch.randn(3, 4, 6)
+    results = module(x)
+    assert len({y.untyped_storage().data_ptr() for y in (x, *results)}) == 5
+
+
+@torch.library.custom_op("test_clean_up::is_contiguous", mutates_args=())
+def is_contiguous(x: torch.Tensor) -> torch.Tensor:
+    return x.new_full((x.shape[0],), x.is_contiguous())
+
+
+@is_contiguous.register_fake
+def _(x):
+    return x.new_empty((x.shape[0],))
+
+
+def test_other_operators_get_the_strides_of_the_model():
+    module, _ = cleaned(lambda x: is_contiguous(x.transpose(1, 2).contiguous()))
+    assert module(torch.randn(3, 4, 6)).all()
+
+
+def test_duplicates():
+    _, found = cleaned(lambda x: x.sum(1) + x.sum(1) + x.sum(1, dtype=torch.float64) + x.sum(2).sum(1, True))
+    assert found.count(aten.sum.dim_IntList) == 4
+    captured = capture(Function(lambda x: torch.rand_like(x) - torch.rand_like(x)), (torch.randn(3, 4),), {})
+    clean_up(captured.graph)
+    assert sum(node.target is aten.rand_like.default for node in captured.graph.nodes) == 2
+
+
+def test_kept_nodes_stay():
+    captured = capture(Function(lambda x: (x.clone() * 2).clone() + x.clone()), (torch.randn(3, 4),), {})
+    kept = {node for node in captured.graph.nodes if node.target is aten.clone.default}
+    clean_up(captured.graph, kept)
+    assert kept <= set(captured.graph.nodes)
+
+
+class SelfAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x):
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_multihead_attention():
+    """The projections take [B, T, E] as it is. Without heads and the packed projection, no views are left."""
+    _, found = cleaned(SelfAttention())
+    assert len(found) <= 16
+    assert aten.clone.default not in found and aten.permute.default not in found
+    assert found[0] is aten.linear.default
+
+
+def test_linear_keeps_the_order_of_rows():
+    """Rows that linear gets in another order, and results that are used in that order."""
+    torch.manual_seed(0)
+    layer = nn.Linear(6, 5)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, x):
+            rows = self.layer(x.transpose(0, 1).reshape(-1, 6))
+            return rows.reshape(4, -1, 5).cumsum(0), self.layer(x.transpose(1, 2).reshape(-1, 4, 6))
+
+    cleaned(Model())
