@@ -168,7 +168,8 @@ def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 2]`: of the users, and of the others.
     """
-    counts = (~hidden).flatten().cumsum(0)
-    total, ends = counts.shape[0], counts.view(hidden.shape)[:, -1]
+    visible = ~hidden
+    counts, ends = visible.flatten().cumsum(0), visible.sum(1).cumsum(0)
+    total = counts.shape[0]
     rows = torch.searchsorted(counts[:-1], torch.arange(1, total + 1, device=counts.device))  # without the last one, the result is a row
     return rows, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), total)])
