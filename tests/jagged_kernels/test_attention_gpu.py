@@ -363,6 +363,27 @@ def test_buckets_are_exact_at_all_boundaries(offsets, kernels, boundaries, dim, 
     assert torch.equal(counts.cpu().long(), 3 * buckets.bincount(minlength=len(table)))
 
 
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("kernels", ["triton", "hopper"], indirect=True)
+def test_a_time_bias_of_long_segments(offsets, kernels, dim):
+    """Hopper's kernels find the ranges of buckets of 16 blocks of 64 rows at a time."""
+    lengths = [2500, 70, 1100]
+    q, k, v, grad = (torch.randn(sum(lengths), 2, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    times = torch.randn(sum(lengths), device="cuda").mul(2).exp().mul(400).long().cumsum(0)
+    inputs = [x.requires_grad_() for x in (q, k, v, torch.randn(65, device="cuda"))]
+    results = []
+    for dtype, implementation in ((torch.bfloat16, kernels), (torch.float64, "reference")):
+        *rows, table = given = [x.to(dtype if x.dim() == 3 else torch.promote_types(dtype, torch.float32)) for x in inputs]
+        bias, mask = jm.RelativeBias(time=table, timestamps=times), jm.AttentionMask(causal=True)
+        segments = offsets(lengths, "cuda")
+        out = F.jagged_attention(
+            *rows, segments, activation="silu", output_scale=1 / 2500, mask=mask, bias=bias, implementation=implementation
+        )  # fmt: skip
+        results.append((out, *torch.autograd.grad(out, given, grad.to(dtype))))
+    for result, expected in zip(*results):
+        assert ((result - expected).norm() / expected.norm()).item() < 1e-2
+
+
 def test_host_and_device_schedules_agree_bit_for_bit(offsets, kernels):
     lengths = torch.randint(0, 400, (64,), generator=torch.Generator().manual_seed(2))
     q, k, v = (torch.randn(int(lengths.sum()), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
