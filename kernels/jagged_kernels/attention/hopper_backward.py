@@ -26,7 +26,8 @@ Barriers, one per stage s:
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
     head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
-    with a bias, q and dO have one buffer instead of two, and dS is turned in 32.5 per consumer: 225 and 217.5
+    with a bias, 17 more per consumer, for sums of dS. At head dim 128, q and dO then have one buffer instead of two: 194; at 64: 219
+    with times, 0.125 more per consumer, for ranges of buckets; at 64 two consumers and k 4 × 8 + v 4 × 8: 178.25
 
 dS stays in registers, as the first operand of the next MMA. One consumer's arithmetic overlaps with the MMAs of the others.
 """
