@@ -213,19 +213,24 @@ def leading_bits(distance):
 
 
 @triton.jit
+def find_near_buckets(distance, bias):
+    """Buckets of NEAR distances: by the table of their leading bits, and then by comparing with the boundaries that have these bits too."""
+    bucket = tl.load(bias.leading_bits_ptr + leading_bits(distance))
+    for _ in range(0, tl.load(bias.leading_bits_ptr + LEADING)):
+        bucket += (tl.load(bias.edges_ptr + bucket) <= distance).to(tl.int32)
+    return bucket
+
+
+@triton.jit
 def find_buckets(rows, columns, bias, first, last, farthest):
     """Buckets of a block, given their bucket_range.
 
-    Few buckets are found by comparing with each boundary between them. Many are found by a table of the distances' leading bits, and then
-    by comparing with the one or few boundaries that have these bits too.
+    Few buckets are found by comparing with each boundary between them.
     """
     u, t = rows.stamps[:, None], columns.stamps[None, :]
     block = tl.where(u >= t, first, first)
     if (last - first > 3) & (farthest < NEAR):
-        distance = distances(rows, columns)
-        block = tl.load(bias.leading_bits_ptr + leading_bits(distance))
-        for _ in range(0, tl.load(bias.leading_bits_ptr + LEADING)):
-            block += (tl.load(bias.edges_ptr + block) <= distance).to(tl.int32)
+        block = find_near_buckets(distances(rows, columns), bias)
     else:
         for bucket in range(first, last):
             edge = tl.load(bias.boundaries_ptr + bucket)

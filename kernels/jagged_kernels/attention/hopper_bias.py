@@ -30,6 +30,7 @@ from .bias import (
     bias_of_tile,
     bucket_range,
     find_buckets,
+    find_near_buckets,
     first_entry,
     first_time_block,
     key_times,
@@ -38,6 +39,7 @@ from .bias import (
     load_query_times,
     query_times,
 )
+from .hopper_common import load_word
 
 THREADS = 128  # of a consumer
 COMPARED = gl.constexpr(6)  # boundaries in a block up to which each score is compared with them
@@ -159,15 +161,6 @@ def bias_of_keys(bias, tile, head, first, ranges, KIND: gl.constexpr):
 
 
 @gluon.jit
-def _find_bucket(distance, bias):
-    """The bucket of a NEAR distance."""
-    bucket = gl.load(bias.leading_bits_ptr + leading_bits(distance))
-    for _ in range(0, gl.load(bias.leading_bits_ptr + LEADING)):
-        bucket += (gl.load(bias.edges_ptr + bucket) <= distance).to(gl.int32)
-    return bucket
-
-
-@gluon.jit
 def _find_ranges(of_tile, row, window, TRANSPOSED: gl.constexpr):
     """First and last bucket, in halves of a word, of the block of scores of the rows from `row` on with each of RANGES blocks of columns;
     negative if a distance is not NEAR."""
@@ -182,14 +175,9 @@ def _find_ranges(of_tile, row, window, TRANSPOSED: gl.constexpr):
     latest_column = gl.load(column_ptr + 2 * blocks + 1, mask=inside, other=0)
     nearest = gl.maximum(gl.maximum(earliest - latest_column, earliest_column - latest), 0)
     farthest = gl.maximum(latest - earliest_column, latest_column - earliest)
-    first = _find_bucket(gl.minimum(nearest, NEAR - 1).to(gl.int32), of_tile)
-    last = _find_bucket(gl.minimum(farthest, NEAR - 1).to(gl.int32), of_tile)
+    first = find_near_buckets(gl.minimum(nearest, NEAR - 1).to(gl.int32), of_tile)
+    last = find_near_buckets(gl.minimum(farthest, NEAR - 1).to(gl.int32), of_tile)
     return gl.where(farthest < NEAR, first | last << 16, -1)
-
-
-@gluon.jit
-def _load_word(words, i):
-    return gl.sum(words.index(i).load(LANES), 0)
 
 
 @gluon.jit
@@ -197,14 +185,14 @@ def _range_of(bias, column, TRANSPOSED: gl.constexpr):
     """`_find_ranges` of the block from `column` on. The ranges of the blocks around it are kept in shared memory, behind them the block of
     rows and the number of the window of columns. A load there takes a tenth of the time of finding a range."""
     words, window = bias.ranges, column // TIME_BLOCK // RANGES
-    if (_load_word(words, RANGES) != bias.block) | (_load_word(words, RANGES + 1) != window):
+    if (load_word(words, RANGES) != bias.block) | (load_word(words, RANGES + 1) != window):
         thread_barrier()  # all warps have compared the words
         ranges = _find_ranges(bias.of_tile, bias.row, window, TRANSPOSED)
         reinterpret(words, gl.int32, [2 * RANGES], WORDS).slice(0, RANGES).store(ranges)
         words.index(RANGES).store(gl.full([1], bias.block, gl.int32, LANES))
         words.index(RANGES + 1).store(gl.full([1], window, gl.int32, LANES))
         thread_barrier()
-    return _load_word(words, column // TIME_BLOCK % RANGES)
+    return load_word(words, column // TIME_BLOCK % RANGES)
 
 
 @gluon.jit

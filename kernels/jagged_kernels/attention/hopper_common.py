@@ -145,17 +145,18 @@ def push_tile(queue, wave, tile):
 
 
 @gluon.jit
-def _load_word(queue, i):
-    return gl.sum(queue.slots.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
+def load_word(words, i):
+    """A word of `[words, 1]` in shared memory."""
+    return gl.sum(words.index(i).load(gl.BlockedLayout([1], [32], [gl.num_warps()], [0])), 0)
 
 
 @gluon.jit
 def pop_tile(queue, wave, wanted=True, HAS_DS: gl.constexpr = False):
     """The Tile of a wave; with HAS_DS, a DsTile. Undefined unless `wanted`. release_tile must follow."""
     mbarrier.wait(queue.full.index(wave % TILE_SLOTS), wave // TILE_SLOTS & 1, pred=wanted)
-    i = wave % TILE_SLOTS * TILE_FIELDS
-    segment, head, block, q_start = _load_word(queue, i), _load_word(queue, i + 1), _load_word(queue, i + 2), _load_word(queue, i + 3)
-    q_len, kv_start, kv_len, last = _load_word(queue, i + 4), _load_word(queue, i + 5), _load_word(queue, i + 6), _load_word(queue, i + 7)
+    slots, i = queue.slots, wave % TILE_SLOTS * TILE_FIELDS
+    segment, head, block, q_start = load_word(slots, i), load_word(slots, i + 1), load_word(slots, i + 2), load_word(slots, i + 3)
+    q_len, kv_start, kv_len, last = load_word(slots, i + 4), load_word(slots, i + 5), load_word(slots, i + 6), load_word(slots, i + 7)
     if HAS_DS:
         return DsTile(segment, head, block, q_start.to(gl.int64), q_len, kv_start.to(gl.int64), kv_len, last)
     else:

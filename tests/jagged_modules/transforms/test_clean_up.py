@@ -5,7 +5,7 @@ import random
 
 import pytest
 import torch
-from torch import nn
+from torch import library, nn
 
 from jagged_modules.transforms.capture import capture
 from jagged_modules.transforms.clean_up import VIEWS, clean_up
@@ -93,7 +93,7 @@ def test_the_caller_gets_tensors_of_its_own():
     assert len({y.untyped_storage().data_ptr() for y in (x, *results)}) == 5
 
 
-@torch.library.custom_op("test_clean_up::is_contiguous", mutates_args=())
+@library.custom_op("test_clean_up::is_contiguous", mutates_args=())
 def is_contiguous(x: torch.Tensor) -> torch.Tensor:
     return x.new_full((x.shape[0],), x.is_contiguous())
 
