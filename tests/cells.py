@@ -25,6 +25,7 @@ PAIRS = (  # lengths of queries and keys
     ([1, 1, 300, 1, 0], [2, 1, 500, 0, 3]),
     ([64, 128, 192, 63, 65], [128, 64, 1, 129, 191]),
 )
+LONG_PAIRS = (([960, 449], [1000, 321]),)  # for which tiles of the Hopper kernels have several warpgroups
 LENGTHS = [[x] for x in ([3, 0, 70, 5, 130, 0, 0, 64, 1, 400, 65], [128, 128, 128], [1, 1, 700, 0, 2])]
 
 
@@ -58,10 +59,10 @@ def hopper_cells() -> Iterator[Cell]:
             mask, dtype = MASKS[(i + 3 * j) % len(MASKS)], HALVES[(i + j) % 2]
             options = dict(activation=activation, mask=mask, head_dim=dim, heads=list(HEADS[i % 3]))
             options |= dict(operands="cross", implementation="hopper")
-            yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} hopper", PAIRS, **options)
+            yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} hopper", PAIRS + LONG_PAIRS, **options)
     for dtype, dims in zip(HALVES, ((80, 104), (40, 48))):
         options = dict(head_dim=dims[0], v_dim=dims[1], heads=[4, 2], operands="cross", implementation="hopper")
-        yield cell("jagged_attention", dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS, **options)
+        yield cell("jagged_attention", dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS + LONG_PAIRS, **options)
 
 
 def bias_cells() -> Iterator[Cell]:

@@ -38,11 +38,19 @@ def unwritten_registers(cubin: bytes) -> list[str]:
 
 def disassembled(cubin: bytes) -> str:
     """The machine code of a compiled kernel as nvdisasm prints it."""
+    return _output(cubin, knobs.nvidia.nvdisasm.path, "--print-code")
+
+
+def spilled_bytes(cubin: bytes) -> int:
+    """Bytes of local memory of a thread: what did not fit into its registers."""
+    return int(re.search(r"STACK:(\d+)", _output(cubin, knobs.nvidia.cuobjdump.path, "-res-usage"))[1])
+
+
+def _output(cubin: bytes, *command: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = pathlib.Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        command = [knobs.nvidia.nvdisasm.path, "--print-code", file]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return subprocess.run([*command, file], capture_output=True, text=True, check=True).stdout
 
 
 def find_unwritten(listing: str) -> list[str]:

@@ -29,7 +29,7 @@ def test_a_single_row_is_aligned_as_many_are():
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)], ids=str)
 def test_tiles_of_schedules(capability):
     sizes = dict(num_heads=2, num_kv_heads=2, head_dim=64, dtype=torch.bfloat16, capability=capability)
-    short, long = torch.tensor([3, 5]), torch.tensor([300, 500])
+    short, long = torch.tensor([3, 5]), torch.tensor([600, 700])
     by_length = [host_schedule(x, x, **sizes).block_m for x in (short, long)]
     fixed = [host_schedule(x, x, **sizes, batch_invariant=True).block_m for x in (short, long)]
     assert by_length == ([64, 192] if capability == (9, 0) else [64, 128]) and fixed == [by_length[1]] * 2

@@ -46,27 +46,29 @@ BACKENDS = [  # what differs from long segments of head dim 128 in bf16 on an H1
     (dict(head_dim=136), "triton"),
     (dict(misaligned=("q",)), "triton"),
     (dict(activation="gelu_taylor"), "triton"),
+    (dict(activation="gelu_taylor", head_dim=72), "triton"),
+    (dict(activation="gelu_taylor", head_dim=64), "hopper"),
+    (dict(activation="gelu_taylor", head_dim=64, biased=True), "triton"),
     (dict(activation="gelu"), "hopper"),
-    (dict(activation="gelu", head_dim=72), "hopper"),
-    (dict(activation="gelu", head_dim=64), "triton"),
-    (dict(activation="gelu_tanh", head_dim=64), "hopper"),
+    (dict(activation="gelu", biased=True), "hopper"),
+    (dict(activation="gelu", head_dim=64), "hopper"),
+    (dict(activation="gelu", head_dim=64, biased=True), "triton"),
+    (dict(activation="gelu_tanh", head_dim=64, biased=True), "hopper"),
     (dict(masked=True), "hopper"),
-    (sizes(32, 32), "hopper"),
-    (sizes(31, 33), "triton"),
-    (sizes(10, 200), "hopper"),
-    (sizes(1, 200), "triton"),
-    (sizes(25, 25), "triton"),
-    (sizes(25, 25) | dict(batch_invariant=True), "hopper"),
-    (sizes(25, 25) | dict(implementation="hopper"), "hopper"),
+    (sizes(1, 1), "hopper"),
+    (sizes(32, 32) | dict(biased=True), "hopper"),
+    (sizes(31, 33) | dict(biased=True), "triton"),
+    (sizes(31, 33) | dict(biased=True, batch_invariant=True), "hopper"),
+    (sizes(31, 33) | dict(biased=True, implementation="hopper"), "hopper"),
     (dict(activation="gelu_taylor", implementation="hopper"), "hopper"),
     (dict.fromkeys(LONG), "hopper"),
-    (dict(q_rows=0), "triton"),
-    (dict(kv_rows=0), "triton"),
-    (dict(q_rows=0, implementation="hopper"), "triton"),  # nothing but zeros to write
-    (dict(q_shared=True, q_rows=3, kv_rows=64 * 342), "hopper"),  # 3 rows with every segment's 342 keys
-    (dict(q_shared=True, q_rows=3, kv_rows=64 * 341), "triton"),
-    (dict(kv_shared=True, q_rows=1024, q_segments=1, kv_rows=1, kv_segments=1), "hopper"),
-    (dict(kv_shared=True, q_rows=1023, q_segments=1, kv_rows=1, kv_segments=1), "triton"),
+    (dict(q_rows=0), "hopper"),  # a schedule has the same tiles as one with rows
+    (dict(q_rows=0, misaligned=("q",)), "hopper"),
+    (dict(kv_rows=0, misaligned=("k",), implementation="hopper"), "hopper"),
+    (dict(biased=True, q_shared=True, q_rows=3, kv_rows=64 * 342), "hopper"),  # 3 rows with every segment's 342 keys
+    (dict(biased=True, q_shared=True, q_rows=3, kv_rows=64 * 341), "triton"),
+    (dict(biased=True, kv_shared=True, q_rows=1024, q_segments=1, kv_rows=1, kv_segments=1), "hopper"),
+    (dict(biased=True, kv_shared=True, q_rows=1023, q_segments=1, kv_rows=1, kv_segments=1), "triton"),
 ]
 
 
@@ -122,7 +124,7 @@ def test_tiles_of_the_portable_kernels(change, query, key):
 @pytest.mark.parametrize("head_dim, tiles", [(64, (192, 192, 128, 192)), (128, (128, 128, 128, 128))])
 @pytest.mark.parametrize("schedule", [(None, None), (16, 16), (64, 64)])
 def test_hoppers_tiles_are_its_own(head_dim, tiles, schedule):
-    selection = select(problem(head_dim, **LONG, schedule=schedule))
+    selection = select(problem(head_dim, **sizes(640, 640), schedule=schedule))
     assert tuple(config.tile for config in (selection.fwd, selection.dq, selection.dkdv, selection.dq_from_ds)) == tiles
 
 
@@ -137,13 +139,49 @@ def test_a_schedule_made_without_the_activation_has_hoppers_tiles():
 
 
 @pytest.mark.parametrize(
+    "head_dim, change, queries, keys",  # change: of mean lengths → whether tiles of queries and of keys are small
+    [
+        (64, sizes(639, 639), True, True),
+        (64, sizes(640, 640), False, False),
+        (64, sizes(640, 639), False, True),
+        (64, sizes(256, 640), True, False),
+        (64, sizes(255, 640), True, True),
+        (40, sizes(319, 319) | dict(masked=True), True, True),
+        (64, sizes(320, 320) | dict(masked=True), False, False),
+        (64, sizes(2000, 2000) | dict(activation="gelu"), True, False),
+        (64, sizes(2000, 2000) | dict(activation="gelu_taylor"), True, False),
+        (64, sizes(2000, 2000) | dict(activation="gelu", masked=True), True, False),
+        (72, sizes(127, 10), True, False),
+        (128, sizes(128, 10), False, False),
+        (128, sizes(63, 63) | dict(masked=True), True, False),
+        (128, sizes(64, 64) | dict(masked=True), False, False),
+        (64, sizes(10, 10) | dict(batch_invariant=True), False, False),
+        (64, sizes(50, 50) | dict(biased=True), False, False),
+        (64, {}, False, False),
+    ],
+    ids=str,
+)
+def test_hoppers_tiles_are_small_where_segments_are_short(head_dim, change, queries, keys):
+    selection = select(problem(head_dim, **change))
+    fwd, dq, dkdv = selection.fwd, selection.dq, selection.dkdv
+    assert [config.consumers == 1 for config in (fwd, dq, dkdv)] == [queries, queries, keys]
+    assert fwd.tile == dq.tile, "they share a list of tiles"
+    for config in (fwd, dq, dkdv):
+        assert config.tile == 64 * config.consumers and (config.ctas_per_sm > 1) == (config.consumers == 1)
+
+
+def test_blocks_are_small_where_query_segments_are_short():
+    assert [select(problem(64, **sizes(length, 300))).dkdv.block for length in (255, 256)] == [32, 64]
+
+
+@pytest.mark.parametrize(
     "head_dim, masked, below, from_on",
     [(128, False, 383, 384), (64, False, 767, 768), (72, False, 383, 384), (128, True, 1535, 1536), (64, True, 3071, 3072)],
 )
 def test_hoppers_key_blocks_are_larger_where_segments_are_long(head_dim, masked, below, from_on):
-    blocks = [select(problem(head_dim, masked=masked, **sizes(500, length))).fwd.block for length in (below, from_on)]
+    blocks = [select(problem(head_dim, masked=masked, **sizes(700, length))).fwd.block for length in (below, from_on)]
     assert blocks == [64, 128]
-    assert select(problem(head_dim, masked=masked, batch_invariant=True, **sizes(500, from_on))).fwd.block == 64
+    assert select(problem(head_dim, masked=masked, batch_invariant=True, **sizes(700, from_on))).fwd.block == 64
     assert select(problem(head_dim, masked=masked)).fwd.block == 64, "nothing is known of the segments"
 
 
@@ -219,14 +257,16 @@ SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55,
 @pytest.mark.parametrize(
     "change, forward, backward",
     [
-        (dict(), True, True),
+        (dict(), False, True),
         (dict(capability=A100), True, True),
         (dict(implementation="triton"), True, True),
         (dict(masked=True, activation="silu", head_dim=24), True, True),
         (dict(q_rows=512 * 33), True, True),
         (dict(q_rows=512 * 33 - 1), False, False),
-        (dict(q_rows=2048 * 64 - 1), True, True),
-        (dict(q_rows=2048 * 64), False, True),
+        (dict(q_rows=2048 * 32 - 1), True, True),
+        (dict(q_rows=2048 * 32), False, True),
+        (dict(q_rows=2048 * 64 - 1, capability=A100), True, True),
+        (dict(q_rows=2048 * 64, capability=A100), False, True),
         (dict(q_rows=2048 * 128 - 1), False, True),
         (dict(q_rows=2048 * 128), False, False),
         (dict(self_attention=False), False, False),

@@ -104,11 +104,12 @@ class HopperConfig:
     """Launch of a warp-specialised kernel.
 
     Attributes:
-        consumers: warpgroups that compute, 64 rows of a tile each.
+        consumers: warpgroups of a thread block that compute, 64 rows of a tile each.
         block, stages: rows of the blocks that a tile loops over, and their number of buffers.
         row_stages: buffers of a consumer's own rows.
         launch_registers, registers: registers per thread at launch, and of consumers.
         rows_in_registers: the forward holds q in registers.
+        ctas_per_sm: thread blocks that run on a multiprocessor at a time.
     """
 
     consumers: int
@@ -118,6 +119,7 @@ class HopperConfig:
     launch_registers: int
     registers: int
     rows_in_registers: bool = False
+    ctas_per_sm: int = 1
 
     @property
     def tile(self) -> int:
@@ -160,3 +162,18 @@ def hopper_attention_config(
         long = long and activation != "gelu"  # its arithmetic takes many registers
         return three(block=128 if long else 64, stages=3 if long else 5, row_stages=2)
     return two(block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax)
+
+
+def small_hopper_config(kernel: str, head_dim: int, few_rows: bool = False) -> HopperConfig:
+    """As hopper_attention_config, for a thread block with one consumer. Two or three of them share a multiprocessor, and one computes while
+    another waits for its tile's first rows or stores its last. A tile of 64 rows is also fuller where a segment ends.
+
+    few_rows: whether "dkdv" loops over few query rows: blocks of 32 then leave registers for a third thread block.
+    """
+    two = functools.partial(HopperConfig, consumers=1, ctas_per_sm=2, launch_registers=128, registers=232)
+    three = functools.partial(HopperConfig, consumers=1, ctas_per_sm=3, launch_registers=80, registers=136)
+    if kernel == "dkdv":
+        return three(block=32, stages=3, row_stages=1) if few_rows else two(block=64, stages=3, row_stages=2)
+    if padded_dim(head_dim) == 128:
+        return two(block=64, stages=2, row_stages=1)
+    return three(block=64, stages=2, row_stages=2) if kernel == "fwd" else three(block=64, stages=3, row_stages=1)

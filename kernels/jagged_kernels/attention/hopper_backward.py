@@ -16,16 +16,20 @@ Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys.
 
+Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the producer is warp 4. Two | three thread blocks
+share a multiprocessor; consumers have 232 | 136 registers.
+
 Barriers, one per stage s:
     q[i].full[s], do[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
     q[i].empty[s], do[i].empty[s]                       arrive count 1: consumer i, its only reader, is done with the tile
-    k.empty[s], v.empty[s]                              arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
-    tail                                                arrive count 2 | 3, one per consumer: its share of k's rows past the segment is 0
-    queue.full[s], queue.empty[s]                       arrive counts 1 and 2 | 3: the words of a tile
+    k.empty[s], v.empty[s]                              arrive count of one per consumer: the MMA that reads the buffer is complete
+    tail                                                arrive count of one per consumer: its share of k's rows past the segment is 0
+    queue.full[s], queue.empty[s]                       arrive counts 1 and one per consumer: the words of a tile
 
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + dO 2 × 2 × 16 + k 2 × 16 + v 2 × 16 + epilogue 2 × 16
     head dim  64: 168 = q 3 × 2 × 8 + dO 3 × 2 × 8 + k 3 × 8 + v 3 × 8 + epilogue 3 × 8
+    small tiles:  112 = q 16 + dO 16 + k 2 × 16 + v 2 × 16 + epilogue 16 | 72 = q 8 + dO 8 + k 3 × 8 + v 3 × 8 + epilogue 8
     with a bias, 17 more per consumer, for sums of dS. At head dim 128, q and dO then have one buffer instead of two: 194; at 64: 219
     with times, 0.125 more per consumer, for ranges of buckets; at 64 two consumers and k 4 × 8 + v 4 × 8: 178.25
 
@@ -420,7 +424,7 @@ class _Launches:
         """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles. Returns the gradients of the bias tables."""
         tiles, num_tiles, _ = segments.tiles
         params, lse, delta, config = self.params, self.operands.lse, self.grads.delta, self.selection.dq
-        blocks = grid(tiles)
+        blocks = grid(tiles, config)
         sums = None
         if params.table_gradients:
             consumers = blocks[0] * config.consumers if blocks else 0
@@ -443,7 +447,7 @@ class _Launches:
         q_desc, do_desc = self.row_descriptors(config.block)
         sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
         tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, **sizes)
-        if blocks := grid(tiles):
+        if blocks := grid(tiles, config):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
@@ -462,7 +466,7 @@ class _Launches:
         sums = DqSums.empty(q, keys.q_offsets.shape[0] - 1, config.block)
         sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
         tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, **sizes)
-        if blocks := grid(tiles):
+        if blocks := grid(tiles, config):
             attention_bwd_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, sums.descriptor(), grads.dk, grads.dv, lse,
                 grads.delta, sums.added, sums.next_tile, keys.q_offsets, keys.kv_offsets, tiles, num_tiles, segment_scale,
@@ -474,7 +478,7 @@ class _Launches:
     def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor) -> None:
         """dq of the segments whose dS is stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
-        if blocks := grid(tiles):
+        if blocks := grid(tiles, self.selection.dq_from_ds):
             attention_bwd_dq_from_ds_hopper_kernel[blocks](
                 head_descriptor(ds, 64), self.k_desc, self.dq_desc, self.grads.dq, ds_blocks, segments.q_offsets, segments.kv_offsets,
                 tiles, num_tiles, segment_scale, self.params.scale, self.dact_factor, self.params.output_scale,

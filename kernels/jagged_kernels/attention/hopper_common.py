@@ -274,9 +274,9 @@ def _constants(
     )
 
 
-def grid(tiles: Tensor) -> tuple[int, ...]:
-    """One thread block per multiprocessor, or per tile if there are fewer; `()`, no launch, without tiles."""
-    blocks = min(device_properties(tiles.device).num_sms, tiles.shape[0])
+def grid(tiles: Tensor, config: HopperConfig) -> tuple[int, ...]:
+    """As many thread blocks as run at a time, or one per tile if there are fewer; `()`, no launch, without tiles."""
+    blocks = min(device_properties(tiles.device).num_sms * config.ctas_per_sm, tiles.shape[0])
     return (blocks,) if blocks else ()
 
 

@@ -11,17 +11,23 @@ Registers per thread: consumers 240, producer 24.
 
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask.
 
+Small tiles (select.small_tiles_are_faster), at head dim 64 alone: 64 keys, one consumer, warps 0–3, and the producer is warp 4. By blocks of
+64 query rows, where two thread blocks share a multiprocessor and consumers have 232 registers; or of 32 rows where query segments are
+short, three thread blocks and 136 registers.
+
 Barriers, one per stage s:
     q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also guards lse[s] and delta[s], written before
-    q.empty[s], do.empty[s]           arrive count 2, one per consumer: its MMAs of the buffer are complete; q's also guards lse, delta
+    q.empty[s], do.empty[s]           arrive count of one per consumer: its MMAs of the buffer are complete; q's also guards lse, delta
     k[i].full[s], v[i].full[s]        arrive count 1, the TMA load of that buffer
     k[i].empty[s], v[i].empty[s]      arrive count 1: consumer i, its only reader, is done with the tile
-    tail                              arrive count 4, two per consumer: its shares of q's and dO's rows past the segment are 0
-    queue.full[s], queue.empty[s]     arrive counts 1 and 2: the words of a tile
+    tail                              arrive count of two per consumer: its shares of q's and dO's rows past the segment are 0
+    queue.full[s], queue.empty[s]     arrive counts 1 and one per consumer: the words of a tile
 
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
     head dim 128: 225.5 = q 3 × 16 + dO 3 × 16 + k 2 × 16 + v 2 × 16 + epilogue 4 × 16 + lse, delta 1.5
     head dim  64: 162 = q 4 × 8 + dO 4 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + epilogue 4 × 8 + lse, delta 2; blocks of 128 rows: q and dO 2 × 16
+    small tiles:  97.5 = q 3 × 8 + dO 3 × 8 + k 2 × 8 + v 2 × 8 + epilogue 2 × 8 + lse, delta 1.5
+    of few rows:  56.75 = q 3 × 4 + dO 3 × 4 + k 8 + v 8 + epilogue 2 × 8 + lse, delta .75
 
 Scores are computed transposed: Pᵀ and dSᵀ stay in registers, as first operands of the next MMAs.
 """

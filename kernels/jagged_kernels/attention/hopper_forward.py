@@ -12,16 +12,20 @@ Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long
 (select.long_key_blocks_are_faster).
 
+Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the producer is warp 4. Two | three thread blocks
+share a multiprocessor; consumers have 232 | 136 registers.
+
 Barriers, one per stage s:
     q[i].full[s], k.full[s], v.full[s]   arrive count 1, the TMA load of that buffer
     q[i].empty[s]                        arrive count 1: consumer i, its only reader, has read q for the last time
-    k.empty[s], v.empty[s]               arrive count 2 | 3, one per consumer: the MMA that reads the buffer is complete
-    tail                                 arrive count 2 | 3, one per consumer: its share of v's rows past the segment is 0
-    queue.full[s], queue.empty[s]        arrive counts 1 and 2 | 3: the words of a tile
+    k.empty[s], v.empty[s]               arrive count of one per consumer: the MMA that reads the buffer is complete
+    tail                                 arrive count of one per consumer: its share of v's rows past the segment is 0
+    queue.full[s], queue.empty[s]        arrive counts 1 and one per consumer: the words of a tile
 
 Shared memory in KiB, plus 1 for the tile queue, the barriers and the arguments of warps:
     head dim 128: 224 = q 2 × 2 × 16 + k 4 × 16 + v 4 × 16 + epilogue 2 × 16; blocks of 128 keys: k 2 × 32 + v 2 × 32
     head dim  64: 152 = q 3 × 2 × 8 + k 5 × 8 + v 5 × 8 + epilogue 3 × 8; blocks of 128 keys: 168, k 3 × 16 + v 3 × 16
+    small tiles:  96 = q 16 + k 2 × 16 + v 2 × 16 + epilogue 16 | 56 = q 2 × 8 + k 2 × 8 + v 2 × 8 + epilogue 8
 
 Order of a consumer's loop (`_next_block`): start S = q kᵀ of a block; start O += P v of the previous block; wait for S; compute its P while
 the second MMA runs; wait for that MMA; rescale O (`rescale_rows` in hopper_softmax.py).
@@ -492,7 +496,7 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     num_segments = segments.segments_per_group
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)
-    if blocks := grid(tiles):
+    if blocks := grid(tiles, config):
         out_desc = result_descriptor(out)
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,

@@ -19,6 +19,7 @@ keys, and a tile of keys loops over the groups.
 from __future__ import annotations
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -82,6 +83,8 @@ def triton_attention(
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
     selection = select(_problem(operands, segments, None, params, kv_shared, implementation))
+    if not (q.shape[0] and k.shape[0]):  # no batch needs another kernel for this
+        return operands.out.zero_(), operands.lse.fill_(-math.inf)
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
@@ -124,6 +127,9 @@ def triton_attention_backward(
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
     operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
     selection = select(_problem(operands, queries, key_block, params, kv_shared, implementation))
+    if not (q.shape[0] and k.shape[0]):
+        dtables = (x.zero_() for x in empty_table_gradients(params, q))
+        return *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), *dtables
     chunks = selection.query_chunks
     if kv_shared:
         keys = _query_chunks(q, k, chunks)

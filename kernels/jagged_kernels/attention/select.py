@@ -24,12 +24,16 @@ from .configs import (
     biased_dq_config,
     hopper_attention_config,
     packed_config,
+    small_hopper_config,
 )
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
 PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward
+PACKED_MEAN_OF_HOPPER = 32, 128  # where Hopper's kernels take the other segments
 PACKED_ROWS_PER_SM = 512
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
+SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster: rows of a segment on average, by padded head dim
+FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
 class AttentionProblem(NamedTuple):
@@ -115,7 +119,7 @@ def select(problem: AttentionProblem) -> Selection:
     """
     p = problem
     selection = _of_long_segments(p)
-    forward, backward = packed_tiles_are_faster(p)
+    forward, backward = packed_tiles_are_faster(p, selection.backend)
     return _with_packed_tiles(selection, max(p.head_dim, p.v_dim), forward) if backward else selection
 
 
@@ -126,6 +130,9 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
     if _takes_hopper(p, q_seqlen, kv_seqlen):
         long = long_key_blocks_are_faster(kv_seqlen, p.head_dim, p.masked) and not p.timed  # buckets take many registers
         selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long, p.timed)
+        queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
+        if queries or keys:
+            selection = _with_small_tiles(selection, p.head_dim, queries, keys, _is_below(q_seqlen, FEW_ROWS))
         if one_pass_is_faster(p, q_seqlen, kv_seqlen):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
@@ -153,26 +160,30 @@ def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capabilit
     return False
 
 
-def hopper_is_faster(q_seqlen: float | None, kv_seqlen: float | None, head_dim: int, activation: str) -> bool:
+def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
     """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Lengths are means; None: long segments.
 
-    They are slower where tiles are mostly empty: portable kernels took 25 % less time for 25 by 25 rows and 8 % less for 1 by 200; Hopper's
-    took 8 % less for 10 by 200 and 13 % less for 50 by 50. They are also slower for activations with many instructions: portable kernels
-    took 18 % less time for "gelu_taylor" and 2 % less for "gelu" at head dim 64; Hopper's took 10 % less for "gelu" at 128.
+    "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the portable kernels took 8 to 16 % less time. With
+    a bias there are no small tiles, so tiles of very short segments are mostly empty, and at head dims up to 64 the GELUs have no third
+    thread block to hide behind.
     """
+    narrow = padded_dim(p.head_dim) <= 64
+    if not p.biased:
+        return p.activation != "gelu_taylor" or narrow
     long = q_seqlen is None or kv_seqlen is None or q_seqlen * kv_seqlen >= 1024
-    return long and activation != "gelu_taylor" and (activation != "gelu" or padded_dim(head_dim) == 128)
+    return long and p.activation != "gelu_taylor" and (p.activation != "gelu" or not narrow)
 
 
-def packed_tiles_are_faster(p: AttentionProblem) -> tuple[bool, bool]:
+def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bool]:
     """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: in self-attention of short segments that
-    fill the GPU. It takes two launches more. docs/decisions/short-segments.md has figures.
+    fill the GPU. It takes two launches more. backend: of the other segments. docs/decisions/short-segments.md has figures.
     """
     supported = p.self_attention and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
     if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None:
         return False, False
+    longest_means = PACKED_MEAN_OF_HOPPER if backend == "hopper" else PACKED_MEAN
     mean, fills_gpu = p.q_rows / max(1, p.q_segments), p.q_rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
-    return tuple(fills_gpu and mean < longest and p.q_rows < 2**31 for longest in PACKED_MEAN)
+    return tuple(fills_gpu and mean < longest and p.q_rows < 2**31 for longest in longest_means)
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
@@ -183,6 +194,21 @@ def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: b
     """
     shortest = LONG if head_dim <= 64 else LONG // 2
     return kv_seqlen is not None and kv_seqlen >= shortest * (4 if masked else 1)
+
+
+def small_tiles_are_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> tuple[bool, bool]:
+    """Whether Hopper's kernels have tiles of 64 rows and several thread blocks on a multiprocessor: those with query tiles, and the one with
+    key tiles. docs/decisions/short-segments.md has figures.
+
+    Above head dim 64, two thread blocks of the kernel with key tiles have too few registers. Up to it, the long arithmetic of GELU and its
+    polynomial takes less time with small query tiles at all lengths.
+    """
+    if p.biased:  # not measured
+        return False, False
+    narrow = padded_dim(p.head_dim) <= 64
+    longest = SMALL_TILES[64 if narrow else 128] // (2 if p.masked else 1)
+    queries = _is_below(q_seqlen, longest) or narrow and p.activation in ("gelu", "gelu_taylor")
+    return queries, narrow and (_is_below(q_seqlen, FEW_ROWS) or _is_below(kv_seqlen, longest))
 
 
 def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> bool:
@@ -224,12 +250,18 @@ def _takes_hopper(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float 
             "implementation 'hopper' takes fp16 or bf16 on a GPU of compute capability 9.0, head dims 40 to 64 or 72 to 128 in multiples "
             f"of 8; got {p.dtype} on {gpu}, head dims {p.head_dim} and {p.v_dim}"
         )
-    if not supported or p.implementation == "triton" or p.q_rows == 0 or p.kv_rows == 0:
+    if not supported or p.implementation == "triton":
         return False
-    if p.implementation == "hopper" and p.misaligned:
+    misaligned = p.misaligned and p.q_rows != 0 and p.kv_rows != 0  # without rows no kernel runs
+    if p.implementation == "hopper" and misaligned:
         operands = ", ".join(p.misaligned)
         raise ValueError(f"implementation 'hopper' takes rows that begin at 16-byte boundaries, and no expanded operands; got {operands}")
-    return p.implementation == "hopper" or not p.misaligned and hopper_is_faster(q_seqlen, kv_seqlen, p.head_dim, p.activation)
+    return p.implementation == "hopper" or not misaligned and hopper_is_faster(p, q_seqlen, kv_seqlen)
+
+
+def _is_below(length: float | None, limit: int) -> bool:
+    """Whether a mean length is known and below a limit."""
+    return length is not None and length < limit
 
 
 def _mean_seqlen(p: AttentionProblem, rows: int | None, segments: int | None) -> float | None:
@@ -261,6 +293,14 @@ def _cached(function: Callable) -> Callable:
 @_cached
 def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selection:
     return dataclasses.replace(selection, packed_fwd=packed_config("fwd", dim) if forward else None, packed_bwd=packed_config("bwd", dim))
+
+
+@_cached
+def _with_small_tiles(selection: Selection, dim: int, queries: bool, keys: bool, few_rows: bool) -> Selection:
+    small = {kernel: small_hopper_config(kernel, dim) for kernel in ("fwd", "dq")} if queries else {}
+    if keys:
+        small["dkdv"] = small_hopper_config("dkdv", dim, few_rows)
+    return dataclasses.replace(selection, **small)
 
 
 @_cached

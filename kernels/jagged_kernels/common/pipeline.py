@@ -1,6 +1,6 @@
 """Building blocks of the warp-specialised kernels: MMA operands, rings of TMA buffers, zeroed tails, epilogue stores.
 
-One warp, the producer, fills the buffers of rings by TMA. Two or three warpgroups, the consumers, read them. Both count the uses of a ring
+One warp, the producer, fills the buffers of rings by TMA. One to three warpgroups, the consumers, read them. Both count the uses of a ring
 from the start of the kernel: `step` uses buffer step % stages, and waits for phase (step // stages) % 2 of that buffer's barriers.
 """
 
@@ -101,7 +101,9 @@ def make_ring(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
 @gluon.jit
 def make_rings(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr):
     """A ring for each consumer, which alone reads it."""
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        return (make_ring(desc, STAGES, 1),)
+    elif CONSUMERS == 2:
         return make_ring(desc, STAGES, 1), make_ring(desc, STAGES, 1)
     else:
         return make_ring(desc, STAGES, 1), make_ring(desc, STAGES, 1), make_ring(desc, STAGES, 1)
@@ -299,9 +301,14 @@ def _produce(produce: gl.constexpr, args, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def launch_specialised(consume: gl.constexpr, produce: gl.constexpr, args, OPTIONS: gl.constexpr, REGISTERS: gl.constexpr):
-    """Run consume(index, args, OPTIONS) on each of OPTIONS.consumers warpgroups, 2 or 3, with REGISTERS registers per thread, and
+    """Run consume(index, args, OPTIONS) on each of OPTIONS.consumers warpgroups, 1 to 3, with REGISTERS registers per thread, and
     produce(args, OPTIONS) on one more warp. Consumer 0 is the warps of the launch, num_warps=4."""
-    if OPTIONS.consumers == 2:
+    if OPTIONS.consumers == 1:
+        gl.warp_specialize([
+            (_consume, (0, consume, args, OPTIONS)),
+            (_produce, (produce, args, OPTIONS)),
+        ], [1], [LOAD_REGISTERS])  # fmt: skip
+    elif OPTIONS.consumers == 2:
         gl.warp_specialize([
             (_consume, (0, consume, args, OPTIONS)),
             (_consume, (1, consume, args, OPTIONS)),

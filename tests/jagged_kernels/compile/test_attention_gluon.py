@@ -13,14 +13,14 @@ from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
 from jagged_kernels.attention import hopper_ds as attention_ds  # noqa: E402
 from jagged_kernels.attention import hopper_forward as attention  # noqa: E402
 from jagged_kernels.attention import hopper_one_pass as attention_one_pass  # noqa: E402
-from jagged_kernels.attention.configs import hopper_attention_config  # noqa: E402
+from jagged_kernels.attention.configs import hopper_attention_config, small_hopper_config  # noqa: E402
 from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
 from jagged_kernels.attention.params import MaskParams  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
 from jagged_kernels.common.gluon_api import reinterprets_padding  # noqa: E402
 
-from ..sass import disassembled  # noqa: E402
+from ..sass import disassembled, spilled_bytes  # noqa: E402
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
 
 # KiB of buffers in shared memory, from the headers of the kernels' files, without lse and delta.
@@ -29,6 +29,8 @@ BUFFERS = {
     ("dkdv", 64): 160, ("dkdv", 128): 224,
     ("one_pass", 64): 208, ("large one_pass", 64): 192, ("one_pass", 128): 224,
     ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
+    ("small fwd", 64): 56, ("small fwd", 128): 96, ("small dq", 64): 72, ("small dq", 128): 112,
+    ("small dkdv", 64): 96, ("small dkdv of few rows", 64): 56,
 }  # fmt: skip
 
 
@@ -39,12 +41,13 @@ def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
 
 
 def compile_hopper_attention(
-    name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False, bias=None
+    name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False, bias=None,
+    config=None,
 ):  # fmt: skip
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`: dS is stored, or read by "dq_from_ds".
-    bias: a BiasKind, whose tables have gradients.
+    bias: a BiasKind, whose tables have gradients. config: another launch configuration.
     """
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
@@ -54,7 +57,7 @@ def compile_hopper_attention(
         "one_pass": attention_one_pass.attention_bwd_hopper_kernel,
     }[name]
     timed = bias is not None and bias.boundaries > 0
-    config = hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long, timed)
+    config = config or hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long, timed)
     options = launch_options(config)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=mask)
     constants |= dict(Q_SHARED=shared, KV_SHARED=shared, Q_REGISTERS=config.rows_in_registers, QUERY_GROUPS=query_groups)
@@ -111,6 +114,36 @@ def test_hopper_attention_kernels_compile(name, dim, dtype, activation, mask, gr
     assert_shared_memory(compiled, name, dim, {64: 2.0, 128: 1.5}[padded_dim(dim)] if stats else 0.0)
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
+
+
+@slow_after(
+    4,
+    "name, dim, activation, mask, group",
+    [
+        ("fwd", 64, "softmax", "none", 1),
+        ("dq", 64, "gelu_tanh", "hstu", 2),
+        ("dkdv", 64, "softmax", "window", 1),
+        ("dkdv of few rows", 64, "silu", "hstu", 4),
+        ("fwd", 64, "gelu", "semi-local", 2),
+        ("dq", 64, "softmax", "window", 1),
+        ("dkdv of few rows", 64, "softmax", "none", 1),
+        ("fwd", 128, "softmax", "none", 1),
+        ("fwd", 128, "gelu_tanh", "hstu", 2),
+        ("dq", 128, "softmax", "window", 1),
+    ],
+)
+def test_hopper_attention_kernels_of_small_tiles_compile(name, dim, activation, mask, group):
+    """As many thread blocks as the configuration says fit a multiprocessor: its shared memory, of which each takes 1 KiB more, and its
+    registers."""
+    kernel = name.split()[0]
+    config = small_hopper_config(kernel, dim, few_rows="few rows" in name)
+    stats = kernel == "dkdv" and activation == "softmax"
+    compiled = compile_hopper_attention(kernel, dim, "bf16", activation, MASKS[mask], group=group, config=config)
+    assert_shared_memory(compiled, f"small {name}", dim, config.stages * config.block / 128 if stats else 0.0)
+    assert config.ctas_per_sm * (compiled.metadata.shared + 1024) <= 228 * 1024
+    assert config.ctas_per_sm * 256 * config.launch_registers <= 2**16  # a consumer, and four warps for the producer
+    assert 128 * (config.registers + 24) <= 256 * config.launch_registers
+    assert spilled_bytes(compiled.asm["cubin"]) <= 128
 
 
 @slow_after(
