@@ -94,6 +94,8 @@ def bias_cells() -> Iterator[Cell]:
             options = dict(bias=bias, activation=activation, mask=mask, head_dim=dim, heads=list(HEADS[i % 3]), tables="per head") | others
             options |= dict(operands=("cross", "self")[i % 2], implementation=implementation)
             lengths = PAIRS if i % 2 == 0 else LENGTHS
+            if implementation == "hopper":
+                lengths = [*lengths, *(LONG_PAIRS if i % 2 == 0 else [[queries] for queries, _ in LONG_PAIRS])]
             yield cell(
                 "jagged_attention", dtype, f"D{dim}", f"{bias} bias {activation} {mask or 'full'} {implementation}", lengths, **options
             )

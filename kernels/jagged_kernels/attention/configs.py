@@ -164,16 +164,22 @@ def hopper_attention_config(
     return two(block=128 if long else 64, stages=2 if long else 4, row_stages=2, rows_in_registers=softmax)
 
 
-def small_hopper_config(kernel: str, head_dim: int, few_rows: bool = False) -> HopperConfig:
+def small_hopper_config(kernel: str, head_dim: int, biased: bool = False, timed: bool = False, few_rows: bool = False) -> HopperConfig:
     """As hopper_attention_config, for a thread block with one consumer. Two or three of them share a multiprocessor, and one computes while
     another waits for its tile's first rows or stores its last. A tile of 64 rows is also fuller where a segment ends.
 
-    few_rows: whether "dkdv" loops over few query rows: blocks of 32 then leave registers for a third thread block.
+    Args:
+        kernel: "fwd", "dq", or at head dims up to 64 "dkdv".
+        few_rows: whether "dkdv" loops over few query rows: blocks of 32 then leave registers for a third thread block.
     """
     two = functools.partial(HopperConfig, consumers=1, ctas_per_sm=2, launch_registers=128, registers=232)
     three = functools.partial(HopperConfig, consumers=1, ctas_per_sm=3, launch_registers=80, registers=136)
     if kernel == "dkdv":
         return three(block=32, stages=3, row_stages=1) if few_rows else two(block=64, stages=3, row_stages=2)
-    if padded_dim(head_dim) == 128:
-        return two(block=64, stages=2, row_stages=1)
-    return three(block=64, stages=2, row_stages=2) if kernel == "fwd" else three(block=64, stages=3, row_stages=1)
+    if padded_dim(head_dim) == 128:  # the gradients of the bias tables take shared memory in "dq"
+        return two(block=64, stages=1 if biased and kernel == "dq" else 2, row_stages=1)
+    if timed:  # buckets take registers
+        return two(block=64, stages=3, row_stages=2 if kernel == "fwd" else 1)
+    if kernel == "fwd":
+        return three(block=64, stages=2, row_stages=2)
+    return three(block=64, stages=2 if biased else 3, row_stages=1)

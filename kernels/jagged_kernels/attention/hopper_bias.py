@@ -125,7 +125,9 @@ def make_ranges(CONSUMERS: gl.constexpr, KIND: gl.constexpr):
 
 @gluon.jit
 def _of_each_consumer(make: gl.constexpr, CONSUMERS: gl.constexpr):
-    if CONSUMERS == 2:
+    if CONSUMERS == 1:
+        return (make(),)
+    elif CONSUMERS == 2:
         return make(), make()
     else:
         return make(), make(), make()

@@ -132,7 +132,7 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
         selection = _hopper_selection(p.head_dim, p.activation, p.masked, p.biased, long, p.timed)
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
-            selection = _with_small_tiles(selection, p.head_dim, queries, keys, _is_below(q_seqlen, FEW_ROWS))
+            selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
         if one_pass_is_faster(p, q_seqlen, kv_seqlen):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
@@ -164,8 +164,7 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
     """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Lengths are means; None: long segments.
 
     "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the portable kernels took 8 to 16 % less time. With
-    a bias there are no small tiles, so tiles of very short segments are mostly empty, and at head dims up to 64 the GELUs have no third
-    thread block to hide behind.
+    a bias, very short segments and GELU at head dims up to 64 have not been measured with small tiles.
     """
     narrow = padded_dim(p.head_dim) <= 64
     if not p.biased:
@@ -203,11 +202,13 @@ def small_tiles_are_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqle
     Above head dim 64, two thread blocks of the kernel with key tiles have too few registers. Up to it, the long arithmetic of GELU and its
     polynomial takes less time with small query tiles at all lengths.
     """
-    if p.biased:  # not measured
-        return False, False
     narrow = padded_dim(p.head_dim) <= 64
-    longest = SMALL_TILES[64 if narrow else 128] // (2 if p.masked else 1)
-    queries = _is_below(q_seqlen, longest) or narrow and p.activation in ("gelu", "gelu_taylor")
+    longest = SMALL_TILES[64 if narrow else 128]
+    if p.timed:
+        longest = FEW_ROWS
+    elif p.masked and not p.biased:
+        longest //= 2
+    queries = _is_below(q_seqlen, longest) or narrow and not p.biased and p.activation in ("gelu", "gelu_taylor")
     return queries, narrow and (_is_below(q_seqlen, FEW_ROWS) or _is_below(kv_seqlen, longest))
 
 
@@ -296,11 +297,11 @@ def _with_packed_tiles(selection: Selection, dim: int, forward: bool) -> Selecti
 
 
 @_cached
-def _with_small_tiles(selection: Selection, dim: int, queries: bool, keys: bool, few_rows: bool) -> Selection:
-    small = {kernel: small_hopper_config(kernel, dim) for kernel in ("fwd", "dq")} if queries else {}
-    if keys:
-        small["dkdv"] = small_hopper_config("dkdv", dim, few_rows)
-    return dataclasses.replace(selection, **small)
+def _with_small_tiles(
+    selection: Selection, queries: bool, keys: bool, dim: int, biased: bool, timed: bool, few_rows: bool
+) -> Selection:  # fmt: skip
+    kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
+    return dataclasses.replace(selection, **{x: small_hopper_config(x, dim, biased, timed, few_rows) for x in kernels})
 
 
 @_cached
