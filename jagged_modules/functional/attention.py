@@ -256,7 +256,7 @@ def _triton_attention(
     implementation: str,
     workspace: int | None,
 ) -> Tensor:
-    from jagged_kernels.attention.op import triton_attention
+    from jagged_kernels.attention.op import attention
 
     device, kv_shared = q.device, segments.kv_shared
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
@@ -296,7 +296,7 @@ def _triton_attention(
         masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
         if one_pass_may_run(k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], masked, causal):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
-    out, _ = triton_attention(
+    out, _ = attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
         schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
-from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.ops import below_autograd, differentiate, direct, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from . import packed
@@ -348,9 +348,9 @@ class _Attention(torch.autograd.Function):
     """Of the arguments that may get gradients, and a tuple of all arguments: autograd's time on the host grows with what it is given."""
 
     @staticmethod
-    def forward(ctx, q, k, v, position_bias, time_bias, inputs):
+    def forward(ctx, q, k, v, position_bias, time_bias, inputs, op):
         with below_autograd():
-            out, lse = triton_attention(*inputs)
+            out, lse = op(*inputs)
         params = AttentionParams(*inputs[-_NUM_PARAMS:])
         saved_out = out if params.activation == "softmax" else None
         ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop :])
@@ -362,15 +362,24 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
-        inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
-        dq, dk, dv, *dtables = triton_attention_backward(do, out, lse, *inputs)
+        inputs = do, out, lse, *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
+        op = triton_attention_backward
+        dq, dk, dv, *dtables = (op if torch.is_grad_enabled() else direct(op, inputs))(*inputs)
         dposition, dtime = (gradient if wanted else None for gradient, wanted in zip(dtables, ctx.tables))
-        return dq, dk, dv, dposition, dtime, None
+        return dq, dk, dv, dposition, dtime, None, None
 
 
-def _differentiable_attention(*inputs):
+def _differentiable_attention(*inputs, op=triton_attention):
     params = AttentionParams(*inputs[-_NUM_PARAMS:])
-    return _Attention.apply(*inputs[:3], params.position_bias, params.time_bias, inputs)
+    return _Attention.apply(*inputs[:3], params.position_bias, params.time_bias, inputs, op)
+
+
+def attention(*inputs):
+    """`triton_attention(*inputs)` in less host time."""
+    op = direct(triton_attention, inputs)
+    if op is triton_attention or not torch.is_grad_enabled():
+        return op(*inputs)
+    return _differentiable_attention(*inputs, op=op)
 
 
 differentiate(triton_attention, _differentiable_attention)
