@@ -188,7 +188,7 @@ def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seql
 
 def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:
     """ValueError unless x is on `device` or on the host. owner: of the device, for the message, such as "q's"."""
-    if x.device not in (device, torch.device("cpu")):
+    if x.device != device and x.device.type != "cpu":
         raise ValueError(f"{name} must be on {owner} device, {device}, or the host, got {x.device}")
 
 

@@ -397,13 +397,14 @@ class _Launches:
     ) -> None:  # fmt: skip
         q, k, v, out, _ = operands
         do = grads.do if has_descriptor(grads.do) else grads.do.contiguous()
-        self.grads = grads._replace(do=do)
-        self.operands = operands._replace(out=do if out is None else out.contiguous())
+        self.grads = grads if do is grads.do else grads._replace(do=do)
+        out = do if out is None else out.contiguous()
+        self.operands = operands if out is operands.out else operands._replace(out=out)
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
         self.bias = kernel_bias(params, segments, q.shape[0])
         self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-        self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
-        self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
+        self.q_desc, self.do_desc, self.k_desc, self.v_desc = [head_descriptor(x, 64) for x in (q, do, k, v)]
+        self.dq_desc, self.dk_desc, self.dv_desc = [result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv)]
 
     def row_descriptors(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Of q and dO, for blocks of so many rows."""

@@ -81,14 +81,14 @@ def triton_attention(
     )  # fmt: skip
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
-    selection = select(_problem(operands, segments, None, params, kv_shared, implementation))
+    selection = _select(operands, segments, key_block, params, kv_shared, implementation)
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
     if selection.backend == "hopper":
-        from . import hopper_forward as hopper
+        from .hopper_forward import forward
 
-        hopper.forward(operands, segments, params, selection.fwd)
+        forward(operands, segments, params, selection.fwd)
     else:
         _triton_forward(operands, segments, params, selection)
     return operands.out, operands.lse
@@ -123,7 +123,7 @@ def triton_attention_backward(
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
     operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
-    selection = select(_problem(operands, queries, key_block, params, kv_shared, implementation))
+    selection = _select(operands, queries, key_block, params, kv_shared, implementation)
     chunks = selection.query_chunks
     if kv_shared:
         keys = _query_chunks(q, k, chunks)
@@ -137,10 +137,10 @@ def triton_attention_backward(
         packed.backward(operands, grads, queries, params, selection.packed_bwd)
         queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
     if selection.backend == "hopper":
-        from . import hopper_backward as hopper
+        from .hopper_backward import backward
 
         workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
-        dtables = hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+        dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         bias = kernel_bias(params)
         dtables = _triton_dq(operands, grads, queries, params, bias, selection)
@@ -156,36 +156,52 @@ def _params(scale, q_shared, activation, mask, *rest) -> AttentionParams:
     return AttentionParams(scale, q_shared, activation, None if mask is None else MaskParams(*mask), *rest)
 
 
-def _problem(
+def _select(
     operands: Operands, segments: Segments, key_block: int | None, params: AttentionParams, kv_shared: bool, implementation: str
-) -> AttentionProblem:  # fmt: skip
+) -> Selection:  # fmt: skip
     q, k, v, _, _ = operands
-    capability, num_sms = device_properties(q.device)
     judges_alignment = implementation != "triton" and q.element_size() == 2  # Hopper's kernels take 16 bits alone
-    return AttentionProblem(
-        head_dim=q.shape[2],
-        v_dim=v.shape[2],
-        dtype=q.dtype,
-        capability=capability if q.device.type == "cuda" else None,
+    return _selection(
+        q.shape, k.shape, v.shape[2], q.dtype, q.device, segments.q_offsets.shape[0] - 1, segments.kv_offsets.shape[0] - 1,
+        _same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared), params.q_shared, kv_shared,
+        _misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
+        (segments.tiles.block, key_block), implementation, params.activation, params.mask, params.has_bias, params.time_bias is not None,
+        params.batch_invariant,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)  # a backward finds what its forward has selected
+def _selection(
+    q_shape: torch.Size, k_shape: torch.Size, v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int, kv_segments: int,
+    self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...], schedule: tuple[int | None, int | None],
+    implementation: str, activation: str, mask: MaskParams | None, biased: bool, timed: bool, batch_invariant: bool,
+) -> Selection:  # fmt: skip
+    capability, num_sms = device_properties(device)
+    problem = AttentionProblem(
+        head_dim=q_shape[2],
+        v_dim=v_dim,
+        dtype=dtype,
+        capability=capability if device.type == "cuda" else None,
         implementation=implementation,
-        activation=params.activation,
-        masked=params.mask is not None,
-        causal=params.mask is not None and params.mask.is_causal,
-        biased=params.has_bias,
-        timed=params.time_bias is not None,
-        batch_invariant=params.batch_invariant,
-        q_rows=q.shape[0],
-        q_segments=segments.q_offsets.shape[0] - 1,
-        kv_rows=k.shape[0],
-        kv_segments=segments.kv_offsets.shape[0] - 1,
-        q_shared=params.q_shared,
+        activation=activation,
+        masked=mask is not None,
+        causal=mask is not None and mask.is_causal,
+        biased=biased,
+        timed=timed,
+        batch_invariant=batch_invariant,
+        q_rows=q_shape[0],
+        q_segments=q_segments,
+        kv_rows=k_shape[0],
+        kv_segments=kv_segments,
+        q_shared=q_shared,
         kv_shared=kv_shared,
-        self_attention=_same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared),
-        misaligned=_misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
-        schedule=(segments.tiles.block, key_block),
-        num_kv_heads=k.shape[1],
+        self_attention=self_attention,
+        misaligned=misaligned,
+        schedule=schedule,
+        num_kv_heads=k_shape[1],
         num_sms=num_sms,
     )
+    return select(problem)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -341,7 +357,15 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 
 
 _NUM_PARAMS = len(AttentionParams._fields)
-_OPTIONS = slice(9, AttentionParams._fields.index("num_targets") - _NUM_PARAMS)  # the arguments that are not tensors
+
+
+def _params_between(first: str, end: str) -> slice:
+    """The arguments from one field of AttentionParams to before another, at the end of an operator's arguments."""
+    return slice(*(AttentionParams._fields.index(name) - _NUM_PARAMS for name in (first, end)))
+
+
+_OPTIONS = slice(9, _params_between("scale", "num_targets").stop)  # the arguments that are not tensors
+_TABLES, _FLOATS = _params_between("position_bias", "timestamps"), _params_between("segment_scale", "timestamps")
 
 
 class _Attention(torch.autograd.Function):
@@ -364,25 +388,24 @@ class _Attention(torch.autograd.Function):
         out, lse, *tensors = ctx.saved_tensors
         inputs = do, out, lse, *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
         op = triton_attention_backward
-        dq, dk, dv, *dtables = (op if torch.is_grad_enabled() else direct(op, inputs))(*inputs)
+        if not torch.is_grad_enabled():
+            op = direct(op, inputs, (do, *inputs[3:6], *inputs[_FLOATS]))
+        dq, dk, dv, *dtables = op(*inputs)
         dposition, dtime = (gradient if wanted else None for gradient, wanted in zip(dtables, ctx.tables))
         return dq, dk, dv, dposition, dtime, None, None
 
 
-def _differentiable_attention(*inputs, op=triton_attention):
-    params = AttentionParams(*inputs[-_NUM_PARAMS:])
-    return _Attention.apply(*inputs[:3], params.position_bias, params.time_bias, inputs, op)
+def _apply(op, inputs):
+    return _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, op)
 
 
 def attention(*inputs):
-    """`triton_attention(*inputs)` in less host time."""
-    op = direct(triton_attention, inputs)
-    if op is triton_attention or not torch.is_grad_enabled():
-        return op(*inputs)
-    return _differentiable_attention(*inputs, op=op)
+    """`triton_attention` in less host time."""
+    op = direct(triton_attention, inputs, (*inputs[:3], *inputs[_FLOATS]))
+    return _apply(op, inputs) if op is not triton_attention and torch.is_grad_enabled() else op(*inputs)
 
 
-differentiate(triton_attention, _differentiable_attention)
+differentiate(triton_attention, lambda *inputs: _apply(triton_attention, inputs))
 refuse_derivative(
     triton_attention_backward, "jagged_attention is not differentiable twice: its backward kernels have no derivative of their own"
 )

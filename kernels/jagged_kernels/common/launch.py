@@ -34,11 +34,15 @@ class CachedLaunches(JITFunction):
         self._constants = (None,) * (len(self.params) - len(params))  # a compiled kernel ignores their values
         self._compiled = {}
 
+    def __getitem__(self, grid):
+        return functools.partial(self.run, grid=grid, warmup=False)
+
     def run(self, *args, grid, warmup, **constants):
         """As `JITFunction.run`."""
         if warmup or callable(grid) or len(args) != len(self._rules) or self.pre_run_hooks or _is_observed():
             return super().run(*args, grid=grid, warmup=warmup, **constants)
-        device = driver.active.get_current_device()
+        active = driver.active
+        device = active.get_current_device()
         key = self._cache_key(device, args, constants)
         kernel = self._compiled.get(key)
         if kernel is None:
@@ -46,7 +50,7 @@ class CachedLaunches(JITFunction):
             if kernel is not None:  # a hook of Triton's may have prevented the compilation
                 self._compiled[key] = kernel
         else:
-            blocks, stream = (*grid, 1, 1)[:3], driver.active.get_current_stream(device)
+            blocks, stream = (*grid, 1, 1)[:3], active.get_current_stream(device)
             kernel.run(*blocks, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *self._constants)
         return kernel
 

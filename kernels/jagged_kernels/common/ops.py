@@ -6,7 +6,7 @@ an autograd function at the Autograd dispatch key costs a third of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +17,7 @@ from triton import knobs
 
 from .device import device_properties
 
-_SCALARS = frozenset({int, float, bool, str, type(None), list})
-_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list})  # not FakeTensor, SymInt, ...
 _launchers: dict[Callable, Callable] = {}  # of operators, on CUDA tensors
 
 
@@ -93,20 +92,24 @@ def differentiate(op: Callable, apply: Callable) -> None:
     library.impl(op.name(), "Autograd", call)
 
 
-def direct(op: Callable, args: tuple) -> Callable:
+def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Callable:
     """What to call instead of an operator, with the same arguments: its launcher if torch's dispatcher would do nothing but call it, else
     the operator. The dispatcher converts all arguments to C++ and back, at each of its keys.
 
     The dispatcher does more under traces, modes, transforms and profilers, and with tensors that are not plain. It is also what calls
-    autograd, so `direct` is for calls below autograd. The first argument is a tensor.
+    autograd, so `direct` is for calls below autograd.
+
+    Args:
+        operands: those of the arguments that are floating-point tensors of a caller, which may be lazy. The first one is not None.
     """
-    if torch.compiler.is_compiling() or profiler._is_profiler_enabled or not args[0].is_cuda:
+    if torch.compiler.is_compiling() or profiler._is_profiler_enabled or not operands[0].is_cuda:
         return op
     if _len_torch_dispatch_stack() or _len_torch_function_stack() or _are_functorch_transforms_active() or _is_tracing():
         return op
-    for x in args:
-        kind = type(x)
-        if kind not in _SCALARS and (kind not in _TENSORS or x.is_neg() or x._is_zerotensor()):
+    if not _PLAIN.issuperset(map(type, args)):
+        return op
+    for x in operands:
+        if x is not None and (x.is_neg() or x._is_zerotensor()):
             return op
     return _launchers.get(op, op)
 
