@@ -414,8 +414,8 @@ class _Launches:
 
     def query_tiles(self, segments: Segments) -> TileList:
         dq, config, num_keys = self.grads.dq, self.selection.dq, self.operands.k.shape[0]
-        tiles = kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params, head_dim=dq.shape[2], other_rows=num_keys)
-        return TileList(*tiles, config.tile)
+        rows, heads, dim = dq.shape
+        return TileList(*kernel_tiles(segments, config, rows, heads, self.params, False, dim, num_keys), config.tile)
 
     def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles. Returns the gradients of the bias tables."""
@@ -442,14 +442,14 @@ class _Launches:
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
         q_desc, do_desc = self.row_descriptors(config.block)
-        sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
-        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, **sizes)
+        (rows, _, head_dim), (num_keys, kv_heads, _) = q.shape, dk.shape
+        tiles, num_tiles = kernel_tiles(segments, config, num_keys, kv_heads, params, True, head_dim, rows)
         if blocks := grid(tiles):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
                 self.bias, params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
-                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
+                HEAD_DIM=head_dim, KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 BIAS=params.bias_kind, **launch_constants(config, self.operands, params),
             )  # fmt: skip
 

@@ -356,16 +356,17 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-_NUM_PARAMS = len(AttentionParams._fields)
 
 
-def _params_between(first: str, end: str) -> slice:
-    """The arguments from one field of AttentionParams to before another, at the end of an operator's arguments."""
-    return slice(*(AttentionParams._fields.index(name) - _NUM_PARAMS for name in (first, end)))
+def _index(field: str) -> int:
+    """Of a field of AttentionParams, the last ones of an operator's arguments."""
+    return AttentionParams._fields.index(field) - len(AttentionParams._fields)
 
 
-_OPTIONS = slice(9, _params_between("scale", "num_targets").stop)  # the arguments that are not tensors
-_TABLES, _FLOATS = _params_between("position_bias", "timestamps"), _params_between("segment_scale", "timestamps")
+_OPTIONS = slice(9, _index("num_targets"))  # the arguments that are not tensors
+_TABLES = slice(_index("position_bias"), _index("timestamps"))
+_FLOATS = slice(_index("segment_scale"), _index("timestamps"))
+_ACTIVATION, _TABLE_GRADIENTS = _index("activation"), _index("table_gradients")
 
 
 class _Attention(torch.autograd.Function):
@@ -375,11 +376,10 @@ class _Attention(torch.autograd.Function):
     def forward(ctx, q, k, v, position_bias, time_bias, inputs, op):
         with below_autograd():
             out, lse = op(*inputs)
-        params = AttentionParams(*inputs[-_NUM_PARAMS:])
-        saved_out = out if params.activation == "softmax" else None
+        saved_out = out if inputs[_ACTIVATION] == "softmax" else None
         ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop :])
         ctx.options = inputs[_OPTIONS]
-        ctx.tables = params.table_gradients and position_bias is not None, params.table_gradients and time_bias is not None
+        ctx.tables = tuple(inputs[_TABLE_GRADIENTS] and table is not None for table in (position_bias, time_bias))
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -390,22 +390,23 @@ class _Attention(torch.autograd.Function):
         op = triton_attention_backward
         if not torch.is_grad_enabled():
             op = direct(op, inputs, (do, *inputs[3:6], *inputs[_FLOATS]))
-        dq, dk, dv, *dtables = op(*inputs)
-        dposition, dtime = (gradient if wanted else None for gradient, wanted in zip(dtables, ctx.tables))
-        return dq, dk, dv, dposition, dtime, None, None
-
-
-def _apply(op, inputs):
-    return _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, op)
+        dq, dk, dv, dposition, dtime = op(*inputs)
+        has_position, has_time = ctx.tables
+        return dq, dk, dv, dposition if has_position else None, dtime if has_time else None, None, None
 
 
 def attention(*inputs):
     """`triton_attention` in less host time."""
     op = direct(triton_attention, inputs, (*inputs[:3], *inputs[_FLOATS]))
-    return _apply(op, inputs) if op is not triton_attention and torch.is_grad_enabled() else op(*inputs)
+    if op is triton_attention or not torch.is_grad_enabled():
+        return op(*inputs)
+    return _apply(*inputs[:3], *inputs[_TABLES], inputs, op)
 
 
-differentiate(triton_attention, lambda *inputs: _apply(triton_attention, inputs))
+_apply = super(torch.autograd.Function, _Attention).apply  # without what `_Attention.apply` does for torch.func
+differentiate(
+    triton_attention, lambda *inputs: _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, triton_attention)
+)
 refuse_derivative(
     triton_attention_backward, "jagged_attention is not differentiable twice: its backward kernels have no derivative of their own"
 )

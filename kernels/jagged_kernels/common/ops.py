@@ -69,12 +69,13 @@ def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
 def _on_the_tensors_device(launcher: Callable) -> Callable:
     """Triton launches on the current device. Set the tensors' device where it is another; that costs more than comparing them."""
 
-    def launch(first, *args):
+    def launch(*args):
+        first = args[0]
         device = (first[0] if isinstance(first, (list, tuple)) else first).device
         if device.index == torch.cuda.current_device():
-            return launcher(first, *args)
+            return launcher(*args)
         with torch.cuda.device(device):
-            return launcher(first, *args)
+            return launcher(*args)
 
     return launch
 
