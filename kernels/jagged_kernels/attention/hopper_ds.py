@@ -380,6 +380,6 @@ def attention_delta_kernel(
 def write_delta(do: Tensor, out: Tensor, delta: Tensor) -> None:
     """Launch attention_delta_kernel; `out` contiguous, `delta` `[H, rows]`."""
     rows, heads, dim = do.shape
-    attention_delta_kernel[(triton.cdiv(rows, 64), heads)](
+    attention_delta_kernel[(launch.cdiv(rows, 64), heads)](
         do, out, delta, rows, do.stride(0), do.stride(1), delta.stride(0), HEADS=heads, DIM=dim, BLOCK_D=padded_dim(dim), ROWS=64
     )

@@ -2,7 +2,7 @@
 
 Triton binds the arguments of every launch by name, describes the layout of each TMA descriptor as text, and compares the globals that a
 kernel reads with their values when it was compiled. Here a dictionary leads from what a kernel was compiled for to the compiled kernel.
-Triton itself runs the first launch of each entry, and every launch that a hook wants to see.
+Triton itself runs the first launch of each entry, and every launch that a hook wants to see. docs/decisions/host-time.md has figures.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .descriptors import Described
-
 
 _NOT_YET = None, None
 
@@ -117,11 +116,11 @@ def _launcher(kernel, args: tuple, constants: tuple) -> Callable:
     """
     run = kernel.run
     described = [i for i, x in enumerate(args) if isinstance(x, Described)]
-    if described and triton.__version__.startswith("3.6.") and inspect.isfunction(getattr(run, "launch", None)):
-        parts = inspect.getclosurevars(run.launch).nonlocals
-        boxes = parts["tensordesc_meta"]
-        if all(boxes) and not (run.global_scratch_size or run.profile_scratch_size):
-            return _expanding_launcher(kernel, parts["launcher"], list(zip(described, boxes)), constants)
+    function = getattr(run, "launch", None)
+    if triton.__version__.startswith("3.6.") and function and not (run.global_scratch_size or run.profile_scratch_size):
+        parts = inspect.getclosurevars(function).nonlocals if described else dict(launcher=function, tensordesc_meta=[])
+        if all(parts["tensordesc_meta"]):  # else there is no tensor memory accelerator
+            return _expanding_launcher(kernel, parts["launcher"], list(zip(described, parts["tensordesc_meta"])), constants)
     before = kernel.function, kernel.packed_metadata, None, None, None
     return lambda grid, stream, args: run(*grid, stream, *before, *args, *constants)
 
