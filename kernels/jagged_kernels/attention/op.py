@@ -19,6 +19,7 @@ keys, and a tile of keys loops over the groups.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -356,8 +357,6 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-
-
 def _index(field: str) -> int:
     """Of a field of AttentionParams, the last ones of an operator's arguments."""
     return AttentionParams._fields.index(field) - len(AttentionParams._fields)
@@ -395,7 +394,7 @@ class _Attention(torch.autograd.Function):
         return dq, dk, dv, dposition if has_position else None, dtime if has_time else None, None, None
 
 
-def attention(*inputs):
+def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
     """`triton_attention` in less host time."""
     op = direct(triton_attention, inputs, (*inputs[:3], *inputs[_FLOATS]))
     if op is triton_attention or not torch.is_grad_enabled():
@@ -404,9 +403,7 @@ def attention(*inputs):
 
 
 _apply = super(torch.autograd.Function, _Attention).apply  # without what `_Attention.apply` does for torch.func
-differentiate(
-    triton_attention, lambda *inputs: _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, triton_attention)
-)
+differentiate(triton_attention, lambda *inputs: _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, triton_attention))
 refuse_derivative(
     triton_attention_backward, "jagged_attention is not differentiable twice: its backward kernels have no derivative of their own"
 )

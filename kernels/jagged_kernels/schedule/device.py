@@ -10,6 +10,8 @@ In groups of segments (cost.grouping): one launch ranks the segments, another wr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -356,7 +358,7 @@ def tile_list(
     return tiles, num_tiles
 
 
-def list_tiles(*args) -> tuple[Tensor, Tensor]:
+def list_tiles(*args: Any) -> tuple[Tensor, Tensor]:
     """`tile_list` in less host time."""
     return direct(tile_list, args, args[:1])(*args)
 
