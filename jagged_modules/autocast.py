@@ -27,6 +27,13 @@ def autocast(x: Tensor) -> Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
+def autocast_operands(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`autocast` of each. They nearly always have one dtype and one device, for which one look at the setting is enough."""
+    dtype, device = autocast_dtype(q), q.device
+    q, k, v = (x if x.dtype == dtype and x.device == device else autocast(x) for x in (q, k, v))
+    return q, k, v
+
+
 def host_operator(name: str) -> Callable[[Callable[..., object]], CustomOpDef]:
     """Decorator: register the body as an operator of host tensors that computes in its tensors' dtypes.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from jagged_kernels.attention.params import MaskParams
@@ -100,13 +101,14 @@ def device_schedule(
         backward: also list the tiles of the backward. If False, the backward lists them when it runs.
     """
     from jagged_kernels.common.ops import capability
-    from jagged_kernels.schedule.device import tile_list
+    from jagged_kernels.schedule.device import list_tiles
 
+    known: dict[str, Any] = {}
     if q_offsets.is_cuda:
-        problem = problem._replace(capability=capability(q_offsets.device))
+        known = dict(capability=capability(q_offsets.device))
     if not torch.compiler.is_compiling():  # sizes are symbols there, and a choice that depends on them would recompile
-        q_segments, kv_segments = q_offsets.shape[0] - 1, kv_offsets.shape[0] - 1
-        problem = problem._replace(q_rows=q_rows, kv_rows=kv_rows, q_segments=q_segments, kv_segments=kv_segments)
+        known |= dict(q_rows=q_rows, kv_rows=kv_rows, q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
+    problem = problem._replace(**known)
     selection = select(problem)
     tile = selection.tile
 
@@ -116,7 +118,7 @@ def device_schedule(
         offsets: Tensor, other_offsets: Tensor, rows: int, other_rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool
     ) -> TileSchedule:
         options = mask, num_targets, key_tiles, head_dim, other_rows
-        tiles, num_tiles = tile_list(offsets, other_offsets, rows, heads, block_m, block_n, *options)
+        tiles, num_tiles = list_tiles(offsets, other_offsets, rows, heads, block_m, block_n, *options)
         alternates = params is not None and may_alternate(head_dim)
         if params is not None and key_tiles and not torch.compiler.is_compiling():  # sizes are symbols there
             alternates = alternates and not one_pass_may_run(rows, offsets.shape[0] - 1, head_dim, True, params.is_causal)

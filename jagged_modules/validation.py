@@ -26,9 +26,12 @@ class WrongDtype(TypeError, ValueError):
 
 def values_are_checkable(x: Tensor) -> bool:
     """Whether x's values may be read: it is on the host, or `debug_checks` is on. Never while a graph is being traced."""
-    if torch.compiler.is_compiling() or isinstance(x, FakeTensor) or x.device.type == "meta":
+    if torch.compiler.is_compiling():
         return False
-    return x.device.type == "cpu" or debug_checks.current()
+    device = x.device.type
+    if device == "meta" or device != "cpu" and not debug_checks.current():
+        return False
+    return not isinstance(x, FakeTensor)
 
 
 def is_number(x: object) -> bool:
@@ -188,7 +191,7 @@ def _check_offset_values(name: str, offsets: Tensor, total: int | None, max_seql
 
 def check_device(name: str, x: Tensor, device: torch.device, owner: str) -> None:
     """ValueError unless x is on `device` or on the host. owner: of the device, for the message, such as "q's"."""
-    if x.device not in (device, torch.device("cpu")):
+    if x.device != device and x.device.type != "cpu":
         raise ValueError(f"{name} must be on {owner} device, {device}, or the host, got {x.device}")
 
 

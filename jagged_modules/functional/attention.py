@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
-from ..autocast import autocast
+from ..autocast import autocast, autocast_operands
 from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
 from ..cpu.attention import attention_cpu
@@ -102,7 +102,7 @@ def jagged_attention(
     """
     for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
-    q, k, v = autocast(q), autocast(k), autocast(v)
+    q, k, v = autocast_operands(q, k, v)
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     if bias is not None:
@@ -163,7 +163,7 @@ def jagged_attention(
 def attend_unchecked(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, scale: float) -> Tensor:
     """`jagged_attention` with softmax, of operands and offsets on one device that are known to match."""
     refuse_transforms("jagged_attention does")
-    q, k, v = autocast(q), autocast(k), autocast(v)
+    q, k, v = autocast_operands(q, k, v)
     params = AttentionParams(scale, False, "softmax", None, 1.0, is_batch_invariant("auto"), False, None, None)
     if q.device.type != "cuda":
         return attention_cpu(q, k, v, q_offsets, kv_offsets, *params)[0]
@@ -215,7 +215,7 @@ def _check_segments(
         segments = _Segments(q_offsets, kv_offsets, q_shared=True, kv_shared=False, groups=1)
     else:
         segments = _Segments(q_offsets, kv_offsets, q_shared=False, kv_shared=False, groups=1)
-        if q_offsets.shape != kv_offsets.shape:
+        if not same and q_offsets.shape != kv_offsets.shape:
             groups = num_query_groups("q_offsets", segments.num_segments, "kv_offsets", kv_offsets.shape[0] - 1, mask)
             segments = segments._replace(groups=groups)
     if mask is not None:
@@ -256,7 +256,7 @@ def _triton_attention(
     implementation: str,
     workspace: int | None,
 ) -> Tensor:
-    from jagged_kernels.attention.op import triton_attention
+    from jagged_kernels.attention.op import attention
 
     device, kv_shared = q.device, segments.kv_shared
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
@@ -264,8 +264,8 @@ def _triton_attention(
     if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
         q, params = q * params.scale, params._replace(scale=1.0)
     self_attention = segments.kv_offsets is segments.q_offsets
-    q_offsets = segments.q_offsets.to(device, non_blocking=True)
-    kv_offsets = q_offsets if self_attention else segments.kv_offsets.to(device, non_blocking=True)
+    q_offsets = _on_device(segments.q_offsets, device)
+    kv_offsets = q_offsets if self_attention else _on_device(segments.kv_offsets, device)
     if params.num_targets is not None:
         params = params._replace(num_targets=params.num_targets.to(device, non_blocking=True).contiguous())
     if params.segment_scale is not None:
@@ -296,11 +296,15 @@ def _triton_attention(
         masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
         if one_pass_may_run(k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], masked, causal):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
-    out, _ = triton_attention(
+    out, _ = attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
         schedule.block_m, keys and keys.block_m, kv_shared, implementation, workspace, *params,
     )  # fmt: skip
     return out
+
+
+def _on_device(x: Tensor, device: torch.device) -> Tensor:
+    return x if x.device == device else x.to(device, non_blocking=True)
 
 
 def target_attention(
@@ -434,25 +438,27 @@ def check_attention(
     output_scale: object, mask: object, schedule: object, implementation: str, q_name: str = "q",
 ) -> None:  # fmt: skip
     """Check everything that needs no offset values. q, k and v are cast by autocast already. q_name: what the caller calls q."""
+    dtype, device = q.dtype, q.device
     for name, x in (("k", k), ("v", v)):
-        if x.dtype != q.dtype:
-            raise ValueError(f"{name} must have {q_name}'s dtype, {q.dtype}, got {x.dtype}")
-        if x.device != q.device:
-            raise ValueError(f"{name} must be on {q_name}'s device, {q.device}, got {x.device}")
-    if k.shape[:2] != v.shape[:2]:
+        if x.dtype != dtype:
+            raise ValueError(f"{name} must have {q_name}'s dtype, {dtype}, got {x.dtype}")
+        if x.device != device:
+            raise ValueError(f"{name} must be on {q_name}'s device, {device}, got {x.device}")
+    (_, heads, head_dim), (kv_rows, kv_heads, k_dim), (v_rows, v_heads, v_dim) = q.shape, k.shape, v.shape
+    if kv_rows != v_rows or kv_heads != v_heads:
         raise ValueError(f"v must have k's rows and heads, {list(k.shape[:2])}, got {list(v.shape[:2])}")
-    if k.shape[2] != q.shape[2]:
-        raise ValueError(f"k must have {q_name}'s head dim, {q.shape[2]}, got {k.shape[2]}")
-    if q.shape[1] == 0 or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
-        raise ValueError(f"{q_name}'s heads must be a multiple of k's, got {q.shape[1]} and {k.shape[1]}")
-    for name, x in ((q_name, q), ("v", v)):
-        if not 1 <= x.shape[2] <= MAX_HEAD_DIM:
-            raise ValueError(f"{name}'s head dim must be 1 to {MAX_HEAD_DIM}, got {x.shape[2]}")
+    if k_dim != head_dim:
+        raise ValueError(f"k must have {q_name}'s head dim, {head_dim}, got {k_dim}")
+    if heads == 0 or kv_heads == 0 or heads % kv_heads:
+        raise ValueError(f"{q_name}'s heads must be a multiple of k's, got {heads} and {kv_heads}")
+    for name, dim in ((q_name, head_dim), ("v", v_dim)):
+        if not 1 <= dim <= MAX_HEAD_DIM:
+            raise ValueError(f"{name}'s head dim must be 1 to {MAX_HEAD_DIM}, got {dim}")
     for name, offsets in (("q_offsets", q_offsets), ("kv_offsets", kv_offsets)):
         if isinstance(offsets, str):
             _check_shared(name, offsets)
         elif isinstance(offsets, Tensor):
-            check_device(name, offsets, q.device, f"{q_name}'s")
+            check_device(name, offsets, device, f"{q_name}'s")
     if scale is not None and not is_number(scale):  # a tensor would get no gradient
         raise TypeError(f"scale must be a number, got {type(scale).__name__}")
     if activation not in ACTIVATIONS:
@@ -468,13 +474,13 @@ def check_attention(
         raise TypeError(f"mask must be an AttentionMask, got {type(mask).__name__}")
     if mask is not None and isinstance(kv_offsets, str):
         raise ValueError("mask must be None where keys are shared by all segments: their rows have no position")
-    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, q.device)
+    check_implementation(implementation, ATTENTION_IMPLEMENTATIONS, device)
     if schedule is None:
         return
     if not isinstance(schedule, TileSchedule):
         raise TypeError(f"schedule must be a TileSchedule, got {type(schedule).__name__}")
-    if schedule.num_heads != q.shape[1]:
-        raise ValueError(f"schedule was built for {schedule.num_heads} heads, {q_name} has {q.shape[1]}")
+    if schedule.num_heads != heads:
+        raise ValueError(f"schedule was built for {schedule.num_heads} heads, {q_name} has {heads}")
     for half in (schedule, schedule.backward or schedule):
         if half.block_m not in TILES:
             raise ValueError(f"schedule must have a block_m of {TILES}, the kernels' tiles, got {half.block_m}")

@@ -34,6 +34,19 @@ def record_cell(record_property):
 
 
 @pytest.fixture
+def change_selection(monkeypatch):
+    """Replaces a rule or limit of attention/select.py, also for inputs for which kernels have been selected before."""
+    from jagged_kernels.attention import op, select
+
+    def change(name, value):
+        monkeypatch.setattr(select, name, value)
+        op._selection.cache_clear()
+
+    yield change
+    op._selection.cache_clear()
+
+
+@pytest.fixture
 def offsets(offsets_of):
     """lengths, device -> offsets `[B + 1]`."""
     return lambda lengths, device="cpu": offsets_of(lengths).to(device)

@@ -64,6 +64,7 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
             (torch.Tensor, "is_cuda", property(lambda x: True)),
             (torch.cuda, "get_device_capability", lambda *_: capability),
             (torch.cuda, "get_device_properties", lambda *_: properties),
+            (torch.cuda, "current_device", lambda: device.index),
             (torch.cuda, "is_initialized", lambda: True),
             (torch.cuda, "is_current_stream_capturing", lambda: False),
             # Host tensors dispatch to the operators' CPU key, which is registered for the interpreter only.

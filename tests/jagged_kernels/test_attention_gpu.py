@@ -66,11 +66,14 @@ def plan_for(blocks, parts):
 
 
 @pytest.fixture(params=["triton", "hopper", "hopper-long", "hopper-ds"])
-def kernels(request, monkeypatch):
-    """Implementations; Hopper's also with its blocks for long segments, and with dS stored for dq."""
+def kernels(request, monkeypatch, change_selection):
+    """Implementations; Hopper's with small tiles, with large tiles and blocks for long segments, and with large tiles and dS stored for
+    dq."""
     implementation, *variant = request.param.split("-")
+    if variant:
+        change_selection("small_tiles_are_faster", lambda *_: (False, False))
     if variant == ["long"]:
-        monkeypatch.setattr("jagged_kernels.attention.select.long_key_blocks_are_faster", lambda *_: True)
+        change_selection("long_key_blocks_are_faster", lambda *_: True)
     if variant == ["ds"]:
         monkeypatch.setattr("jagged_kernels.attention.hopper_backward.plan_workspace", plan_for(10_000, 1))
     return implementation

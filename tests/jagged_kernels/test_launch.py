@@ -157,6 +157,32 @@ def test_descriptors_differ_by_their_boxes_alone(launches, kernel, make):
     assert len({id(compiled) for compiled in (first, *others)}) == 5
 
 
+@pytest.mark.skipif(not triton.__version__.startswith("3.6."), reason="other releases run Triton's own launcher")
+@pytest.mark.parametrize("described", [True, False])
+def test_the_c_launcher_gets_what_tritons_launcher_gives_it(launches, monkeypatch, described):
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    utils = SimpleNamespace(fill_tma_descriptor=lambda *box: box)
+    launches.driver.utils = utils
+    monkeypatch.setattr(triton.runtime, "driver", SimpleNamespace(active=launches.driver))
+    x, made = torch.zeros(4, 64, 128, dtype=torch.bfloat16), []
+    args = (X, head_descriptor(x, 64), None, gluon_descriptor(x, 1, 64, 128), 0.5) if described else (X, 7, 0.5)
+    signature = dict(enumerate("tensordesc<bf16[1, 64, 128]>" if hasattr(a, "box") else "i32" for a in args)) | {9: "constexpr"}
+    box = dict(swizzle=3, elem_size=2, elem_type=10, block_size=[1, 64, 64], fp4_padded=False)
+
+    def c_launcher(*given):
+        made.append(given)
+
+    run = object.__new__(driver.CudaLauncher)
+    run.launch = driver.wrap_handle_tensordesc(c_launcher, signature, [box] * 2 if described else [])
+    run.global_scratch_size = run.profile_scratch_size = run.global_scratch_align = run.profile_scratch_align = 0
+    run.launch_cooperative_grid = run.launch_pdl = False
+    compiled = SimpleNamespace(run=run, function="function", packed_metadata="metadata")
+    launch._launcher(compiled, args, (None,))((5, 6, 1), 100, args)
+    run(5, 6, 1, 100, "function", "metadata", None, None, None, *args, None)
+    ours, theirs = made
+    assert len(ours) == len(theirs) and all(a is b or a == b for a, b in zip(ours, theirs))
+
+
 def test_descriptors_of_triton_and_gluon_differ(launches, kernel):
     x = torch.zeros(4, 64, 128, dtype=torch.bfloat16)
     assert call(kernel, descriptor(x, 1, 64, 128)) is not call(kernel, gluon_descriptor(x, 1, 64, 128))

@@ -84,15 +84,14 @@ def test_steps_that_follow_one_another_at_once(offsets, segments, mean, longest,
             assert all(torch.equal(x, y) for x, y in zip(results, first))
 
 
-def test_the_same_as_without_packed_tiles(offsets, packed_launches, monkeypatch):
+def test_the_same_as_without_packed_tiles(offsets, packed_launches, change_selection):
     """Within two roundings to bfloat16, and the rows of long segments bit for bit."""
-    from jagged_kernels.attention import select
-
     lengths, q, k, v = everyday(2048, 55, 500, 128, 0)
     of_segments = offsets(lengths.tolist(), "cuda")
     packed = F.jagged_attention(q, k, v, of_segments, of_segments)
     assert packed_launches["forward"] == 1
-    monkeypatch.setattr(select, "PACKED_MEAN", (0, 0))
+    for limits in ("PACKED_MEAN", "PACKED_MEAN_OF_HOPPER"):
+        change_selection(limits, (0, 0))
     other = F.jagged_attention(q, k, v, of_segments, of_segments)
     assert packed_launches["forward"] == 1
     long = (lengths > 64).repeat_interleave(lengths).cuda()

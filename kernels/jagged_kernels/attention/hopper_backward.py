@@ -401,13 +401,14 @@ class _Launches:
     ) -> None:  # fmt: skip
         q, k, v, out, _ = operands
         do = grads.do if has_descriptor(grads.do) else grads.do.contiguous()
-        self.grads = grads._replace(do=do)
-        self.operands = operands._replace(out=do if out is None else out.contiguous())
+        self.grads = grads if do is grads.do else grads._replace(do=do)
+        out = do if out is None else out.contiguous()
+        self.operands = operands if out is operands.out else operands._replace(out=out)
         self.params, self.kv_shared, self.selection = params, kv_shared, selection
         self.bias = kernel_bias(params, segments, q.shape[0])
         self.act_factor, self.dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
-        self.q_desc, self.do_desc, self.k_desc, self.v_desc = (head_descriptor(x, 64) for x in (q, do, k, v))
-        self.dq_desc, self.dk_desc, self.dv_desc = (result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv))
+        self.q_desc, self.do_desc, self.k_desc, self.v_desc = [head_descriptor(x, 64) for x in (q, do, k, v)]
+        self.dq_desc, self.dk_desc, self.dv_desc = [result_descriptor(x) for x in (grads.dq, grads.dk, grads.dv)]
 
     def row_descriptors(self, rows: int) -> tuple[TensorDescriptor, TensorDescriptor]:
         """Of q and dO, for blocks of so many rows."""
@@ -417,8 +418,8 @@ class _Launches:
 
     def query_tiles(self, segments: Segments) -> TileList:
         dq, config, num_keys = self.grads.dq, self.selection.dq, self.operands.k.shape[0]
-        tiles = kernel_tiles(segments, config, dq.shape[0], dq.shape[1], self.params, head_dim=dq.shape[2], other_rows=num_keys)
-        return TileList(*tiles, config.tile)
+        rows, heads, dim = dq.shape
+        return TileList(*kernel_tiles(segments, config, rows, heads, self.params, False, dim, num_keys), config.tile)
 
     def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles. Returns the gradients of the bias tables."""
@@ -445,14 +446,14 @@ class _Launches:
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
         q_desc, do_desc = self.row_descriptors(config.block)
-        sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
-        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, **sizes)
+        (rows, _, head_dim), (num_keys, kv_heads, _) = q.shape, dk.shape
+        tiles, num_tiles = kernel_tiles(segments, config, num_keys, kv_heads, params, True, head_dim, rows)
         if blocks := grid(tiles, config):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
                 self.bias, params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
-                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
+                HEAD_DIM=head_dim, KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 BIAS=params.bias_kind, **launch_constants(config, self.operands, params),
             )  # fmt: skip
 

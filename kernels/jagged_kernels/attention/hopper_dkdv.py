@@ -11,9 +11,9 @@ Registers per thread: consumers 240, producer 24.
 
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask.
 
-Small tiles (select.small_tiles_are_faster), at head dim 64 alone: 64 keys, one consumer, warps 0–3, and the producer is warp 4. By blocks of
-64 query rows, where two thread blocks share a multiprocessor and consumers have 232 registers; or of 32 rows where query segments are
-short, three thread blocks and 136 registers.
+Small tiles (select.small_tiles_are_faster), at head dim 64 alone: 64 keys, one consumer, warps 0–3, and the producer is warp 4. By
+blocks of 64 query rows, where two thread blocks share a multiprocessor and consumers have 232 registers; or of 32 rows where query segments
+are short, three thread blocks and 136 registers.
 
 Barriers, one per stage s:
     q.full[s], do.full[s]             arrive count 1, the TMA load of that buffer; q's also guards lse[s] and delta[s], written before

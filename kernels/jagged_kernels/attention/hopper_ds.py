@@ -147,8 +147,10 @@ def plan_workspace(
     num_segments = q_offsets.shape[0] - 1
     queries, keys = launch.mean_seqlen(q.shape[0], q_offsets) / 64, launch.mean_seqlen(k.shape[0], kv_offsets) / 64
     num_blocks = math.ceil(4 / 3 * q.shape[1] * num_segments * (queries + 0.5) * (keys + 0.5))
+    if not storing_ds_is_faster(num_blocks, 64 * min(queries, keys), q.shape[2]):
+        return 0, []
     room = workspace_limit(workspace, *gradients) // BLOCK_BYTES
-    if not storing_ds_is_faster(num_blocks, 64 * min(queries, keys), q.shape[2]) or PART * num_blocks > room * num_segments:
+    if PART * num_blocks > room * num_segments:
         return 0, []
     parts = math.ceil(num_blocks / room)
     bounds = sorted({min(PART * math.ceil(part * num_segments / parts / PART), num_segments) for part in range(parts + 1)})
@@ -378,6 +380,6 @@ def attention_delta_kernel(
 def write_delta(do: Tensor, out: Tensor, delta: Tensor) -> None:
     """Launch attention_delta_kernel; `out` contiguous, `delta` `[H, rows]`."""
     rows, heads, dim = do.shape
-    attention_delta_kernel[(triton.cdiv(rows, 64), heads)](
+    attention_delta_kernel[(launch.cdiv(rows, 64), heads)](
         do, out, delta, rows, do.stride(0), do.stride(1), delta.stride(0), HEADS=heads, DIM=dim, BLOCK_D=padded_dim(dim), ROWS=64
     )

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,7 +30,7 @@ from ..common.activations import activation_factors, activation_function
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import contiguous_last_dim, device_properties, precision, row_and_head_strides
-from ..common.ops import below_autograd, differentiate, operator, refuse_derivative
+from ..common.ops import below_autograd, differentiate, direct, operator, refuse_derivative
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from . import packed
@@ -82,16 +83,16 @@ def triton_attention(
     )  # fmt: skip
     segments = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     operands = Operands(q, k, v, *_empty_outputs(q, v, q_offsets, q_shared, activation))
-    selection = select(_problem(operands, segments, None, params, kv_shared, implementation))
+    selection = _select(operands, segments, key_block, params, kv_shared, implementation)
     if not (q.shape[0] and k.shape[0]):  # no batch needs another kernel for this
         return operands.out.zero_(), operands.lse.fill_(-math.inf)
     if selection.packed_fwd is not None:
         packed.forward(operands, segments, params, selection.packed_fwd)
         segments = segments._replace(long_only=True)
     if selection.backend == "hopper":
-        from . import hopper_forward as hopper
+        from .hopper_forward import forward
 
-        hopper.forward(operands, segments, params, selection.fwd)
+        forward(operands, segments, params, selection.fwd)
     else:
         _triton_forward(operands, segments, params, selection)
     return operands.out, operands.lse
@@ -126,7 +127,7 @@ def triton_attention_backward(
     queries = Segments(q_offsets, kv_offsets, TileList(tiles, num_tiles, block_m))
     keys = Segments(q_offsets, kv_offsets, TileList(key_tiles, num_key_tiles, key_block))
     operands, do = Operands(q, k, v, out, lse), contiguous_last_dim(do)
-    selection = select(_problem(operands, queries, key_block, params, kv_shared, implementation))
+    selection = _select(operands, queries, key_block, params, kv_shared, implementation)
     if not (q.shape[0] and k.shape[0]):
         dtables = (x.zero_() for x in empty_table_gradients(params, q))
         return *(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, v)), *dtables
@@ -143,10 +144,10 @@ def triton_attention_backward(
         packed.backward(operands, grads, queries, params, selection.packed_bwd)
         queries, keys = queries._replace(long_only=True), keys._replace(long_only=True)
     if selection.backend == "hopper":
-        from . import hopper_backward as hopper
+        from .hopper_backward import backward
 
         workspace = 0 if batch_invariant else workspace  # which segments' dS has room depends on the batch
-        dtables = hopper.backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
+        dtables = backward(operands, grads, queries, keys, params, kv_shared, selection, workspace)
     else:
         bias = kernel_bias(params)
         dtables = _triton_dq(operands, grads, queries, params, bias, selection)
@@ -162,36 +163,52 @@ def _params(scale, q_shared, activation, mask, *rest) -> AttentionParams:
     return AttentionParams(scale, q_shared, activation, None if mask is None else MaskParams(*mask), *rest)
 
 
-def _problem(
+def _select(
     operands: Operands, segments: Segments, key_block: int | None, params: AttentionParams, kv_shared: bool, implementation: str
-) -> AttentionProblem:  # fmt: skip
+) -> Selection:  # fmt: skip
     q, k, v, _, _ = operands
-    capability, num_sms = device_properties(q.device)
     judges_alignment = implementation != "triton" and q.element_size() == 2  # Hopper's kernels take 16 bits alone
-    return AttentionProblem(
-        head_dim=q.shape[2],
-        v_dim=v.shape[2],
-        dtype=q.dtype,
-        capability=capability if q.device.type == "cuda" else None,
+    return _selection(
+        q.shape, k.shape, v.shape[2], q.dtype, q.device, segments.q_offsets.shape[0] - 1, segments.kv_offsets.shape[0] - 1,
+        _same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared), params.q_shared, kv_shared,
+        _misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
+        (segments.tiles.block, key_block), implementation, params.activation, params.mask, params.has_bias, params.time_bias is not None,
+        params.batch_invariant,
+    )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)  # a backward finds what its forward has selected
+def _selection(
+    q_shape: torch.Size, k_shape: torch.Size, v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int, kv_segments: int,
+    self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...], schedule: tuple[int | None, int | None],
+    implementation: str, activation: str, mask: MaskParams | None, biased: bool, timed: bool, batch_invariant: bool,
+) -> Selection:  # fmt: skip
+    capability, num_sms = device_properties(device)
+    problem = AttentionProblem(
+        head_dim=q_shape[2],
+        v_dim=v_dim,
+        dtype=dtype,
+        capability=capability if device.type == "cuda" else None,
         implementation=implementation,
-        activation=params.activation,
-        masked=params.mask is not None,
-        causal=params.mask is not None and params.mask.is_causal,
-        biased=params.has_bias,
-        timed=params.time_bias is not None,
-        batch_invariant=params.batch_invariant,
-        q_rows=q.shape[0],
-        q_segments=segments.q_offsets.shape[0] - 1,
-        kv_rows=k.shape[0],
-        kv_segments=segments.kv_offsets.shape[0] - 1,
-        q_shared=params.q_shared,
+        activation=activation,
+        masked=mask is not None,
+        causal=mask is not None and mask.is_causal,
+        biased=biased,
+        timed=timed,
+        batch_invariant=batch_invariant,
+        q_rows=q_shape[0],
+        q_segments=q_segments,
+        kv_rows=k_shape[0],
+        kv_segments=kv_segments,
+        q_shared=q_shared,
         kv_shared=kv_shared,
-        self_attention=_same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared),
-        misaligned=_misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
-        schedule=(segments.tiles.block, key_block),
-        num_kv_heads=k.shape[1],
+        self_attention=self_attention,
+        misaligned=misaligned,
+        schedule=schedule,
+        num_kv_heads=k_shape[1],
         num_sms=num_sms,
     )
+    return select(problem)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
@@ -346,40 +363,53 @@ def _descriptors(tma: bool, align: int, *blocks: tuple[Tensor, int]) -> list[Ten
 # -- autograd ----------------------------------------------------------------------------------------------------------------
 
 
-_NUM_PARAMS = len(AttentionParams._fields)
-_OPTIONS = slice(9, AttentionParams._fields.index("num_targets") - _NUM_PARAMS)  # the arguments that are not tensors
+def _index(field: str) -> int:
+    """Of a field of AttentionParams, the last ones of an operator's arguments."""
+    return AttentionParams._fields.index(field) - len(AttentionParams._fields)
+
+
+_OPTIONS = slice(9, _index("num_targets"))  # the arguments that are not tensors
+_TABLES = slice(_index("position_bias"), _index("timestamps"))
+_FLOATS = slice(_index("segment_scale"), _index("timestamps"))
+_ACTIVATION, _TABLE_GRADIENTS = _index("activation"), _index("table_gradients")
 
 
 class _Attention(torch.autograd.Function):
     """Of the arguments that may get gradients, and a tuple of all arguments: autograd's time on the host grows with what it is given."""
 
     @staticmethod
-    def forward(ctx, q, k, v, position_bias, time_bias, inputs):
+    def forward(ctx, q, k, v, position_bias, time_bias, inputs, op):
         with below_autograd():
-            out, lse = triton_attention(*inputs)
-        params = AttentionParams(*inputs[-_NUM_PARAMS:])
-        saved_out = out if params.activation == "softmax" else None
+            out, lse = op(*inputs)
+        saved_out = out if inputs[_ACTIVATION] == "softmax" else None
         ctx.save_for_backward(saved_out, lse, *inputs[: _OPTIONS.start], *inputs[_OPTIONS.stop :])
         ctx.options = inputs[_OPTIONS]
-        ctx.tables = params.table_gradients and position_bias is not None, params.table_gradients and time_bias is not None
+        ctx.tables = tuple(inputs[_TABLE_GRADIENTS] and table is not None for table in (position_bias, time_bias))
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
     def backward(ctx, do, _dlse):
         out, lse, *tensors = ctx.saved_tensors
-        inputs = *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
-        dq, dk, dv, *dtables = triton_attention_backward(do, out, lse, *inputs)
-        dposition, dtime = (gradient if wanted else None for gradient, wanted in zip(dtables, ctx.tables))
-        return dq, dk, dv, dposition, dtime, None
+        inputs = do, out, lse, *tensors[: _OPTIONS.start], *ctx.options, *tensors[_OPTIONS.stop :]
+        op = triton_attention_backward
+        if not torch.is_grad_enabled():
+            op = direct(op, inputs, (do, *inputs[3:6], *inputs[_FLOATS]))
+        dq, dk, dv, dposition, dtime = op(*inputs)
+        has_position, has_time = ctx.tables
+        return dq, dk, dv, dposition if has_position else None, dtime if has_time else None, None, None
 
 
-def _differentiable_attention(*inputs):
-    params = AttentionParams(*inputs[-_NUM_PARAMS:])
-    return _Attention.apply(*inputs[:3], params.position_bias, params.time_bias, inputs)
+def attention(*inputs: Any) -> tuple[Tensor, Tensor]:
+    """`triton_attention` in less host time."""
+    op = direct(triton_attention, inputs, (*inputs[:3], *inputs[_FLOATS]))
+    if op is triton_attention or not torch.is_grad_enabled():
+        return op(*inputs)
+    return _apply(*inputs[:3], *inputs[_TABLES], inputs, op)
 
 
-differentiate(triton_attention, _differentiable_attention)
+_apply = super(torch.autograd.Function, _Attention).apply  # without what `_Attention.apply` does for torch.func
+differentiate(triton_attention, lambda *inputs: _Attention.apply(*inputs[:3], *inputs[_TABLES], inputs, triton_attention))
 refuse_derivative(
     triton_attention_backward, "jagged_attention is not differentiable twice: its backward kernels have no derivative of their own"
 )

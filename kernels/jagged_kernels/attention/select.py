@@ -163,8 +163,8 @@ def hopper_is_supported(head_dim: int, v_dim: int, dtype: torch.dtype, capabilit
 def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
     """Whether the kernels for compute capability 9.0 are faster, forward and backward together. Lengths are means; None: long segments.
 
-    "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the portable kernels took 8 to 16 % less time. With
-    a bias, very short segments and GELU at head dims up to 64 have not been measured with small tiles.
+    "gelu_taylor" has many instructions, which leave too few registers above head dim 64: the portable kernels took 8 to 16 % less time.
+    With a bias, very short segments and GELU at head dims up to 64 have not been measured with small tiles.
     """
     narrow = padded_dim(p.head_dim) <= 64
     if not p.biased:
@@ -196,8 +196,8 @@ def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: b
 
 
 def small_tiles_are_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> tuple[bool, bool]:
-    """Whether Hopper's kernels have tiles of 64 rows and several thread blocks on a multiprocessor: those with query tiles, and the one with
-    key tiles. docs/decisions/short-segments.md has figures.
+    """Whether Hopper's kernels have tiles of 64 rows and several thread blocks on a multiprocessor: those with query tiles, and the one
+    with key tiles. docs/decisions/short-segments.md has figures.
 
     Above head dim 64, two thread blocks of the kernel with key tiles have too few registers. Up to it, the long arithmetic of GELU and its
     polynomial takes less time with small query tiles at all lengths.

@@ -64,7 +64,7 @@ def fill(kind: type[D], base: Tensor, shape: list[int], strides: list[int], box:
     box: of the dtype of `base`. Other fields have their defaults.
     """
     filled = object.__new__(kind)
-    filled.__dict__ = dict(base=base, shape=shape, strides=strides, block_shape=box.shape, layout=box.layout, box=box)
+    filled.__dict__ = {"base": base, "shape": shape, "strides": strides, "block_shape": box.shape, "layout": box.layout, "box": box}
     return filled
 
 

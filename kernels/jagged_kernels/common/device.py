@@ -89,7 +89,7 @@ def _in_aligned_units(strides: list[int], itemsize: int) -> tuple[int, list[int]
 
 def contiguous_last_dim(x: Tensor) -> Tensor:
     """Copies unless the last dimension is contiguous."""
-    return x if x.stride(-1) == 1 else x.contiguous()
+    return x if x.stride()[-1] == 1 else x.contiguous()
 
 
 def chunk_shift(num_rows: int, max_seqlen: int | None, tiles: int, device: torch.device, batch_invariant: bool = False) -> int:

@@ -2,13 +2,18 @@
 
 Triton binds the arguments of every launch by name, describes the layout of each TMA descriptor as text, and compares the globals that a
 kernel reads with their values when it was compiled. Here a dictionary leads from what a kernel was compiled for to the compiled kernel.
-Triton itself runs the first launch of each entry, and every launch that a hook wants to see.
+Triton itself runs the first launch of each entry, and every launch that a hook wants to see. docs/decisions/host-time.md has figures.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
+from collections.abc import Callable
+from operator import attrgetter, itemgetter
 
+import torch
+import triton
 from triton import knobs
 from triton._C.libtriton import native_specialize_impl as specialisation
 from triton.compiler import make_backend
@@ -16,6 +21,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from .descriptors import Described
+
+_NOT_YET = None, None
 
 
 class CachedLaunches(JITFunction):
@@ -32,33 +39,61 @@ class CachedLaunches(JITFunction):
             raise ValueError(f"the constants of {self.__name__} must be its last parameters")
         self._rules = [(p.is_const, not p.do_not_specialize, not p.do_not_specialize_on_alignment) for p in params]
         self._constants = (None,) * (len(self.params) - len(params))  # a compiled kernel ignores their values
-        self._compiled = {}
+        self._compiled: dict[tuple, tuple] = {}  # key → compiled kernel, and a function of (grid, stream, arguments) that launches it
+        self._positions: dict[tuple[type, ...], tuple] = {}
+
+    def __getitem__(self, grid):
+        return functools.partial(self.run, grid=grid, warmup=False)
 
     def run(self, *args, grid, warmup, **constants):
         """As `JITFunction.run`."""
         if warmup or callable(grid) or len(args) != len(self._rules) or self.pre_run_hooks or _is_observed():
             return super().run(*args, grid=grid, warmup=warmup, **constants)
-        device = driver.active.get_current_device()
+        active = driver.active
+        device = active.get_current_device()
         key = self._cache_key(device, args, constants)
-        kernel = self._compiled.get(key)
+        kernel, launch = self._compiled.get(key, _NOT_YET)
         if kernel is None:
             kernel = super().run(*args, grid=grid, warmup=False, **constants)
             if kernel is not None:  # a hook of Triton's may have prevented the compilation
-                self._compiled[key] = kernel
+                self._compiled[key] = kernel, _launcher(kernel, args, self._constants)
         else:
-            blocks, stream = (*grid, 1, 1)[:3], driver.active.get_current_stream(device)
-            kernel.run(*blocks, stream, kernel.function, kernel.packed_metadata, None, None, None, *args, *self._constants)
+            launch((*grid, 1, 1)[:3], active.get_current_stream(device), args)
         return kernel
 
     def _cache_key(self, device: int, args: tuple, constants: dict) -> tuple:
-        """What the compiled kernel depends on. Triton's own function describes an argument: its dtype, whether it is aligned, None, 1 or
-        divisible by 16, how wide an integer is. It takes long for a descriptor, of which only the box matters."""
+        """What the compiled kernel depends on: of a tensor, its dtype and whether it is aligned; of a descriptor, its box; of another
+        argument, how Triton's own function describes it, which is slower. None and floats are described by their types."""
+        types = tuple(map(type, args))
+        tensors, described, others = self._positions.get(types) or self._find_positions(types)
+        tensors, unaligned = tensors(args), 0
+        for x in tensors:
+            unaligned |= x.data_ptr()
+        key = [device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, types, *constants, *constants.values()]
+        key += map(_DTYPE, tensors)
+        key += map(_BOX, described(args))
+        if unaligned % 16:
+            key += [x.data_ptr() % 16 == 0 for x in tensors]
         backend = _backend(device)
-        described = [
-            x.box if isinstance(x, Described) else specialisation(backend, x, const, specialise, align)
-            for x, (const, specialise, align) in zip(args, self._rules)
-        ]
-        return device, knobs.runtime.debug, knobs.compilation.instrumentation_mode, *constants, *constants.values(), *described
+        for i in others:
+            key.append(specialisation(backend, args[i], *self._rules[i]))
+        return tuple(key)
+
+    def _find_positions(self, types: tuple[type, ...]) -> tuple[Callable, Callable, list[int]]:
+        """Functions that choose the tensors and the descriptors among arguments of these types, and the indices of the arguments that have
+        more than a type."""
+        tensors = [i for i, kind in enumerate(types) if kind in (torch.Tensor, torch.nn.Parameter)]
+        described = [i for i, kind in enumerate(types) if issubclass(kind, Described)]
+        others = [i for i, kind in enumerate(types) if kind not in (float, type(None)) and i not in (*tensors, *described)]
+        return self._positions.setdefault(types, (_choose(tensors), _choose(described), others))
+
+
+_DTYPE, _BOX = attrgetter("dtype"), attrgetter("box")
+
+
+def _choose(indices: list[int]) -> Callable:
+    """A function that returns the items of a tuple at these indices, as a tuple."""
+    return itemgetter(*indices) if len(indices) > 1 else lambda items: [items[i] for i in indices]
 
 
 def _is_observed() -> bool:
@@ -71,3 +106,42 @@ def _is_observed() -> bool:
 def _backend(device: int):
     """Triton's backend for the current device, of which `device` is the index."""
     return make_backend(driver.active.get_current_target())
+
+
+def _launcher(kernel, args: tuple, constants: tuple) -> Callable:
+    """A function of (grid, stream, arguments) that launches a compiled kernel. `args`: of its first launch.
+
+    Triton's launcher calls a C function, after it has replaced each descriptor by several arguments in a loop over all arguments. That
+    takes longer than the C function. For the release that is known to do so, `_expanding_launcher` does it instead.
+    """
+    run = kernel.run
+    described = [i for i, x in enumerate(args) if isinstance(x, Described)]
+    function = getattr(run, "launch", None)
+    if triton.__version__.startswith("3.6.") and function and not (run.global_scratch_size or run.profile_scratch_size):
+        parts = inspect.getclosurevars(function).nonlocals if described else dict(launcher=function, tensordesc_meta=[])
+        if all(parts["tensordesc_meta"]):  # else there is no tensor memory accelerator
+            return _expanding_launcher(kernel, parts["launcher"], list(zip(described, parts["tensordesc_meta"])), constants)
+    before = kernel.function, kernel.packed_metadata, None, None, None
+    return lambda grid, stream, args: run(*grid, stream, *before, *args, *constants)
+
+
+def _expanding_launcher(kernel, function: Callable, described: list[tuple[int, dict]], constants: tuple) -> Callable:
+    """described: index and box of each descriptor. constants: placeholders of the constants, which the C function ignores."""
+    from triton.backends.nvidia.driver import TMA_DTYPE_DEVICE_TO_HOST
+
+    run, fill = kernel.run, driver.active.utils.fill_tma_descriptor
+    before = kernel.function, run.launch_cooperative_grid, run.launch_pdl, None, None, kernel.packed_metadata, None, None, None
+    described = [
+        (i, (box["swizzle"], box["elem_size"], TMA_DTYPE_DEVICE_TO_HOST[box["elem_type"]], box["block_size"]))
+        for i, box in reversed(described)  # from the last, so that the indices of the others stay
+    ]
+
+    def launch(grid: tuple[int, ...], stream: int, args: tuple) -> None:
+        expanded = [*args, *constants]
+        for i, box in described:
+            x = args[i]
+            shape, strides = x.shape, x.strides
+            expanded[i : i + 1] = fill(x.base.data_ptr(), *box, shape, strides, 0), *shape, *strides
+        function(*grid, stream, *before, *expanded)
+
+    return launch

@@ -6,14 +6,19 @@ an autograd function at the Autograd dispatch key costs a third of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import library
+from torch import Tensor, library
+from torch._C import _are_functorch_transforms_active, _is_tracing, _len_torch_dispatch_stack, _len_torch_function_stack
+from torch.autograd import profiler
 from triton import knobs
 
 from .device import device_properties
+
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, int, float, bool, str, type(None), list})  # not FakeTensor, SymInt, ...
+_launchers: dict[Callable, Callable] = {}  # of operators, on CUDA tensors
 
 
 @torch.compiler.assume_constant_result
@@ -40,9 +45,12 @@ def operator(name: str, fake: Callable[..., Any]) -> Callable[[Callable[..., Any
         full_name = f"jagged_kernels::{name}"
         library.define(full_name, library.infer_schema(launcher, mutates_args=()))
         library.impl(full_name, "CPU", _in_the_interpreter(name, launcher))
-        library.impl(full_name, "CUDA", _on_the_tensors_device(launcher))
+        on_cuda = _on_the_tensors_device(launcher)
+        library.impl(full_name, "CUDA", on_cuda)
         library.register_fake(full_name, fake)
-        return getattr(torch.ops.jagged_kernels, name).default
+        op = getattr(torch.ops.jagged_kernels, name).default
+        _launchers[op] = on_cuda
+        return op
 
     return register
 
@@ -61,12 +69,13 @@ def _in_the_interpreter(name: str, launcher: Callable) -> Callable:
 def _on_the_tensors_device(launcher: Callable) -> Callable:
     """Triton launches on the current device. Set the tensors' device where it is another; that costs more than comparing them."""
 
-    def launch(first, *args):
+    def launch(*args):
+        first = args[0]
         device = (first[0] if isinstance(first, (list, tuple)) else first).device
         if device.index == torch.cuda.current_device():
-            return launcher(first, *args)
+            return launcher(*args)
         with torch.cuda.device(device):
-            return launcher(first, *args)
+            return launcher(*args)
 
     return launch
 
@@ -82,6 +91,28 @@ def differentiate(op: Callable, apply: Callable) -> None:
             return op(*args)
 
     library.impl(op.name(), "Autograd", call)
+
+
+def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Callable:
+    """What to call instead of an operator, with the same arguments: its launcher if torch's dispatcher would do nothing but call it, else
+    the operator. The dispatcher converts all arguments to C++ and back, at each of its keys.
+
+    The dispatcher does more under traces, modes, transforms and profilers, and with tensors that are not plain. It is also what calls
+    autograd, so `direct` is for calls below autograd.
+
+    Args:
+        operands: those of the arguments that are floating-point tensors of a caller, which may be lazy. The first one is not None.
+    """
+    if torch.compiler.is_compiling() or profiler._is_profiler_enabled or not operands[0].is_cuda:
+        return op
+    if _len_torch_dispatch_stack() or _len_torch_function_stack() or _are_functorch_transforms_active() or _is_tracing():
+        return op
+    if not _PLAIN.issuperset(map(type, args)):
+        return op
+    for x in operands:
+        if x is not None and (x.is_neg() or x._is_zerotensor()):
+            return op
+    return _launchers.get(op, op)
 
 
 def refuse_derivative(op: Callable, message: str) -> None:

@@ -10,6 +10,8 @@ In groups of segments (cost.grouping): one launch ranks the segments, another wr
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,8 +19,9 @@ from torch import Tensor
 
 from ..attention.mask import column_blocks, first_target_column, num_masked_blocks, row_blocks
 from ..attention.params import AttentionParams, MaskParams
+from ..common.device import cdiv
 from ..common.loads import find_tile, load_segment, segment_lengths
-from ..common.ops import operator
+from ..common.ops import direct, operator
 from ..common.ptxas import safe_ptxas
 from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, Grouping, grouping
 from .host import Segments, num_query_groups, tile_capacity
@@ -195,7 +198,7 @@ def _launch_masked_list(
     num_targets = num_targets.contiguous() if mask.has_targets else None
     num_segments, shift = offsets.shape[0] - 1, block_m.bit_length() - 1
     num_virtual = (total_rows >> shift) + num_segments + 1  # find_tile divides first and last rows, not lengths: hence one more
-    num_chunks = triton.cdiv(num_virtual, CHUNK)
+    num_chunks = cdiv(num_virtual, CHUNK)
     chunks = offsets.new_zeros((num_chunks * (BUCKETS.value + 3 * CHUNK),), dtype=torch.int32)
     _tile_work_kernel[(num_virtual,)](
         offsets, other_offsets, num_targets, chunks, num_segments, MASK=mask, KEY_TILES=key_tiles, BLOCK_M=block_m, BLOCK_N=block_n,
@@ -296,7 +299,7 @@ def _launch_grouped_list(
     """Write `tiles` and `num_tiles`, of at least one segment."""
     num_segments, segments = offsets.shape[0] - 1, 32
     order = offsets.new_empty((num_segments,), dtype=torch.int32)
-    _segment_order_kernel[(triton.cdiv(num_segments, segments),)](
+    _segment_order_kernel[(cdiv(num_segments, segments),)](
         offsets, order, num_segments, BLOCK_M=block_m, SEGMENTS=segments, CHUNK=256
     )  # fmt: skip
     _grouped_list_kernel[(num_segments,)](
@@ -347,12 +350,17 @@ def tile_list(
         _launch_masked_list(offsets, other_offsets, tiles, num_tiles, *sizes, params, num_targets, key_tiles)
         return tiles, num_tiles
     segments = 32
-    _tile_list_kernel[(max(1, triton.cdiv(num_segments, segments)),)](
+    _tile_list_kernel[(max(1, cdiv(num_segments, segments)),)](
         offsets, other_offsets, tiles.zero_(), num_tiles, num_segments, num_heads,
         BLOCK_M=block_m, BLOCK_N=block_n, SEGMENTS=segments, CHUNK=256,
         GROUPS=1 if key_tiles else groups, OTHER_GROUPS=groups if key_tiles else 1,
     )  # fmt: skip
     return tiles, num_tiles
+
+
+def list_tiles(*args: Any) -> tuple[Tensor, Tensor]:
+    """`tile_list` in less host time."""
+    return direct(tile_list, args, args[:1])(*args)
 
 
 def kernel_tiles(
@@ -369,5 +377,6 @@ def kernel_tiles(
         sizes = total_rows, num_heads, config.tile, config.block
         offsets = reversed(offsets) if key_tiles else offsets
         head_dim = 0 if params.batch_invariant else head_dim
-        tiles, num_tiles = tile_list(*offsets, *sizes, params.mask, params.num_targets, key_tiles, head_dim, other_rows)
+        mask = params.mask and list(params.mask)
+        tiles, num_tiles = list_tiles(*offsets, *sizes, mask, params.num_targets, key_tiles, head_dim, other_rows)
     return tiles, num_tiles[1:] if segments.long_only else num_tiles

@@ -40,6 +40,8 @@ class Segments(NamedTuple):
 
     @property
     def query_groups(self) -> int:
+        if self.q_offsets is self.kv_offsets:
+            return 1
         return num_query_groups("q_offsets", self.q_offsets.shape[0] - 1, "kv_offsets", self.kv_offsets.shape[0] - 1)
 
     @property
