@@ -28,8 +28,8 @@
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
-.PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others fuzz test-gpu \
-	test-newest-triton notebooks lint docs dist smoke bench profile record clean
+.PHONY: train serve test test-slow test-all test-interpreter test-others test-slow-interpreter test-slow-others test-all-interpreter \
+	test-all-others fuzz test-gpu test-newest-triton notebooks lint docs dist smoke bench profile record clean
 
 PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
@@ -57,7 +57,7 @@ pip := $(PY) -m pip install --quiet --disable-pip-version-check $(PIP_ARGS)
 # Waiting threads do not spin: two workers may share two cores.
 pytest := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(PY) -m pytest \
 	$(if $(filter-out 0,$(WORKERS)),-n $(WORKERS) --dist worksteal) --durations=10
-mark = $(if $(findstring slow,$@),"slow","not slow")
+mark = $(if $(findstring all,$@),"slow or not slow",$(if $(findstring slow,$@),"slow","not slow"))
 interpreter_tests := tests/jagged_kernels/interpreter
 no_tests_is_fine := $(if $(strip $(ARGS)),|| test $$? = 5)
 
@@ -69,13 +69,14 @@ serve: $(ENV)
 
 test: test-interpreter test-others
 test-slow: test-slow-interpreter test-slow-others
-test-all: test test-slow
+# Both kinds are collected once.
+test-all: test-all-interpreter test-all-others
 
 # Triton reads TRITON_INTERPRET once, when it is imported: hence a process of its own.
-test-interpreter test-slow-interpreter: $(ENV)
+test-interpreter test-slow-interpreter test-all-interpreter: $(ENV)
 	TRITON_INTERPRET=1 $(pytest) -m $(mark) $(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
-test-others test-slow-others: $(ENV)
+test-others test-slow-others test-all-others: $(ENV)
 	$(pytest) -m $(mark) --ignore=$(interpreter_tests) $(ARGS) $(no_tests_is_fine)
 
 fuzz: $(ENV)

@@ -137,16 +137,20 @@ def test_import_needs_torch_alone():
     assert imported.isdisjoint(OPTIONAL | {"numpy", "matplotlib"})
 
 
-WITH_TORCH_ALONE = ["hstu-gdpa", "serving", "linear-compression", "broadcast", "block-attention", "multihead-attention"]
+GUIDES = ["hstu-gdpa", "serving", "linear-compression", "broadcast", "block-attention", "multihead-attention"]
+WITH_TORCH_ALONE = {"README": ["README.md"], "others": ["docs/operators.md", *(f"docs/guides/{name}.md" for name in GUIDES)]}
 
 
-@slow_after(1, "page", ["README.md", "docs/operators.md", *(f"docs/guides/{name}.md" for name in WITH_TORCH_ALONE)])
-def test_examples_are_short_and_run_with_torch_alone(page):
-    blocks = examples(page)
-    assert blocks and all(len(block.splitlines()) <= 20 for block in blocks)
-    example = "\n".join(blocks)
-    blocked = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
-    run(sys.executable, "-c", blocked + example)
+@slow_after(1, "pages", WITH_TORCH_ALONE.values(), ids=WITH_TORCH_ALONE)
+def test_examples_are_short_and_run_with_torch_alone(pages):
+    """One process for several pages: to import torch takes longer than an example."""
+    script = f"import sys; sys.path.insert(0, '.'); sys.modules.update(dict.fromkeys({OPTIONAL!r}))\n"  # None: an import raises
+    for page in pages:
+        blocks = examples(page)
+        assert blocks and all(len(block.splitlines()) <= 20 for block in blocks)
+        example = "\n".join(blocks)
+        script += f"exec(compile({example!r}, {page!r}, 'exec'), {{'__name__': '__main__'}})\n"
+    run(sys.executable, "-c", script)
 
 
 def test_documents_name_only_commands_of_the_makefile():

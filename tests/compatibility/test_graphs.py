@@ -1,5 +1,6 @@
 """Layers in torch.compile, torch.export, AOTInductor, torch.fx and CUDA graphs."""
 
+import functools
 import inspect
 import io
 
@@ -9,7 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import jagged_modules as jm
 
-from .cases import SIZES, Compressed, make, training_step
+from .cases import CASES, SIZES, Compressed, make, training_step
 from .table import feature
 
 OFFSETS_OF = {"offsets": "values"}  # of the models' arguments
@@ -66,11 +67,32 @@ def test_export(case):
     assert_same_results(torch.export.load(file).module(), model, case)
 
 
+class Together(torch.nn.Module):
+    """The models of all cases in one."""
+
+    def __init__(self):
+        super().__init__()
+        self.models = torch.nn.ModuleDict({name: make(case) for name, case in CASES.items()})
+
+    def forward(self, inputs):
+        return {name: model(*inputs[name]) for name, model in self.models.items()}
+
+
+@pytest.fixture(scope="module")
+def packaged(tmp_path_factory):
+    """Inputs of one case → its model's result from a package that has the models of all: a package takes a compiler of C++ seconds, most
+    of them for torch's headers."""
+    inputs = {name: case.model.inputs(*SIZES[0]) for name, case in CASES.items()}
+    shapes = {name: tuple({0: torch.export.Dim.DYNAMIC} for _ in x) for name, x in inputs.items()}
+    program = torch.export.export(Together(), (inputs,), dynamic_shapes={"inputs": shapes})
+    path = str(tmp_path_factory.mktemp("package") / "models.pt2")
+    package = torch._inductor.aoti_load_package(torch._inductor.aoti_compile_and_package(program, package_path=path))
+    return lambda case, *own: package(inputs | {case.name: own})[case.name]
+
+
 @feature("AOTInductor", fast=0)
-def test_aot_inductor(case, tmp_path):
-    model = make(case)
-    package = torch._inductor.aoti_compile_and_package(exported(model, case), package_path=str(tmp_path / "model.pt2"))
-    assert_same_results(torch._inductor.aoti_load_package(package), model, case)
+def test_aot_inductor(case, packaged):
+    assert_same_results(functools.partial(packaged, case), make(case), case)
 
 
 @feature("torch.fx")

@@ -8,6 +8,7 @@ results. Kernels avoid it by computing such addresses in each branch or loop (`o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import pathlib
 import re
@@ -36,6 +37,7 @@ def unwritten_registers(cubin: bytes) -> list[str]:
     return find_unwritten(disassembled(cubin))
 
 
+@functools.lru_cache(maxsize=2)  # a test may read the code that `unwritten_registers` has read
 def disassembled(cubin: bytes) -> str:
     """The machine code of a compiled kernel as nvdisasm prints it."""
     return _output(cubin, knobs.nvidia.nvdisasm.path, "--print-code")

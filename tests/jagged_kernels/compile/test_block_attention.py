@@ -36,14 +36,16 @@ def compile_block_attention(name, capability, dtype, dim, block_size, rotate, re
 @slow_after(
     1,
     "rotate, relative, fp32_dims",
-    [(None, False, (16, 64)), ("qk", True, (32,)), ("qk", False, (16, 64)), ("qkv", False, (32, 64))],
+    [(None, False, (16, 64)), ("qk", True, (32,)), ("qk", False, (16,)), ("qkv", False, (32, 64))],
     ids=str,
 )
 @pytest.mark.parametrize("name", ["fwd", "bwd"])
 def test_block_attention_kernels_compile(name, rotate, relative, fp32_dims):
-    cases = (128, 64, 1), (64, 16, 2)
-    # 8.0 and 8.6 have the same configurations, which must fit the memory of 8.6.
-    for capability, shared_memory, some in ((80, 99, cases[1:]), (86, 99, cases[:1]), (90, 227, cases), (100, 227, cases)):
+    cases = wide, narrow = (128, 64, 1), (64, 16, 2)
+    # 8.0 and 8.6 have the same configurations, which must fit the memory of 8.6. Wide heads take longest to compile there: those with q
+    # and k at absolute positions are part of those with v too.
+    before_hopper = narrow if (rotate, relative) == ("qk", False) else wide
+    for capability, shared_memory, some in ((80, 99, [narrow]), (86, 99, [before_hopper]), (90, 227, cases), (100, 227, cases)):
         for dim, block_size, group in some:
             compiled = compile_block_attention(name, capability, "bf16", dim, block_size, rotate, relative, group)
             assert compiled.metadata.shared <= shared_memory * 1024
