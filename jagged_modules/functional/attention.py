@@ -498,8 +498,11 @@ def _check_output_scale(output_scale: Tensor, num_segments: int, device: torch.d
 
 
 def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
-    """ValueError if the schedule's number of tiles is not that of these segments."""
-    expected = int(((q_offsets.diff() + schedule.block_m - 1) // schedule.block_m).sum()) * schedule.num_heads
-    num_tiles = int(schedule.num_tiles[0])
-    if num_tiles != expected:
-        raise ValueError(f"schedule was built for other lengths: it has {num_tiles} tiles, q_offsets need {expected}")
+    """ValueError unless the schedule has as many tiles of each segment as these segments need."""
+    needed = (q_offsets.diff().long() + schedule.block_m - 1) // schedule.block_m * schedule.num_heads
+    listed = schedule.tiles[: int(schedule.num_tiles[0]), 0].bincount(minlength=len(needed))
+    needed = pad(needed, (0, len(listed) - len(needed)))
+    for segment in (listed != needed).nonzero()[:1, 0].tolist():
+        raise ValueError(
+            f"schedule was built for other lengths: it has {listed[segment]} tiles of segment {segment}, q_offsets need {needed[segment]}"
+        )
