@@ -93,7 +93,7 @@ def run_steps(steps, seed: int, count: int, device="cpu") -> list[Tensor]:
 
 
 def cache_sizes() -> dict[str, int]:
-    """Number of entries of every functools cache and container in this package's modules and classes, by name."""
+    """Number of entries of every functools cache without a limit, and of every container, in this package's modules and classes, by name."""
     sizes = {}
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or name.split(".")[0] not in ("jagged_modules", "jagged_kernels"):
@@ -103,7 +103,7 @@ def cache_sizes() -> dict[str, int]:
             for key, x in list(vars(namespace).items()):
                 if key.startswith("__"):
                     continue
-                if hasattr(x, "cache_info"):
+                if hasattr(x, "cache_info") and x.cache_info().maxsize is None:
                     sizes[f"{owner}.{key}"] = x.cache_info().currsize
                 elif isinstance(x, (dict, list, set, WeakTensorKeyDictionary)):
                     sizes[f"{owner}.{key}"] = len(x)

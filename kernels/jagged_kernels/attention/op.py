@@ -177,7 +177,7 @@ def _select(
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=256)  # a backward finds what its forward has selected
+@functools.lru_cache(maxsize=64)  # a backward finds what its forward has selected
 def _selection(
     q_shape: torch.Size, k_shape: torch.Size, v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int, kv_segments: int,
     self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...], schedule: tuple[int | None, int | None],
