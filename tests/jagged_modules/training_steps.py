@@ -93,7 +93,7 @@ def run_steps(steps, seed: int, count: int, device="cpu") -> list[Tensor]:
 
 
 def cache_sizes() -> dict[str, int]:
-    """Number of entries of every functools cache without a limit, and of every container, in this package's modules and classes, by name."""
+    """Number of entries of every functools cache without a limit, and of every container, in this package's modules and classes."""
     sizes = {}
     for name, module in list(sys.modules.items()):
         if not isinstance(module, types.ModuleType) or name.split(".")[0] not in ("jagged_modules", "jagged_kernels"):
