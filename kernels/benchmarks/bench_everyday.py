@@ -71,6 +71,8 @@ def with_and_without_schedule(problem: Callable[[], Problem]) -> Setup:
 
 def unsorted(schedule: jm.TileSchedule) -> Tensor:
     """The order of segments, heads and blocks."""
+    if not len(schedule.tiles):
+        return schedule.tiles.new_zeros(0)
     segment, head, block = schedule.tiles.long().unbind(1)
     return ((segment * schedule.num_heads + head) * (block.max() + 1) + block).argsort()
 
@@ -78,7 +80,7 @@ def unsorted(schedule: jm.TileSchedule) -> Tensor:
 def round_robin(schedule: jm.TileSchedule) -> Tensor:
     """Undoes the zigzag: each full odd wave is reversed, so that tile i goes to worker i mod num_workers.
 
-    Hopper's kernels have that many workers. The portable kernels have several on a multiprocessor, so for them this is another order.
+    Hopper's kernels with large tiles have that many workers. Others have several on a multiprocessor, so for them this is another order.
     """
     position = torch.arange(len(schedule.tiles), device=schedule.tiles.device)
     wave, lane = position // schedule.num_workers, position % schedule.num_workers
@@ -87,8 +89,11 @@ def round_robin(schedule: jm.TileSchedule) -> Tensor:
 
 
 def reordered(schedule: jm.TileSchedule, order: Callable[[jm.TileSchedule], Tensor]) -> jm.TileSchedule:
-    """The schedule, and its backward, with the tile list in another order."""
-    positions, backward = order(schedule), schedule.backward
+    """The schedule, and its backward, with the tiles of long segments in another order. Those of short segments stay behind them: packed
+    tiles may replace them."""
+    long, backward = int(schedule.num_tiles[1]), schedule.backward
+    first = order(dataclasses.replace(schedule, tiles=schedule.tiles[:long]))
+    positions = torch.cat([first, torch.arange(long, len(schedule.tiles), device=first.device)])
     return dataclasses.replace(
         schedule,
         tiles=schedule.tiles[positions].contiguous(),

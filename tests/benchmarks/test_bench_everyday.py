@@ -109,7 +109,7 @@ def test_work_and_bytes():
 
 
 def test_orders_of_tiles():
-    lengths = inputs.lognormal_lengths(50, 30, 200, 1.1)
+    lengths = inputs.lognormal_lengths(48, 100, 300, 1.1).clamp(min=65)
     sizes = {"num_heads": 2, "block_m": 16, "block_n": 32, "num_workers": 10}
     zigzag = jm.zigzag_schedule(lengths, lengths, **sizes)
     assert len(zigzag.tiles) % 10 and len(zigzag.tiles) // 10 % 2 == 0  # the last wave is not full, and ascends
@@ -120,6 +120,15 @@ def test_orders_of_tiles():
     workers = {tuple(tile): worker for tile, worker in zip(dealt.tiles.tolist(), dealt.worker.tolist())}
     assert [workers[tuple(tile)] for tile in zigzag.tiles.tolist()] == [i % 10 for i in range(len(zigzag.tiles))]
     assert bench.reordered(jm.zigzag_schedule(lengths, lengths, **sizes), lambda x: torch.arange(len(x.tiles))).tiles.equal(zigzag.tiles)
+
+
+def test_tiles_of_short_segments_stay_behind_the_others():
+    lengths = inputs.lognormal_lengths(50, 50, 300, 1.1)
+    zigzag = jm.zigzag_schedule(lengths, lengths, num_heads=2, block_m=16, block_n=32, num_workers=10)
+    long = int(zigzag.num_tiles[1])
+    dealt = bench.reordered(zigzag, bench.unsorted)
+    assert 0 < long < len(zigzag.tiles) and dealt.tiles[long:].equal(zigzag.tiles[long:])
+    assert dealt.tiles[:long].tolist() == sorted(zigzag.tiles[:long].tolist())
 
 
 def test_the_backward_runs_in_the_caller_s_thread_where_the_name_says_so(run_setup):
