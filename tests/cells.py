@@ -25,7 +25,10 @@ PAIRS = (  # lengths of queries and keys
     ([1, 1, 300, 1, 0], [2, 1, 500, 0, 3]),
     ([64, 128, 192, 63, 65], [128, 64, 1, 129, 191]),
 )
-LONG_PAIRS = (([960, 449], [1000, 321]),)  # for which tiles of the Hopper kernels have several warpgroups
+HOPPER_PAIRS = (  # by mean length, other tiles and blocks of the Hopper kernels: PAIRS are the shortest
+    ([319, 257], [300, 290]),
+    ([960, 449], [1000, 321]),
+)
 LENGTHS = [[x] for x in ([3, 0, 70, 5, 130, 0, 0, 64, 1, 400, 65], [128, 128, 128], [1, 1, 700, 0, 2])]
 
 
@@ -59,10 +62,10 @@ def hopper_cells() -> Iterator[Cell]:
             mask, dtype = MASKS[(i + 3 * j) % len(MASKS)], HALVES[(i + j) % 2]
             options = dict(activation=activation, mask=mask, head_dim=dim, heads=list(HEADS[i % 3]))
             options |= dict(operands="cross", implementation="hopper")
-            yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} hopper", PAIRS + LONG_PAIRS, **options)
+            yield cell("jagged_attention", dtype, f"D{dim}", f"{activation} {mask or 'full'} hopper", PAIRS + HOPPER_PAIRS, **options)
     for dtype, dims in zip(HALVES, ((80, 104), (40, 48))):
         options = dict(head_dim=dims[0], v_dim=dims[1], heads=[4, 2], operands="cross", implementation="hopper")
-        yield cell("jagged_attention", dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS + LONG_PAIRS, **options)
+        yield cell("jagged_attention", dtype, f"D{dims[0]} Dv{dims[1]}", "softmax full hopper", PAIRS + HOPPER_PAIRS, **options)
 
 
 def bias_cells() -> Iterator[Cell]:
@@ -95,7 +98,7 @@ def bias_cells() -> Iterator[Cell]:
             options |= dict(operands=("cross", "self")[i % 2], implementation=implementation)
             lengths = PAIRS if i % 2 == 0 else LENGTHS
             if implementation == "hopper":
-                lengths = [*lengths, *(LONG_PAIRS if i % 2 == 0 else [[queries] for queries, _ in LONG_PAIRS])]
+                lengths = [*lengths, *(HOPPER_PAIRS if i % 2 == 0 else [[queries] for queries, _ in HOPPER_PAIRS])]
             yield cell(
                 "jagged_attention", dtype, f"D{dim}", f"{bias} bias {activation} {mask or 'full'} {implementation}", lengths, **options
             )
