@@ -502,7 +502,8 @@ def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
     needed = (q_offsets.diff().long() + schedule.block_m - 1) // schedule.block_m * schedule.num_heads
     listed = schedule.tiles[: int(schedule.num_tiles[0]), 0].bincount(minlength=len(needed))
     needed = pad(needed, (0, len(listed) - len(needed)))
-    for segment in (listed != needed).nonzero()[:1, 0].tolist():
+    if not torch.equal(listed, needed):
+        segment = int((listed != needed).nonzero()[0])
         raise ValueError(
             f"schedule was built for other lengths: it has {listed[segment]} tiles of segment {segment}, q_offsets need {needed[segment]}"
         )
