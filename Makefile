@@ -24,7 +24,7 @@
 # VARIANT=cpu|cuda    overrides the look for a GPU
 # PY=python           runs in an environment you prepared yourself and installs nothing
 # WORKERS=0           runs the tests in one process, without pytest-xdist
-# GPU_WORKERS=16      processes of make test-gpu, by default one for each core and each 4 GiB of the first GPU's memory, at most 32
+# GPU_WORKERS=16      processes of make test-gpu, by default one for each core and each 4 GiB of the GPUs' memory, at most 32
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := test
@@ -35,7 +35,7 @@ PYTHON ?= python3
 VARIANT ?= $(if $(shell nvidia-smi -L 2>/dev/null),cuda,cpu)
 WORKERS ?= 2
 SECONDS ?= 60
-gpu_mib = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1)
+gpu_mib = $(shell nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | awk '{n += $$1} END {print n}')
 GPU_WORKERS ?= $(shell printf '%s\n' 32 $$(nproc) $$(( $(or $(gpu_mib),131072) / 4096 )) | sort -n | head -n 1)
 EXAMPLE ?= dlrm
 

@@ -91,6 +91,8 @@ class GpuWorker:
 
     def __init__(self, config: pytest.Config):
         self.config, self.compilation = config, SharedCompilation()
+        if hasattr(config, "workerinput"):
+            rotate_gpus(config.workerinput["workerid"])
 
     def pytest_ignore_collect(self, collection_path):
         """Files without GPU tests are not imported: their dependencies may not be installed."""
@@ -139,6 +141,13 @@ class GpuWorker:
     def pytest_runtest_teardown(self, item):
         times = asdict(self.compilation.times)
         item.user_properties.append(("compiled", {name: times[name] - before for name, before in item.compile_times_before.items()}))
+
+
+def rotate_gpus(worker: str) -> None:
+    """Make another GPU the first one that CUDA shows to each worker, so that workers share the memory of all. Before CUDA is initialised."""
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
+    gpus, first = gpus.split(","), int(worker.removeprefix("gw"))
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(first + i) % len(gpus)] for i in range(len(gpus)))
 
 
 def is_large(item) -> bool:

@@ -11,7 +11,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from .gpu_suite import in_order, matrix_lines  # noqa: E402
+from .gpu_suite import in_order, matrix_lines, rotate_gpus  # noqa: E402
 
 CONFTEST = """
     import sys
@@ -127,3 +127,12 @@ def test_tests_that_compile_most_come_first_and_large_ones_apart():
     ordered = [item.nodeid for item in in_order([*items, Item("test_attention[hopper]")])]
     assert ordered[0] == "test_attention[hopper]" and len(ordered) == len(items) + 1
     assert abs(ordered.index("big_1") - ordered.index("big_2")) > 2
+
+
+@pytest.mark.parametrize(
+    "visible, worker, expected", [("0,1", "gw0", "0,1"), ("0,1", "gw3", "1,0"), ("2,0,1", "gw4", "0,1,2"), ("5", "gw7", "5")]
+)
+def test_workers_take_turns_on_gpus(monkeypatch, visible, worker, expected):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    rotate_gpus(worker)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == expected

@@ -49,6 +49,9 @@ def attention() -> str:
         "segments of 25 by 25 rows": dict(q_rows=64 * 25, kv_rows=64 * 25),
         "segments of 10 by 200 rows": dict(q_rows=64 * 10, kv_rows=64 * 200),
         "segments of 1 by 200 rows": dict(q_rows=64, kv_rows=64 * 200),
+        "1024 segments of 10 by 300 rows, 4 heads": dict(
+            q_rows=1024 * 10, kv_rows=1024 * 300, q_segments=1024, kv_segments=1024, num_heads=4, num_kv_heads=4
+        ),
         "segments of 25 by 25 rows, batch-invariant": dict(q_rows=64 * 25, kv_rows=64 * 25, batch_invariant=True),
         'activation "gelu_taylor"': dict(activation="gelu_taylor"),
         'activation "gelu"': dict(activation="gelu"),
@@ -65,7 +68,7 @@ def attention() -> str:
 
 `jagged_kernels.attention.select` decides. A cell names the kernels ("hopper": `attention/hopper_*.py`, "triton":
 `attention/triton_kernels.py`) and their tiles: rows of a tile × rows of the blocks that it loops over, for the forward, for dq, and for dk
-and dv. Where one kernel computes all three gradients, it has one entry.
+and dv. Where one kernel computes all three gradients, it has one entry; where it does so for segments of few queries, a first one of four.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
@@ -79,6 +82,8 @@ On an H100, bf16, head dim 128:
 
 def _kernels(selection: Selection) -> str:
     backward = [selection.one_pass] if selection.one_pass else [selection.dq, selection.dkdv]
+    if selection.short_queries:
+        backward.insert(0, selection.short_queries)
     tiles = ", ".join(f"{config.tile}×{config.block}" for config in (selection.fwd, *backward))
     return f"{selection.backend} {tiles}"
 

@@ -339,6 +339,56 @@ def test_how_long_segments_are_for_one_kernel(dim, masked, least):
         assert (found.one_pass is not None) == (seqlen >= least)
 
 
+TARGETS = dict(num_heads=4, num_kv_heads=4, q_segments=1024, kv_segments=1024, kv_rows=1024 * 300)
+
+
+@pytest.mark.parametrize(
+    "dim, seqlen, consumers",
+    [
+        (64, 1, 1),
+        (64, 35, 1),
+        (40, 36, 2),
+        (64, 59, 2),
+        (64, 60, 3),
+        (64, 119, 3),
+        (64, 120, 0),
+        (128, 35, 1),
+        (72, 36, 2),
+        (128, 109, 2),
+        (128, 110, 0),
+    ],
+)
+def test_one_kernel_for_all_gradients_of_few_queries(dim, seqlen, consumers):
+    selection = select(problem(dim, **TARGETS, q_rows=1024 * seqlen))
+    assert (selection.short_queries is not None) == (consumers > 0)
+    if consumers:
+        assert selection.short_queries.tile == selection.dq.tile == 64 * consumers
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        dict(masked=True),
+        dict(biased=True),
+        dict(self_attention=True),
+        dict(batch_invariant=True),
+        dict(q_shared=True),
+        dict(kv_shared=True, kv_segments=1),
+        dict(q_segments=2048),
+        dict(num_kv_heads=2),
+        dict(num_heads=8, num_kv_heads=4),
+        dict(kv_rows=2**16 - 1),
+        dict(kv_rows=1024 * 63),
+        dict(capability=A100),
+        dict(implementation="triton"),
+    ],
+    ids=str,
+)
+def test_which_calls_have_no_kernel_of_few_queries(change):
+    assert select(problem(64, **TARGETS | dict(q_rows=1024 * 10))).short_queries is not None
+    assert select(problem(64, **TARGETS | dict(q_rows=1024 * 10) | change)).short_queries is None
+
+
 def test_the_causal_mask_hides_later_keys_alone():
     masks = [jm.AttentionMask(causal=True, min_full_attn_seqlen=0)]
     assert all(MaskParams(*mask.params).is_causal for mask in masks)

@@ -183,3 +183,26 @@ def small_hopper_config(kernel: str, head_dim: int, biased: bool = False, timed:
     if kernel == "fwd":
         return three(block=64, stages=2, row_stages=2)
     return three(block=64, stages=2 if biased else 3, row_stages=1)
+
+
+def dq_config(head_dim: int, consumers: int) -> HopperConfig:
+    """The launch configuration of "dq" for so many consumers, without mask and bias."""
+    if consumers == 1:
+        return small_hopper_config("dq", head_dim)
+    if consumers == 2 and padded_dim(head_dim) == 64:
+        return HopperConfig(consumers=2, block=64, stages=4, row_stages=2, launch_registers=168, registers=240)
+    return hopper_attention_config("dq", head_dim, "softmax", False)
+
+
+def short_queries_config(head_dim: int, consumers: int) -> HopperConfig:
+    """Launch configuration of the kernel for all gradients of segments with few query rows, 64 for each consumer.
+
+    consumers: up to three, above head dim 64 two.
+    """
+    narrow = padded_dim(head_dim) == 64
+    stages, row_stages = (3, 2) if narrow else (2, 1)
+    if consumers == 1:
+        return HopperConfig(1, 64, stages, row_stages, launch_registers=128, registers=232, ctas_per_sm=2)
+    if consumers == 2:
+        return HopperConfig(2, 64, stages, row_stages, launch_registers=168, registers=240)
+    return HopperConfig(3, 64, stages, row_stages, launch_registers=128, registers=160)

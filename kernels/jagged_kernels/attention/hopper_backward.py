@@ -71,13 +71,13 @@ from ..common.pipeline import (
     skip_stage,
     store_epilogue,
     to_mma_operand,
-    vector_layout,
     wait_for_tail,
     zero_tail,
 )
 from ..common.ptxas import safe_ptxas
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
+from ..schedule.short_queries import list_short_queries
 from .bias import Bias, TableSums
 from .bias_tables import TableGradients, kernel_bias
 from .dq_sums import DqSums
@@ -98,6 +98,7 @@ from .hopper_common import (
     push_tile,
     release_tile,
     result_descriptor,
+    row_sums,
     visible_keys,
     visited_block,
 )
@@ -111,6 +112,7 @@ from .hopper_ds import (
     write_delta,
 )
 from .hopper_one_pass import attention_bwd_hopper_kernel, one_pass_constants
+from .hopper_short_queries import attention_bwd_short_queries_hopper_kernel, short_queries_constants
 from .mask import num_masked_blocks
 from .params import AttentionParams, Gradients, Operands, empty_table_gradients
 from .scales import output_factor, score_factor
@@ -220,19 +222,6 @@ def _dq_produce(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _row_sums(out_ptr, do_ring, wave, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
-    """rowsum(dO ∘ O) of a consumer's rows: dO from its ring, O from global memory."""
-    WIDTH: gl.constexpr = do_ring.buffers.shape[3]
-    L: gl.constexpr = vector_layout(WIDTH)
-    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
-    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
-    ptrs = out_ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
-    out = gl.load(ptrs, mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :], other=0.0)
-    do = consumer_wait(do_ring, wave).load(L)
-    return gl.sum(out.to(gl.float32) * do.to(gl.float32), 1)
-
-
-@gluon.jit
 def _dq_block(
     rows, rings, step, more, acc, position, scale, bias, sums, tail, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
 ):  # fmt: skip
@@ -304,7 +293,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             if OPTIONS.activation is None:
                 offsets = tile.head.to(gl.int64) * operands.stride_lse + tile.q_start + first + lanes
                 lse = gl.load(operands.lse_ptr + offsets, mask=lanes < num_rows, other=0.0)
-                delta = _row_sums(
+                delta = row_sums(
                     operands.out_ptr, rings.do, wave, tile.q_start + first, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim
                 )  # fmt: skip
                 delta = gl.convert_layout(delta, STATS)
@@ -476,6 +465,19 @@ class _Launches:
             )  # fmt: skip
         sums.write(grads.dq, keys, segment_scale, params.scale * self.dact_factor, params.output_scale)
 
+    def short_queries(self, segments: Segments, next_tile: Tensor) -> None:
+        """dq, dk and dv of the segments that `segments`, whose tiles are listed, leaves out as short."""
+        (q, _, _, out, lse), grads = self.operands, self.grads
+        params, config = self.params, self.selection.short_queries
+        tiles, num_tiles, _ = segments.tiles
+        if blocks := grid(tiles, config):
+            attention_bwd_short_queries_hopper_kernel[blocks](
+                self.q_desc, self.do_desc, self.k_desc, self.v_desc, self.dq_desc, self.dk_desc, self.dv_desc, out,
+                grads.dq, grads.dk, grads.dv, lse, segments.q_offsets, segments.kv_offsets, tiles, num_tiles, next_tile,
+                params.segment_scale, params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0),
+                HEAD_DIM=q.shape[2], **short_queries_constants(config, self.operands, params),
+            )  # fmt: skip
+
     def dq_from_ds(self, segments: Segments, segment_scale: Tensor | None, ds: Tensor, ds_blocks: Tensor) -> None:
         """dq of the segments whose dS is stored. Tiles: query_tiles."""
         tiles, num_tiles, _ = segments.tiles
@@ -500,8 +502,15 @@ def backward(
         if num_bytes <= workspace_limit(workspace, grads.dq, grads.dk, grads.dv):
             launches.one_pass(keys, params.segment_scale)
             return empty_table_gradients(params, operands.q)
+    if selection.short_queries is not None:
+        q, k, config = operands.q, operands.k, selection.short_queries
+        queries, keys, next_tile = list_short_queries(
+            queries, (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1]), config.tile, selection.dkdv.tile, config.block
+        )
+        launches.short_queries(queries, next_tile)
     num_blocks, parts = 0, []
-    if params.mask is None and not params.has_bias and queries.query_groups == 1 and not (params.q_shared or kv_shared):
+    storing = selection.short_queries is None and params.mask is None and not params.has_bias
+    if storing and queries.query_groups == 1 and not (params.q_shared or kv_shared):
         num_blocks, parts = plan_workspace(
             operands.q, operands.k, queries.q_offsets, queries.kv_offsets, workspace, grads.dq, grads.dk, grads.dv
         )  # fmt: skip

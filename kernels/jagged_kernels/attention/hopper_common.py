@@ -15,8 +15,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from ..common.activations import activation_function
 from ..common.device import device_properties
 from ..common.gluon_api import thread_barrier
-from ..common.loads import load_tile, zigzag_waves
-from ..common.pipeline import WARPGROUP_ROWS, head_descriptor, make_barriers, mma_layout
+from ..common.loads import load_listed_tile, load_tile, zigzag_waves
+from ..common.pipeline import WARPGROUP_ROWS, consumer_wait, head_descriptor, make_barriers, mma_layout, vector_layout
 from .configs import HopperConfig
 from .mask import (
     column_blocks,
@@ -127,6 +127,18 @@ def load_wave(schedule, wave, waves, MASK: gl.constexpr, ds_blocks_ptr=None):
 
 
 @gluon.jit
+def take_tile(schedule, num_tiles, next_tile_ptr, MASK: gl.constexpr):
+    """The next Tile that no thread block has taken, of the first num_tiles of the list; segment -1 past them."""
+    position = gl.atomic_add(next_tile_ptr, 1, sem="relaxed")
+    tile = load_listed_tile(
+        schedule.tiles_ptr, gl.maximum(gl.minimum(position, num_tiles - 1), 0), schedule.q_offsets_ptr, schedule.kv_offsets_ptr, None
+    )  # fmt: skip
+    first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
+    segment = gl.where(position < num_tiles, tile.segment, -1)
+    return Tile(segment, tile.head, tile.block, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, first_target)
+
+
+@gluon.jit
 def make_tile_queue(CONSUMERS: gl.constexpr):
     slots = gl.allocate_shared_memory(gl.int32, [TILE_SLOTS * TILE_FIELDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     return TileQueue(slots, make_barriers(TILE_SLOTS, 1), make_barriers(TILE_SLOTS, CONSUMERS))
@@ -230,6 +242,22 @@ def visible_keys(position, MASK: gl.constexpr, COLUMNS: gl.constexpr):
     else:
         rows = position.row + gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))[:, None]
         return is_visible(position.column + columns, rows, visible_columns(rows, position.first_target, MASK), MASK)
+
+
+# -- delta -------------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def row_sums(out_ptr, do_ring, step, row, head, num_rows, HEADS: gl.constexpr, DIM: gl.constexpr):
+    """rowsum(dO ∘ O) of a consumer's rows: dO from a step of a ring, O from global memory."""
+    WIDTH: gl.constexpr = do_ring.buffers.shape[3]
+    L: gl.constexpr = vector_layout(WIDTH)
+    rows = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L))
+    columns = gl.arange(0, WIDTH, layout=gl.SliceLayout(0, L))
+    ptrs = out_ptr + row * (HEADS * DIM) + head * DIM + rows[:, None] * (HEADS * DIM) + columns[None, :]
+    out = gl.load(ptrs, mask=(rows < num_rows)[:, None] & (columns < DIM)[None, :], other=0.0)
+    do = consumer_wait(do_ring, step).load(L)
+    return gl.sum(out.to(gl.float32) * do.to(gl.float32), 1)
 
 
 # -- launch -------------------------------------------------------------------------------------------------------------------------

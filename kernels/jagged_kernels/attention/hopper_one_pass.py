@@ -50,7 +50,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.gluon_api import add_tile, reinterpret, store_tile, thread_barrier
-from ..common.loads import load_listed_tile
 from ..common.pipeline import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
@@ -78,7 +77,6 @@ from .configs import HopperConfig
 from .dq_sums import splits_blocks
 from .hopper_common import (
     Schedule,
-    Tile,
     TileQueue,
     first_target_of,
     launch_constants,
@@ -87,9 +85,9 @@ from .hopper_common import (
     push_tile,
     query_blocks,
     release_tile,
+    take_tile,
 )
 from .hopper_dkdv import Rows, Scales, Stats, load_stats, put_stats, visible_rows, zero_tails
-from .mask import first_target_column
 from .params import AttentionParams, Operands
 from .scales import output_factor, score_factor
 
@@ -195,27 +193,14 @@ def _visited_blocks(tile, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _take_tile(kernel, MASK: gl.constexpr):
-    """The next Tile of the list; segment -1 past its end."""
-    schedule = kernel.schedule
-    position = gl.atomic_add(kernel.next_tile_ptr, 1, sem="relaxed")
-    count = gl.load(schedule.num_tiles_ptr)
-    tile = load_listed_tile(
-        schedule.tiles_ptr, gl.maximum(gl.minimum(position, count - 1), 0), schedule.q_offsets_ptr, schedule.kv_offsets_ptr, None
-    )  # fmt: skip
-    first_target = first_target_column(schedule.num_targets_ptr, tile.segment, tile.kv_len, MASK)
-    segment = gl.where(position < count, tile.segment, -1)
-    return Tile(segment, tile.head, tile.block, tile.q_start, tile.q_len, tile.kv_start, tile.kv_len, first_target)
-
-
-@gluon.jit
 def _produce(kernel, OPTIONS: gl.constexpr):
     """Loads the first query blocks of a tile before its keys: the buffers of keys may be in use until the previous tile ends."""
     rings = kernel.rings
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     lanes = gl.arange(0, OPTIONS.block, layout=gl.BlockedLayout([OPTIONS.block // 32], [32], [1], [0]))
     step, wave = 0, 0
-    tile = _take_tile(kernel, OPTIONS.mask)
+    num_tiles = gl.load(kernel.schedule.num_tiles_ptr)
+    tile = take_tile(kernel.schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
     push_tile(kernel.queue, wave, tile)
     while tile.segment >= 0:
         visited = _visited_blocks(tile, OPTIONS)
@@ -238,7 +223,7 @@ def _produce(kernel, OPTIONS: gl.constexpr):
                 producer_load(rings.do, kernel.do_desc, step + number, head, tile.q_start + first)
         step += count
         wave += 1
-        tile = _take_tile(kernel, OPTIONS.mask)
+        tile = take_tile(kernel.schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
         push_tile(kernel.queue, wave, tile)
 
 

@@ -205,6 +205,7 @@ def _selection(
         self_attention=self_attention,
         misaligned=misaligned,
         schedule=schedule,
+        num_heads=q_shape[1],
         num_kv_heads=k_shape[1],
         num_sms=num_sms,
     )

@@ -22,8 +22,10 @@ from .configs import (
     attention_config,
     attention_tile,
     biased_dq_config,
+    dq_config,
     hopper_attention_config,
     packed_config,
+    short_queries_config,
     small_hopper_config,
 )
 
@@ -33,6 +35,8 @@ PACKED_MEAN_OF_HOPPER = 32, 128  # where Hopper's kernels take the other segment
 PACKED_ROWS_PER_SM = 512
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
 SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster: rows of a segment on average, by padded head dim
+SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}  # short_query_consumers: mean query rows for 1, 2, 3 consumers, by padded head dim
+SHORT_QUERIES_ROWS = 2**18  # of the keys of all heads: with fewer, the time of more launches counts
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
@@ -53,7 +57,7 @@ class AttentionProblem(NamedTuple):
         self_attention: queries and keys have the same offsets.
         misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
         schedule: rows of the query tiles and of the key tiles of the given schedule; None for a side that has none.
-        num_kv_heads, num_sms: used for the number of query chunks, which only kv_shared has.
+        num_heads, num_kv_heads: of q, and of k and v. num_sms: of the GPU.
     """
 
     head_dim: int
@@ -76,6 +80,7 @@ class AttentionProblem(NamedTuple):
     self_attention: bool = False
     misaligned: tuple[str, ...] = ()
     schedule: tuple[int | None, int | None] = (None, None)
+    num_heads: int = 1
     num_kv_heads: int = 1
     num_sms: int = 1
 
@@ -91,6 +96,8 @@ class Selection:
         one_pass: configuration of the Hopper kernel for all three gradients, which replaces dq, dkdv and dq_from_ds; None: they run.
         tma: whether portable kernels load aligned rows through the GPU's tensor memory accelerator.
         query_chunks: number of chunks that dkdv splits the query rows into, with kv_shared. Each chunk reads all keys.
+        short_queries: configuration of the Hopper kernel for all gradients of segments whose query rows fit into its tile. The others then
+            leave these segments out; None: they do not.
         packed_fwd, packed_bwd: configurations of the kernels for short segments, which the others then leave out; None: they do not.
     """
 
@@ -102,6 +109,7 @@ class Selection:
     one_pass: HopperConfig | None = None
     tma: bool = False
     query_chunks: int = 1
+    short_queries: HopperConfig | None = None
     packed_fwd: LaunchConfig | None = None
     packed_bwd: LaunchConfig | None = None
 
@@ -135,6 +143,8 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
             selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
         if one_pass_is_faster(p, q_seqlen, kv_seqlen):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
+        elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
+            selection = _with_short_queries(selection, p.head_dim, consumers)
         return dataclasses.replace(selection, query_chunks=query_chunks(p, selection.dkdv.tile)) if p.kv_shared else selection
 
     tile = _triton_tile(p, q_seqlen)
@@ -237,6 +247,23 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     return q_seqlen >= fewest_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
 
 
+def short_query_consumers(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> int:
+    """How many consumers, of 64 query rows each, Hopper's kernel for segments with few query rows has; 0: it does not run. Segments with
+    more rows need two kernels beside it. docs/decisions/short-queries.md has figures.
+
+    It takes cross-attention with one group of queries and as many heads of keys, without a mask and a bias. In self-attention, many short
+    segments often come with a few long ones, which take as long without the short ones.
+    """
+    supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
+    if not supported or p.q_segments != p.kv_segments or p.num_heads != p.num_kv_heads or q_seqlen is None or kv_seqlen is None:
+        return 0
+    narrow = padded_dim(p.head_dim) <= 64
+    if p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS or narrow and kv_seqlen < 64:
+        return 0
+    means = SHORT_QUERIES[64 if narrow else 128]
+    return next((consumers for consumers, mean in enumerate(means, 1) if q_seqlen < mean), 0)
+
+
 def query_chunks(problem: AttentionProblem, key_tile: int) -> int:
     """With kv_shared: number of chunks of query rows, at least 256 rows each, for which the tiles of the shared keys fill the GPU."""
     tiles = max(1, cdiv(problem.kv_rows, key_tile) * problem.num_kv_heads)
@@ -302,6 +329,12 @@ def _with_small_tiles(
 ) -> Selection:  # fmt: skip
     kernels = ("fwd", "dq") * queries + ("dkdv",) * keys
     return dataclasses.replace(selection, **{x: small_hopper_config(x, dim, biased, timed, few_rows) for x in kernels})
+
+
+@_cached
+def _with_short_queries(selection: Selection, dim: int, consumers: int) -> Selection:
+    """The dq kernel has the same tiles, so that both share a list."""
+    return dataclasses.replace(selection, short_queries=short_queries_config(dim, consumers), dq=dq_config(dim, consumers))
 
 
 @_cached

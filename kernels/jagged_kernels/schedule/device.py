@@ -10,7 +10,7 @@ In groups of segments (cost.grouping): one launch ranks the segments, another wr
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -40,25 +40,82 @@ def _sort_key(work, rows, columns):
     return tl.where((rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), work, work + (SHORT_ROWS + 1))
 
 
+class _Sides(NamedTuple):
+    """What the sort keys of tiles depend on.
+
+    num_segments: of the tiled side. num_heads: heads of a tile's segment.
+    """
+
+    offsets_ptr: tl.tensor
+    other_offsets_ptr: tl.tensor
+    num_segments: tl.tensor
+    num_heads: tl.tensor
+
+
+class _Sizes(NamedTuple):
+    """Rows and columns of a block, and the query groups of both sides."""
+
+    block_m: tl.constexpr
+    block_n: tl.constexpr
+    groups: tl.constexpr
+    other_groups: tl.constexpr
+
+
 @triton.jit
-def _segment_tiles(
-    offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
-):  # fmt: skip
-    """Blocks per head, tiles, and the sort key of each tile (cost.sort_key), for a vector of segments. No tiles past the last one."""
-    real = segments < num_segments
-    rows, others = segment_lengths(offsets_ptr, segments, real), segments
-    if GROUPS > 1:
-        others = segments % (num_segments // GROUPS)
-    columns = segment_lengths(other_offsets_ptr, others, real)
-    blocks = tl.cdiv(rows.to(tl.int32), BLOCK_M)
-    tiles, work = blocks * num_heads, tl.cdiv(columns.to(tl.int32), BLOCK_N)
-    for other_group in tl.static_range(1, OTHER_GROUPS):
-        work += tl.cdiv(segment_lengths(other_offsets_ptr, others + other_group * num_segments, real).to(tl.int32), BLOCK_N)
-    if GROUPS > 1 or OTHER_GROUPS > 1:
-        return blocks, tiles, work + (SHORT_ROWS + 1)
+def _sort_keys(sides, segments, SIZES: tl.constexpr):
+    """Rows and the sort key of the tiles (cost.sort_key), for a vector of segments. No rows past the last one."""
+    real = segments < sides.num_segments
+    rows, others = segment_lengths(sides.offsets_ptr, segments, real), segments
+    if SIZES.groups > 1:
+        others = segments % (sides.num_segments // SIZES.groups)
+    columns = segment_lengths(sides.other_offsets_ptr, others, real)
+    work = tl.cdiv(columns.to(tl.int32), SIZES.block_n)
+    for other_group in tl.static_range(1, SIZES.other_groups):
+        columns_of_group = segment_lengths(sides.other_offsets_ptr, others + other_group * sides.num_segments, real)
+        work += tl.cdiv(columns_of_group.to(tl.int32), SIZES.block_n)
+    if SIZES.groups > 1 or SIZES.other_groups > 1:
+        return rows, work + (SHORT_ROWS + 1)
     else:
-        return blocks, tiles, _sort_key(work, rows, columns)
+        return rows, _sort_key(work, rows, columns)
+
+
+@triton.jit
+def write_tiles(
+    sides, tiles_ptr, num_tiles_ptr, SORT_KEYS: tl.constexpr, SIZES: tl.constexpr, FIRST_LONG: tl.constexpr, SEGMENTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Each program writes the tiles of SEGMENTS segments. A segment's first position is the number of tiles of the segments that a stable
+    sort by keys, largest first, puts before it. Comparing with all segments is cheaper here than sorting.
+
+    SORT_KEYS: `_sort_keys`, or another function of `sides`, segments and SIZES. FIRST_LONG: the smallest key of a long segment's tiles.
+    """
+    num_segments, num_heads = sides.num_segments, sides.num_heads
+    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
+    rows, key = SORT_KEYS(sides, segments, SIZES)
+    first = tl.zeros([SEGMENTS], tl.int32)
+    total, num_long = 0, 0
+    for start in range(0, num_segments, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        other_rows, other_key = SORT_KEYS(sides, others, SIZES)
+        other_tiles = tl.cdiv(other_rows.to(tl.int32), SIZES.block_m) * num_heads
+        longer = other_key[None, :] > key[:, None]
+        earlier = (other_key[None, :] == key[:, None]) & (others[None, :] < segments[:, None])
+        first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
+        total += tl.sum(other_tiles, 0)
+        num_long += tl.sum(tl.where(other_key >= FIRST_LONG, other_tiles, 0), 0)
+    if tl.program_id(0) == 0:
+        tl.store(num_tiles_ptr, total)
+        tl.store(num_tiles_ptr + 1, num_long)
+
+    blocks = tl.cdiv(rows.to(tl.int32), SIZES.block_m)
+    tiles, blocks = blocks * num_heads, tl.maximum(blocks, 1)[:, None]
+    for start in range(0, tl.max(tiles, 0), SEGMENTS):
+        within = start + tl.arange(0, SEGMENTS)[None, :]
+        row_ptr = tiles_ptr + (first[:, None] + within).to(tl.int64) * 3
+        mask = within < tiles[:, None]
+        tl.store(row_ptr, segments[:, None], mask=mask)
+        tl.store(row_ptr + 1, within // blocks, mask=mask)
+        tl.store(row_ptr + 2, within % blocks, mask=mask)
 
 
 @safe_ptxas
@@ -68,36 +125,9 @@ def _tile_list_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
     GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    """Each program writes the tiles of SEGMENTS segments. A segment's first position is the number of tiles of the segments that a stable
-    sort by work, longest first, puts before it. Comparing with all segments is cheaper here than sorting."""
-    segments = tl.program_id(0) * SEGMENTS + tl.arange(0, SEGMENTS)
-    blocks, tiles, key = _segment_tiles(
-        offsets_ptr, other_offsets_ptr, segments, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
-    )  # fmt: skip
-    first = tl.zeros([SEGMENTS], tl.int32)
-    total, num_long = 0, 0
-    for start in range(0, num_segments, CHUNK):
-        others = start + tl.arange(0, CHUNK)
-        _, other_tiles, other_key = _segment_tiles(
-            offsets_ptr, other_offsets_ptr, others, num_segments, num_heads, BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS
-        )  # fmt: skip
-        longer = other_key[None, :] > key[:, None]
-        earlier = (other_key[None, :] == key[:, None]) & (others[None, :] < segments[:, None])
-        first += tl.sum(tl.where(longer | earlier, other_tiles[None, :], 0), 1)
-        total += tl.sum(other_tiles, 0)
-        num_long += tl.sum(tl.where(other_key > SHORT_ROWS, other_tiles, 0), 0)
-    if tl.program_id(0) == 0:
-        tl.store(num_tiles_ptr, total)
-        tl.store(num_tiles_ptr + 1, num_long)
-
-    blocks = tl.maximum(blocks, 1)[:, None]
-    for start in range(0, tl.max(tiles, 0), SEGMENTS):
-        within = start + tl.arange(0, SEGMENTS)[None, :]
-        row_ptr = tiles_ptr + (first[:, None] + within).to(tl.int64) * 3
-        mask = within < tiles[:, None]
-        tl.store(row_ptr, segments[:, None], mask=mask)
-        tl.store(row_ptr + 1, within // blocks, mask=mask)
-        tl.store(row_ptr + 2, within % blocks, mask=mask)
+    sides = _Sides(offsets_ptr, other_offsets_ptr, num_segments, num_heads)
+    SIZES: tl.constexpr = _Sizes(BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS)
+    write_tiles(sides, tiles_ptr, num_tiles_ptr, _sort_keys, SIZES, SHORT_ROWS + 1, SEGMENTS, CHUNK)
 
 
 # -- under a mask -------------------------------------------------------------------------------------------------------------------

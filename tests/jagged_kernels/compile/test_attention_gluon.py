@@ -13,12 +13,14 @@ from jagged_kernels.attention import hopper_dkdv as attention_dkdv  # noqa: E402
 from jagged_kernels.attention import hopper_ds as attention_ds  # noqa: E402
 from jagged_kernels.attention import hopper_forward as attention  # noqa: E402
 from jagged_kernels.attention import hopper_one_pass as attention_one_pass  # noqa: E402
-from jagged_kernels.attention.configs import hopper_attention_config, small_hopper_config  # noqa: E402
+from jagged_kernels.attention import hopper_short_queries as attention_short_queries  # noqa: E402
+from jagged_kernels.attention.configs import hopper_attention_config, short_queries_config, small_hopper_config  # noqa: E402
 from jagged_kernels.attention.hopper_common import launch_options  # noqa: E402
 from jagged_kernels.attention.params import MaskParams  # noqa: E402
 from jagged_kernels.common.activations import activation_function  # noqa: E402
 from jagged_kernels.common.configs import padded_dim  # noqa: E402
 from jagged_kernels.common.gluon_api import reinterprets_padding  # noqa: E402
+from jagged_kernels.schedule import short_queries  # noqa: E402
 
 from ..sass import disassembled, spilled_bytes  # noqa: E402
 from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_for, gluon_descriptor  # noqa: E402
@@ -28,6 +30,8 @@ BUFFERS = {
     ("fwd", 64): 152, ("fwd", 128): 224, ("long fwd", 64): 168, ("long fwd", 128): 224, ("dq", 64): 168, ("dq", 128): 224,
     ("dkdv", 64): 160, ("dkdv", 128): 224,
     ("one_pass", 64): 208, ("large one_pass", 64): 192, ("one_pass", 128): 224,
+    ("short queries 1", 64): 104, ("short queries 2", 64): 192, ("short queries 3", 64): 216,
+    ("short queries 1", 128): 112, ("short queries 2", 128): 224,
     ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
     ("small fwd", 64): 56, ("small fwd", 128): 96, ("small dq", 64): 72, ("small dq", 128): 112,
     ("small dkdv", 64): 96, ("small dkdv of few rows", 64): 56, ("small dq of a bias", 64): 73, ("small dq of a bias", 128): 97,
@@ -56,6 +60,7 @@ def compile_hopper_attention(
         "dkdv": attention_dkdv.attention_bwd_dkdv_hopper_kernel,
         "dq_from_ds": attention_ds.attention_bwd_dq_from_ds_hopper_kernel,
         "one_pass": attention_one_pass.attention_bwd_hopper_kernel,
+        "short_queries": attention_short_queries.attention_bwd_short_queries_hopper_kernel,
     }[name]
     timed = bias is not None and bias.boundaries > 0
     config = config or hopper_attention_config(name, dim, activation, mask is not None, bias is not None, long, timed)
@@ -243,6 +248,38 @@ def test_hopper_kernel_of_all_gradients_compiles(dim, dtype, activation, mask, g
         assert instruction in compiled.asm["ptx"]
     machine_code = disassembled(compiled.asm["cubin"])
     assert machine_code.count("WARPGROUP.DEPBAR") < machine_code.count("HGMMA") / 3
+
+
+@slow_after(
+    5,
+    "dim, consumers, dtype, activation",
+    [
+        (64, 1, "bf16", "softmax"),
+        (64, 2, "bf16", "softmax"),
+        (64, 3, "bf16", "softmax"),
+        (128, 1, "bf16", "softmax"),
+        (128, 2, "bf16", "softmax"),
+        (64, 1, "bf16", "gelu_taylor"),
+        (64, 2, "fp16", "gelu"),
+        (64, 3, "bf16", "gelu_tanh"),
+        (96, 1, "fp16", "gelu_tanh"),
+        (128, 2, "bf16", "silu"),
+    ],
+)
+def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activation):
+    config = short_queries_config(dim, consumers)
+    compiled = compile_hopper_attention("short_queries", dim, dtype, activation, config=config)
+    assert_shared_memory(compiled, f"short queries {consumers}", dim)
+    assert config.ctas_per_sm * (compiled.metadata.shared + 1024) <= 228 * 1024
+    for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
+        assert instruction in compiled.asm["ptx"]
+    assert spilled_bytes(compiled.asm["cubin"]) <= (256 if "gelu" in activation else 16)
+
+
+def test_kernel_that_lists_short_queries_compiles():
+    types = dict(q_offsets_ptr="*i64", kv_offsets_ptr="*i64", query_tiles_ptr="*i32", key_tiles_ptr="*i32", counts_ptr="*i32")
+    types |= dict.fromkeys(("num_segments", "num_heads", "num_kv_heads"), "i32")
+    compile_for(90, short_queries._short_queries_kernel, dict(ROWS=192, KEYS=64, BLOCK=64, SEGMENTS=32, CHUNK=512), types.get, aligned=())
 
 
 def test_kernel_that_rounds_dq_of_hopper_compiles():
