@@ -144,7 +144,7 @@ class GpuWorker:
 
 
 def rotate_gpus(worker: str) -> None:
-    """Make another GPU the first one that CUDA shows to each worker, so that workers share the memory of all. Before CUDA is initialised."""
+    """Make another GPU the first one that CUDA shows a worker, so that workers share the memory of all. CUDA is not initialised yet."""
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(torch.cuda.device_count())))
     gpus, first = gpus.split(","), int(worker.removeprefix("gw"))
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[(first + i) % len(gpus)] for i in range(len(gpus)))

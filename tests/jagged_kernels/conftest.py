@@ -47,6 +47,28 @@ def change_selection(monkeypatch):
 
 
 @pytest.fixture
+def check_bits_beside_other_kernels():
+    """Checks that steps give the same bits while two streams run them and a third one matrix multiplications. The thread blocks of a launch
+    then run in any number and order."""
+
+    def check(step, repeats):
+        """step: its number -> tensors."""
+        streams, matrix = [torch.cuda.Stream() for _ in range(3)], torch.randn(3000, 3000, device="cuda", dtype=torch.bfloat16)
+        torch.cuda.synchronize()
+        runs = []
+        for number in range(repeats):
+            for stream in streams[:2]:
+                with torch.cuda.stream(stream):
+                    runs.append(step(number))
+            with torch.cuda.stream(streams[2]):
+                matrix @ matrix
+        torch.cuda.synchronize()
+        assert all(torch.equal(x, y) for run in runs[1:] for x, y in zip(run, runs[0]))
+
+    return check
+
+
+@pytest.fixture
 def offsets(offsets_of):
     """lengths, device -> offsets `[B + 1]`."""
     return lambda lengths, device="cpu": offsets_of(lengths).to(device)

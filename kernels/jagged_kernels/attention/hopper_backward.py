@@ -84,6 +84,7 @@ from .dq_sums import DqSums
 from .hopper_bias import BLOCK_OF_SCRATCH, THREADS, add_to_tables, bias_block, bias_of_queries, make_ranges, make_scratch, sums_of_tile
 from .hopper_common import (
     Position,
+    QueryRows,
     Schedule,
     TileQueue,
     consumer_visits,
@@ -181,15 +182,6 @@ class _Kernel(NamedTuple):
     scratch: gl.tensor
     ds_blocks_ptr: gl.tensor
     queue: TileQueue
-
-
-class _Rows(NamedTuple):
-    """A consumer's rows of a tile: q and dO in shared memory, and with softmax lse and delta in registers."""
-
-    q: gl.shared_memory_descriptor
-    do: gl.shared_memory_descriptor
-    lse: gl.tensor
-    delta: gl.tensor
 
 
 @gluon.jit
@@ -302,7 +294,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             consumer_wait(rings.do, wave)
             acc = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
             row = first + tile.kv_len - tile.q_len
-            rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+            rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
             bias, sums = None, None
             if OPTIONS.bias is not None:
                 bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
@@ -320,7 +312,7 @@ def _dq_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                     )  # fmt: skip
                 else:
                     skip_key_block(rings.k, rings.v, step + number, tile.kv_len - column, tail, consumer, CONSUMERS)
-            rows = _Rows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
+            rows = QueryRows(opaque_rows(rings.q, wave), opaque_rows(rings.do, wave), lse, delta)
             for number in range(masked, visited):
                 column = 0
                 if OPTIONS.bias is not None:

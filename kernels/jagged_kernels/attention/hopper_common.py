@@ -102,6 +102,15 @@ class Position(NamedTuple):
     first_target: gl.tensor
 
 
+class QueryRows(NamedTuple):
+    """A consumer's rows of a tile of the backward: q and dO in shared memory, and with softmax lse and delta in registers."""
+
+    q: gl.shared_memory_descriptor
+    do: gl.shared_memory_descriptor
+    lse: gl.tensor
+    delta: gl.tensor
+
+
 # -- tiles --------------------------------------------------------------------------------------------------------------------------
 
 

@@ -71,6 +71,7 @@ from ..common.ptxas import safe_ptxas
 from .configs import HopperConfig
 from .hopper_common import (
     Position,
+    QueryRows,
     Schedule,
     TileQueue,
     key_blocks,
@@ -84,6 +85,7 @@ from .hopper_common import (
     visible_keys,
     visited_block,
 )
+from .hopper_dkdv import Scales
 from .mask import num_masked_blocks
 from .params import AttentionParams, Operands
 from .scales import output_factor, score_factor
@@ -131,14 +133,6 @@ class _Statistics(NamedTuple):
     stride_lse: gl.tensor
 
 
-class _Scales(NamedTuple):
-    scale: gl.tensor
-    act_factor: gl.tensor
-    dact_factor: gl.tensor
-    output_scale: gl.tensor
-    segment_scale_ptr: gl.tensor
-
-
 class _Kernel(NamedTuple):
     """What the kernel hands to its warps. num_tiles: of the list."""
 
@@ -153,17 +147,8 @@ class _Kernel(NamedTuple):
     scores: _Scores
     outputs: _Outputs
     statistics: _Statistics
-    scales: _Scales
+    scales: Scales
     queue: TileQueue
-
-
-class _Rows(NamedTuple):
-    """A consumer's rows of a tile: q and dO in shared memory, and with softmax lse and delta in registers."""
-
-    q: gl.shared_memory_descriptor
-    do: gl.shared_memory_descriptor
-    lse: gl.tensor
-    delta: gl.tensor
 
 
 @gluon.jit
@@ -321,7 +306,7 @@ def _skip_block(kernel, tile, wave, step, block, num_keys, factor, tail, consume
 
 @gluon.jit
 def _load_rows(kernel, tile, wave, num_rows, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """The consumer's _Rows. Those past the segment are 0, with an lse of infinity: dk and dv are sums over rows."""
+    """The consumer's QueryRows. Those past the segment are 0, with an lse of infinity: dk and dv are sums over rows."""
     rings, statistics = kernel.rings, kernel.statistics
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     STATS: gl.constexpr = gl.SliceLayout(1, mma_layout(WARPGROUP_ROWS, BLOCK))
@@ -338,7 +323,7 @@ def _load_rows(kernel, tile, wave, num_rows, consumer: gl.constexpr, OPTIONS: gl
         lse = gl.load(ptrs, mask=lanes < num_rows, other=float("inf"))
         delta = row_sums(statistics.out_ptr, rings.do, step, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim)
         delta = gl.convert_layout(delta, STATS)
-    return _Rows(q, do, lse, delta)
+    return QueryRows(q, do, lse, delta)
 
 
 @gluon.jit
@@ -417,7 +402,7 @@ def attention_bwd_short_queries_hopper_kernel(
     scores = _Scores(p, ds, make_barriers(SCORE_STAGES, CONSUMERS), make_barriers(SCORE_STAGES, READERS))
     outputs = _Outputs(Output(dq_desc, dq_ptr), Output(dk_desc, dk_ptr), Output(dv_desc, dv_ptr), make_epilogue_buffers(k_desc, CONSUMERS))
     statistics = _Statistics(out_ptr, lse_ptr, stride_lse)
-    scales = _Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
+    scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
     kernel = _Kernel(q_desc, do_desc, k_desc, v_desc, schedule, num_tiles, next_tile_ptr, rings, scores, outputs, statistics, scales, queue)
     launch_specialised(_consume, _produce, kernel, OPTIONS, REGISTERS)
