@@ -130,7 +130,7 @@ record: $(ENV)
 	$(PY) kernels/benchmarks/record.py $(OUT)
 
 clean:
-	rm -rf .venv .newest-triton build dist docs/_build *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
+	rm -rf .venv .newest-triton build dist docs/_build docs/jupyter_execute *.egg-info .pytest_cache .hypothesis .ruff_cache .mypy_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # constraints/ has the versions that work together.
