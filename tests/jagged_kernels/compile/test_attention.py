@@ -43,7 +43,7 @@ GROUPED = [  # query groups, pairs of an activation and a capability
 
 def compile_attention(
     name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
-    query_groups: int = 1, bias=None,
+    query_groups: int = 1, bias=None, page_rows: int | None = None,
 ):  # fmt: skip
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability. bias: a BiasKind, whose tables have
     gradients."""
@@ -61,6 +61,7 @@ def compile_attention(
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= bias_constants(bias, sums=name == "dq")
+    constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
 
     def type_of(arg):
         if arg in ("bias", "sums"):
@@ -69,7 +70,7 @@ def compile_attention(
             return "*fp32"
         if arg.endswith("offsets_ptr") or arg == "num_targets_ptr":
             return "*i64"
-        if arg in ("tiles_ptr", "num_tiles_ptr"):
+        if arg in ("tiles_ptr", "num_tiles_ptr", "page_table_ptr"):
             return "*i32"
         if arg.endswith("_ptr"):
             return f"*{dtype}"
@@ -78,7 +79,7 @@ def compile_attention(
             return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         return "fp32" if arg.endswith(("scale", "factor")) else "i32"
 
-    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") and arg != "tiles_ptr"]
+    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") and arg not in ("tiles_ptr", "page_table_ptr")]
     return compile_for(capability, kernel, constants, type_of, aligned, num_warps=config.num_warps, num_stages=config.num_stages)
 
 

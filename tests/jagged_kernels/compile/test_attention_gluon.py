@@ -43,7 +43,7 @@ def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
 
 def compile_hopper_attention(
     name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False, bias=None,
-    config=None,
+    config=None, page_rows=None,
 ):  # fmt: skip
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
@@ -66,6 +66,7 @@ def compile_hopper_attention(
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= bias_constants(bias, sums=name == "dq")
+    constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
     constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
     types = dict(
         lse_ptr="*fp32",
@@ -73,6 +74,7 @@ def compile_hopper_attention(
         ds_blocks_ptr="*i32",
         added_ptr="*i32",
         next_tile_ptr="*i32",
+        page_table_ptr="*i32",
         num_targets_ptr="*i64",
         tiles_ptr="*i32",
         num_tiles_ptr="*i32",
