@@ -19,6 +19,7 @@ from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
+from .containers.pages import PagedRows
 from .containers.segmentation import Segmentation
 from .functional import ScorePlan
 from .masks import AttentionMask
@@ -90,6 +91,7 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
 
 add_safe_globals([Segmentation])
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
+_register(PagedRows, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,
