@@ -39,6 +39,14 @@ GROUPED = [  # query groups, pairs of an activation and a capability
     (2, [("softmax", 80), ("gelu_tanh", 90), ("softmax", 100)]),
     (3, [("gelu_tanh", 80), ("softmax", 90), ("gelu_tanh", 100)]),
 ]
+PAGED = [  # head dim, dtype, capability, activation, mask, bias
+    (128, "bf16", 80, "softmax", "none", None),
+    (64, "bf16", 90, "silu", "hstu", None),
+    (128, "bf16", 100, "softmax", "none", None),
+    (256, "fp16", 90, "softmax", "window", None),
+    (64, "fp32", 80, "softmax", "none", None),
+    (96, "fp16", 86, "silu", "none", "both"),
+]
 
 
 def compile_attention(
@@ -46,7 +54,7 @@ def compile_attention(
     query_groups: int = 1, bias=None, page_rows: int | None = None,
 ):  # fmt: skip
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability. bias: a BiasKind, whose tables have
-    gradients."""
+    gradients. page_rows: of the forward's keys; None: they are not in pages."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize, divmod(capability, 10))
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
@@ -138,6 +146,15 @@ def test_attention_kernels_compile_for_several_query_groups(name, query_groups, 
         options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
         compiled = compile_attention(name, 128, "bf16", capability, **options)
         assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@slow_after(3, "dim, dtype, capability, activation, mask, bias", PAGED)
+def test_the_forward_compiles_with_keys_in_pages(dim, dtype, capability, activation, mask, bias):
+    """With as many stages as without pages."""
+    options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], bias=BIASES.get(bias))
+    options |= dict(precision="bf16x6" if dtype == "fp32" else "ieee")
+    paged, plain = (compile_attention("fwd", dim, dtype, capability, page_rows=rows, **options) for rows in (256, None))
+    assert paged.metadata.shared == plain.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(1, "name", KERNELS)

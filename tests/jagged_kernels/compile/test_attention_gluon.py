@@ -49,6 +49,7 @@ def compile_hopper_attention(
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`: dS is stored, or read by "dq_from_ds".
     bias: a BiasKind, whose tables have gradients. config: another launch configuration.
+    page_rows: of the forward's keys; None: they are not in pages.
     """
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
@@ -170,6 +171,27 @@ def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask
     long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], group=group, long=x) for x in (True, False))
     assert long.asm["ptx"] != short.asm["ptx"]
     assert_shared_memory(long, "long fwd", dim)
+
+
+@slow_after(
+    2,
+    "name, dim, activation, mask, bias, page_rows",
+    [
+        ("fwd", 64, "softmax", "none", None, 128),
+        ("small fwd", 128, "softmax", "none", None, 128),
+        ("fwd", 128, "silu", "hstu", None, 256),
+        ("long fwd", 128, "softmax", "none", None, 128),
+        ("small fwd", 64, "gelu_tanh", "window", None, 1024),
+        ("fwd", 64, "silu", "none", "both", 128),
+    ],
+)
+def test_hopper_attention_kernels_compile_with_keys_in_pages(name, dim, activation, mask, bias, page_rows):
+    """The producer, which has 24 registers, keeps none in memory."""
+    config = small_hopper_config("fwd", dim) if name == "small fwd" else None
+    options = dict(config=config, long=name == "long fwd", bias=BIASES.get(bias))
+    paged, plain = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], page_rows=x, **options) for x in (page_rows, None))
+    assert paged.metadata.shared - plain.metadata.shared <= 16  # the table's address, an argument of warps
+    assert spilled_bytes(paged.asm["cubin"]) == spilled_bytes(plain.asm["cubin"])
 
 
 @slow_after(
