@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.fx import Proxy
 

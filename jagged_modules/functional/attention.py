@@ -15,10 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from ..activations import ACTIVATIONS
-from ..autocast import autocast, autocast_dtype, autocast_operands
+from ..autocast import autocast, autocast_operands
 from ..bias import RelativeBias
 from ..containers.candidates import CandidateIndex
-from ..containers.pages import gather_pages
 from ..cpu.attention import attention_cpu
 from ..masks import AttentionMask, check_num_targets
 from ..reference import attention_reference
@@ -39,7 +38,7 @@ from ..validation import (
 )
 from .attention_bias import check_bias, with_bias
 from .joined_rows import joined_rows
-from .paged_keys import check_pages
+from .paged_keys import paged_keys
 from .segment_scale import expand_to_rows
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
@@ -113,9 +112,7 @@ def jagged_attention(
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
     if pages is not None:
-        check_pages(pages, q, k, v, q_offsets, kv_offsets, output_scale, bias)
-        if implementation == "reference" or implementation == "auto" and not q.is_cuda or autocast_dtype(k) != k.dtype:
-            (k, v), pages = gather_pages(pages, kv_offsets, k, v), None
+        k, v, pages = paged_keys(pages, q, k, v, q_offsets, kv_offsets, output_scale, bias, implementation)
     q, k, v = autocast_operands(q, k, v)
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     if bias is not None:
@@ -273,7 +270,7 @@ def _triton_attention(
 ) -> Tensor:
     from jagged_kernels.attention.op import attention, paged_attention
 
-    device, kv_shared = q.device, segments.kv_shared
+    device, kv_shared, kv_rows = q.device, segments.kv_shared, k.shape[0] if pages is None else pages.num_rows
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
     # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by the scale.
     if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
@@ -299,7 +296,7 @@ def _triton_attention(
         )
         q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
         schedule = device_schedule(
-            problem, q_offsets, kv_offsets, q_rows, k.shape[0] if pages is None else pages.num_rows, num_heads=q.shape[1], num_kv_heads=k.shape[1],
+            problem, q_offsets, kv_offsets, q_rows, kv_rows, num_heads=q.shape[1], num_kv_heads=k.shape[1],
             mask=params.mask, num_targets=params.num_targets, backward=False,
         )  # fmt: skip
     else:

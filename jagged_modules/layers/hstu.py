@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
@@ -13,7 +14,7 @@ from torch.types import Device
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
-from ..containers.pages import Pages, paged_operands
+from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets

@@ -113,7 +113,9 @@ class PagedHistoryCache:
         self._hits = self._misses = 0
         self._writer, self._lock = threading.Lock(), threading.Lock()  # the second guards all attributes
         self._last_copy: torch.Event | None = None
-        self._read = deque[tuple[list[int], torch.Stream | None]]()  # pages that a selected history has pinned, and the stream that read them
+        self._read = deque[
+            tuple[list[int], torch.Stream | None]
+        ]()  # pages that a selected history has pinned, and the stream that read them
 
     # -- users -----------------------------------------------------------------------------------------------------------------
 
@@ -229,8 +231,9 @@ class PagedHistoryCache:
     def clear(self) -> None:
         """Forget all users. The pages stay allocated."""
         with self._writer, self._lock:
-            for user in [] if self._table is None else list(self._table.users):
-                self._table.drop(user)
+            if self._table is not None:
+                for user in list(self._table.users):
+                    self._table.drop(user)
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
 

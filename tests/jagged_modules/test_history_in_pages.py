@@ -103,7 +103,13 @@ def test_selected_histories_are_containers_as_any_other():
     assert (layer.num_rows, layer.num_segments, layer.device) == (203, 2, torch.device("cpu")) and is_in_pages(kv)
     assert layer.host_lengths.tolist() == [3, 200]
     grown = kv.append(Rows().cache(jagged([rows_for(8, 3, 5), rows_for(7, 200, 200)])))
-    for found in (kv, copy.deepcopy(kv), kv.select([0, 1]), jm.HistoryCache((layer.to("cpu"),)), jm.HistoryCache((layer.with_values(layer.values),))):
+    for found in (
+        kv,
+        copy.deepcopy(kv),
+        kv.select([0, 1]),
+        jm.HistoryCache((layer.to("cpu"),)),
+        jm.HistoryCache((layer.with_values(layer.values),)),
+    ):
         assert all(torch.equal(x, y) for x, y in zip(rows_of(found), expected, strict=True))
     assert torch.equal(rows_of(grown)[0], rows_for(8, 0, 5))
     assert {len(x) for x in tree_leaves(kv)} == {203, 3}
@@ -183,15 +189,15 @@ def test_random_calls_while_histories_are_read():
 
 
 def test_threads_score_while_others_replace_append_and_evict():
-    """Each thread scores its own users' histories in pages, whose owner is told by their values, while all threads write to one cache."""
+    """Each thread scores histories of its users that it selected before its last write, while all threads write to one cache."""
     layer = jm.JaggedTargetAttention(WIDTH, HEADS).eval()
     cache, scored = jm.PagedHistoryCache(layer, 24 * PAGE * 2 * WIDTH * 4, PAGE), [0] * WORKERS
 
     def work(worker: int) -> None:
         generator, rows = random.Random(worker), torch.randn(2, 400, WIDTH, generator=torch.Generator().manual_seed(worker))
-        targets, lengths = torch.randn(1, 3, WIDTH), [0, 0]
+        targets, lengths, before = torch.randn(1, 3, WIDTH), [0, 0], None
         with torch.no_grad():
-            for _ in range(40):
+            for _ in range(60):
                 which, count = generator.randrange(2), generator.randint(1, 150)
                 user, begin = (worker, which), lengths[which]
                 try:
@@ -202,17 +208,18 @@ def test_threads_score_while_others_replace_append_and_evict():
                         cache.evict([user])
                         cache.put([user], jagged([rows[which, :count]]))
                         lengths[which] = count
-                    kv = cache.select([user])
+                    now = cache.select([user]), rows[which, : lengths[which]]
                 except (KeyError, jm.CacheFull):  # evicted in between; or other threads read too many pages
                     continue
-                found = layer.score(targets, kv)
-                assert is_in_pages(kv)
-                expected = layer(targets, jagged([rows[which, : lengths[which]]]))
-                torch.testing.assert_close(found, expected)
-                scored[worker] += 1
+                for kv, history in filter(None, (before, now)):
+                    torch.testing.assert_close(layer.score(targets, kv), layer(targets, jagged([history])))
+                    assert is_in_pages(kv)
+                    scored[worker] += 1
+                before = now
+                del kv, now
 
     in_threads(work)
-    assert min(scored) > 5
+    assert min(scored) > 20 and cache.statistics().evictions > 0
     gc.collect()
     cache.clear()
     cache.put([0], jagged([torch.randn(24 * PAGE, WIDTH)]))  # all pages are free again

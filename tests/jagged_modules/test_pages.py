@@ -66,7 +66,11 @@ def test_bad_pages(call, offsets_of):
         (changed(page_rows=64), ValueError, "^pages.page_rows must be at least 128, got 64"),
         (changed(page_rows=192), ValueError, "^pages.page_rows must be a power of 2, got 192"),
         (changed(num_rows=700), ValueError, "^kv_offsets must end at the number of rows, 700, got 689"),
-        (changed(table=table.long()), ValueError, r"^pages.table must be int32 \[num_rows // page_rows \+ B\] = \[10\], got torch.int64 \[10\]"),
+        (
+            changed(table=table.long()),
+            ValueError,
+            r"^pages.table must be int32 \[num_rows // page_rows \+ B\] = \[10\], got torch.int64 \[10\]",
+        ),
         (changed(table=table[1:]), ValueError, r"= \[10\], got torch.int32 \[9\]"),
         (changed(table=table - 100), ValueError, "^pages.table must have pages 0 to 9, got -"),
         (changed(table=table + 10), ValueError, "^pages.table must have pages 0 to 9, got "),
@@ -74,8 +78,16 @@ def test_bad_pages(call, offsets_of):
         (dict(k=k.mT.contiguous().mT), ValueError, "^k's last dimension must be contiguous with pages, got strides"),
         (dict(q_offsets="shared"), ValueError, "^pages must be None where segments share queries or keys"),
         (dict(kv_offsets="shared"), ValueError, "^pages must be None where segments share queries or keys"),
-        (dict(q_offsets=offsets_of([*QUERIES[:4], 4, 1, 1, 1, 1, 1])), ValueError, "^pages must be None with several query groups, got 10 and 5"),
-        (dict(q=arguments["q"].clone().requires_grad_()), RuntimeError, "^attention with pages has no gradient: call it under torch.no_grad"),
+        (
+            dict(q_offsets=offsets_of([*QUERIES[:4], 4, 1, 1, 1, 1, 1])),
+            ValueError,
+            "^pages must be None with several query groups, got 10 and 5",
+        ),
+        (
+            dict(q=arguments["q"].clone().requires_grad_()),
+            RuntimeError,
+            "^attention with pages has no gradient: call it under torch.no_grad",
+        ),
         (
             dict(bias=jm.RelativeBias(torch.zeros(999, requires_grad=True))),
             RuntimeError,

@@ -502,7 +502,9 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
     pages = segments.pages
-    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params, head_dim=q.shape[2], other_rows=segments.num_keys(k))
+    tiles, num_tiles = kernel_tiles(
+        segments, config, out.shape[0], q.shape[1], params, head_dim=q.shape[2], other_rows=segments.num_keys(k)
+    )
     num_segments = segments.segments_per_group
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)

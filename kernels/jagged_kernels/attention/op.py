@@ -222,8 +222,9 @@ def _select(
 
 @functools.lru_cache(maxsize=64)  # a backward finds what its forward has selected
 def _selection(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int, kv_segments: int,
-    self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...], schedule: tuple[int | None, int | None],
+    q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int,
+    kv_segments: int, self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...],
+    schedule: tuple[int | None, int | None],
     implementation: str, activation: str, mask: MaskParams | None, biased: bool, timed: bool, batch_invariant: bool,
 ) -> Selection:  # fmt: skip
     capability, num_sms = device_properties(device)

@@ -189,7 +189,9 @@ def test_hopper_attention_kernels_compile_with_keys_in_pages(name, dim, activati
     """The producer, which has 24 registers, keeps none in memory."""
     config = small_hopper_config("fwd", dim) if name == "small fwd" else None
     options = dict(config=config, long=name == "long fwd", bias=BIASES.get(bias))
-    paged, plain = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], page_rows=x, **options) for x in (page_rows, None))
+    paged, plain = (
+        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], page_rows=x, **options) for x in (page_rows, None)
+    )
     assert paged.metadata.shared - plain.metadata.shared <= 16  # the table's address, an argument of warps
     assert spilled_bytes(paged.asm["cubin"]) == spilled_bytes(plain.asm["cubin"])
 
