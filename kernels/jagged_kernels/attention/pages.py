@@ -39,11 +39,17 @@ class Pages:
             pages: for each segment, the numbers of its pages in order; those past its last row are left out.
             lengths: number of keys of each segment.
             page_rows: rows of a page.
+
+        Raises:
+            ValueError: not as many pages as lengths; a segment with too few pages.
         """
         table: list[int] = []
         end = 0
         for segment, (numbers, length) in enumerate(zip(pages, lengths, strict=True)):
-            table.extend(numbers[: -(-length // page_rows)])
+            count = -(-length // page_rows)
+            if len(numbers) < count:
+                raise ValueError(f"pages must have {count} pages for the {length} keys of segment {segment}, got {len(numbers)}")
+            table.extend(numbers[:count])
             end += length
             table.extend([0] * (end // page_rows + segment + 1 - len(table)))
         return cls(torch.tensor(table, dtype=torch.int32), page_rows, end)
