@@ -113,9 +113,8 @@ class PagedHistoryCache:
         self._hits = self._misses = 0
         self._writer, self._lock = threading.Lock(), threading.Lock()  # the second guards all attributes
         self._last_copy: torch.Event | None = None
-        self._read = deque[
-            tuple[list[int], torch.Stream | None]
-        ]()  # pages that a selected history has pinned, and the stream that read them
+        # Pinned pages of selected histories that exist no more, with the stream that read them; and such streams, for the next write.
+        self._read, self._readers = deque[tuple[list[int], torch.Stream | None]](), set[torch.Stream]()
 
     # -- users -----------------------------------------------------------------------------------------------------------------
 
@@ -250,6 +249,7 @@ class PagedHistoryCache:
     def _ordered(self) -> Generator[None]:
         """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which may be on another stream."""
         with self._lock:
+            self._unpin()
             if self._last_copy is not None:
                 torch.cuda.current_stream(self._columns[0].device).wait_event(self._last_copy)
             try:
@@ -296,7 +296,9 @@ class PagedHistoryCache:
     def _allocate(self, rows: HistoryCache) -> PageTable:
         """The page table, for a write; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
         self._check_kind(rows)
-        self._unpin()
+        while self._readers:
+            stream = self._readers.pop()
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         if self._table is None:
             first = rows.layers[0].values
             shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((len(rows.layers), *first.shape[1:]), first.dtype)]
@@ -361,16 +363,12 @@ class PagedHistoryCache:
         return HistoryCache(layers, timestamps, self.layer.max_cached_rows)
 
     def _unpin(self) -> None:
-        """Free the pages of selected histories that exist no more. On a GPU, what follows on this stream waits for what read them. Nothing
-        here is done where a history is destroyed, which may be at any point of any thread."""
-        streams = set[torch.Stream]()
+        """Unpin the pages of selected histories that exist no more. Not where these are destroyed: that may be anywhere in any thread."""
         while self._read and self._table is not None:
             pages, stream = self._read.popleft()
             self._table.unpin(pages)
             if stream is not None:
-                streams.add(stream)
-        for stream in streams:
-            torch.cuda.current_stream(stream.device).wait_stream(stream)
+                self._readers.add(stream)
 
     def _empty(self, users: Sequence[Hashable]) -> HistoryCache:
         """No rows of these users, who must be cached."""

@@ -223,3 +223,11 @@ def test_threads_score_while_others_replace_append_and_evict():
     gc.collect()
     cache.clear()
     cache.put([0], jagged([torch.randn(24 * PAGE, WIDTH)]))  # all pages are free again
+
+
+def test_a_cache_that_is_only_read_does_not_grow():
+    cache = cache_of(4, PAGE)
+    put(cache, {1: 200})
+    for _ in range(20):
+        cache.select([1, 1])
+    assert len(cache._read) <= 1 and max(cache._table._pins.values()) <= 2
