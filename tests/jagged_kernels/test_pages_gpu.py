@@ -87,8 +87,10 @@ def test_a_write_on_another_stream_waits_for_those_that_read_the_page():
         cache.put([1], first)
         layer.score(targets, cache.select([1]))  # compiles
         torch.cuda.synchronize()
+        kv = cache.select([1])
         torch.cuda._sleep(10**8)
-        found = layer.score(targets, cache.select([1]))
+        found = layer.score(targets, kv)
+        del kv
         with torch.cuda.stream(torch.cuda.Stream()):
             cache.put([2], second)
         torch.cuda.synchronize()

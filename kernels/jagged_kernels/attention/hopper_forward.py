@@ -12,6 +12,8 @@ Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long
 (select.long_key_blocks_are_faster).
 
+Keys and values may lie in pages (pages.py). A block lies in one page, so only the producer's row of a load changes: `_key_row`.
+
 Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the producer is warp 4. Two | three thread blocks
 share a multiprocessor; consumers have 232 | 136 registers.
 

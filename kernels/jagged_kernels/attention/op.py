@@ -14,6 +14,8 @@ Shared operands are not replicated. Keys shared by all segments make one segment
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
 and their dq is summed over the segments. Query groups are segments of one schedule: a segment's index in its group is that of its
 keys, and a tile of keys loops over the groups.
+
+Keys and values of cached histories may lie in pages (pages.py). The forward reads them there, as an operator without a backward.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles f
 while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
 
 Operands that a tile loops over are loaded by TMA if they have a descriptor. At most one of those that it loads once is loaded
-by TMA: two TMA loads outside a loop wait for one another. `num_segments` is None with one query group (load_tile).
+by TMA: two TMA loads outside a loop wait for one another. `num_segments` is None with one query group (load_tile). The forward's keys and
+values may lie in pages (pages.py): a block lies in one page, so only its first row changes (key_row).
 """
 
 from typing import NamedTuple
