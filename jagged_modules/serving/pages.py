@@ -135,11 +135,11 @@ class PageTable:
         return -(-rows // self.page_rows)
 
     def _check(self, pages: int, users: int, pinned: int) -> None:
-        """CacheFull unless so many pages can be had for these users. pinned: pages that they can not have."""
+        """CacheFull unless so many pages can be had for these users. pinned: pages that they cannot have."""
         if pages > self.num_pages - pinned:
-            read = f", of which selected histories read {pinned}," if pinned else ""
+            read = f" of which selected histories read {pinned}," if pinned else ""
             raise CacheFull(
-                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows{read or ','} but the histories of these {users} users "
+                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows,{read} but the histories of these {users} users "
                 f"need {pages}"
             )
 

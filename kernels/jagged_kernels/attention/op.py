@@ -210,12 +210,11 @@ def _select(
     operands: Operands, segments: Segments, key_block: int | None, params: AttentionParams, kv_shared: bool, implementation: str
 ) -> Selection:  # fmt: skip
     q, k, v, _, _ = operands
-    kv_shape = k.shape if segments.pages is None else (segments.pages.num_rows, *k.shape[1:])
-    self_attention = _same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared) and segments.pages is None
+    self_attention = _same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared or segments.pages)
     judges_alignment = implementation != "triton" and q.element_size() == 2  # Hopper's kernels take 16 bits alone
     return _selection(
-        q.shape, kv_shape, v.shape[2], q.dtype, q.device, segments.q_offsets.shape[0] - 1, segments.kv_offsets.shape[0] - 1,
-        self_attention, params.q_shared, kv_shared,
+        q.shape, segments.num_keys(k), k.shape[1], v.shape[2], q.dtype, q.device, segments.q_offsets.shape[0] - 1,
+        segments.kv_offsets.shape[0] - 1, self_attention, params.q_shared, kv_shared,
         _misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
         (segments.tiles.block, key_block), implementation, params.activation, params.mask, params.has_bias, params.time_bias is not None,
         params.batch_invariant,
@@ -224,10 +223,10 @@ def _select(
 
 @functools.lru_cache(maxsize=64)  # a backward finds what its forward has selected
 def _selection(
-    q_shape: tuple[int, ...], k_shape: tuple[int, ...], v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int,
+    q_shape: torch.Size, kv_rows: int, num_kv_heads: int, v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int,
     kv_segments: int, self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...],
-    schedule: tuple[int | None, int | None],
-    implementation: str, activation: str, mask: MaskParams | None, biased: bool, timed: bool, batch_invariant: bool,
+    schedule: tuple[int | None, int | None], implementation: str, activation: str, mask: MaskParams | None, biased: bool, timed: bool,
+    batch_invariant: bool,
 ) -> Selection:  # fmt: skip
     capability, num_sms = device_properties(device)
     problem = AttentionProblem(
@@ -244,14 +243,14 @@ def _selection(
         batch_invariant=batch_invariant,
         q_rows=q_shape[0],
         q_segments=q_segments,
-        kv_rows=k_shape[0],
+        kv_rows=kv_rows,
         kv_segments=kv_segments,
         q_shared=q_shared,
         kv_shared=kv_shared,
         self_attention=self_attention,
         misaligned=misaligned,
         schedule=schedule,
-        num_kv_heads=k_shape[1],
+        num_kv_heads=num_kv_heads,
         num_sms=num_sms,
     )
     return select(problem)

@@ -192,7 +192,7 @@ def attention_fwd_kernel(
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         )  # fmt: skip
-        # The next block's page is read ahead, so that the loads of a block do not depend on another one in the same turn.
+        # The next block's page is read ahead, so that a block's loads depend on none of the same iteration: that would cost a stage.
         page = load_page(tile, blocks.full_first * BLOCK_N, page_table_ptr, PAGE_ROWS)
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
             key_block = _KeyBlock(key_row(tile, n, page, PAGE_ROWS), n, tile.head // GROUP, BLOCK_N)
