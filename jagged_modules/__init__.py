@@ -3,6 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jagged_kernels.attention.pages import Pages
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 
 from . import pytrees as _pytrees  # noqa: F401  # pyright: ignore[reportUnusedImport] - registers the containers
@@ -48,6 +49,7 @@ __all__ = [
     "JaggedTargetAttention",
     "LinearCompressEmbedding",
     "PagedHistoryCache",
+    "Pages",
     "RelativeBias",
     "Rotary",
     "TileSchedule",

@@ -50,6 +50,13 @@ def _attention_forward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_of
     return 2 * q.shape[1] * pairs * (q.shape[2] + v.shape[2])
 
 
+def _paged_attention(
+    q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, page_table: Tensor, page_rows: int, num_keys: int, *_: Any,
+    **__: Any,
+) -> int:  # fmt: skip
+    return 2 * q.shape[1] * _num_pairs(q_offsets, kv_offsets, q.shape[0], num_keys) * (q.shape[2] + v.shape[2])
+
+
 def _attention_backward(q: Tensor, k: Tensor, v: Tensor, q_offsets: Tensor, kv_offsets: Tensor, rows: int) -> int:
     """Scores again, dP, dV, dQ and dK."""
     return 2 * q.shape[1] * _num_pairs(q_offsets, kv_offsets, rows, k.shape[0]) * (3 * q.shape[2] + 2 * v.shape[2])
@@ -128,6 +135,7 @@ ON_THE_HOST: dict[str, Formula] = {
 }
 OF_KERNELS: dict[str, Formula] = {
     "attention": _attention_forward,
+    "paged_attention": _paged_attention,
     "attention_backward": _kernel_attention_backward,
     "block_attention": _block_attention(2, packed=False, backward=False),
     "block_attention_packed": _block_attention(2, packed=True, backward=False),

@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from jagged_kernels.attention.pages import Pages
 from jagged_kernels.schedule.host import TileSchedule
 from torch.serialization import add_safe_globals  # pyright: ignore[reportUnknownVariableType] - unannotated in torch
 from torch.utils._pytree import GetAttrKey, register_pytree_node
@@ -19,6 +20,7 @@ from .bias import RelativeBias
 from .containers.candidates import CandidateIndex
 from .containers.history_cache import HistoryCache
 from .containers.jagged import Jagged
+from .containers.pages import PagedRows
 from .containers.segmentation import Segmentation
 from .functional import ScorePlan
 from .masks import AttentionMask
@@ -90,6 +92,7 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
 
 add_safe_globals([Segmentation])
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
+_register(PagedRows, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)
 _register(
     AttentionMask,
@@ -100,4 +103,5 @@ _register(RelativeBias, ("position", "time", "timestamps", "boundaries", "query_
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
 _register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
 _register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers", "alternates"))
+_register(Pages, ("table", "num_rows"), ("page_rows",))
 _register(HistoryCache, ("layers", "timestamps"), ("max_rows",))

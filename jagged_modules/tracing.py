@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.autograd import profiler
 from torch.fx import Proxy
 
@@ -37,13 +37,13 @@ def rehearsal() -> Generator[None, None, None]:
         _rehearsing.reset(token)
 
 
-def is_recording(x: Tensor) -> bool:
-    """Whether torch.compile or a CUDA graph records the calls on x's device.
+def is_recording(device: torch.device) -> bool:
+    """Whether torch.compile or a CUDA graph records the calls on the device.
 
     What was computed from tensors before is not up to date when the record is repeated, and what is computed now has no values yet. So
     caches must neither be read nor written.
     """
-    return torch.compiler.is_compiling() or _rehearsing.get() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+    return torch.compiler.is_compiling() or _rehearsing.get() or (device.type == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
 def recorded_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

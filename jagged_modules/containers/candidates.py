@@ -162,7 +162,7 @@ class CandidateIndex(Queries):
         Raises:
             ValueError: the index describes another number of candidates, as far as the host can tell.
         """
-        recording = is_recording(self.offsets)
+        recording = is_recording(self.offsets.device)
         if not recording and self._users is not None and self._users.shape[0] == num_candidates:
             return self._users
         self.check(num_candidates, None, queries="num_candidates is")
@@ -180,7 +180,7 @@ class CandidateIndex(Queries):
         """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
         if rows_per_candidate == 1:
             return self.offsets
-        if is_recording(self.offsets):
+        if is_recording(self.offsets.device):
             return self.offsets * rows_per_candidate
         offsets = self._query_offsets.get(rows_per_candidate)
         if offsets is None:

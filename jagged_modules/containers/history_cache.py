@@ -22,7 +22,8 @@ class HistoryCache:
     `select` and `append` are differentiable. `PagedHistoryCache` keeps the rows of many users between requests.
 
     layers: one Jagged of the same B segments per layer, with values `[L, H, key width + value width]`: keys and values of the rows that
-        targets see. Its max_seqlen is that of the histories, or above.
+        targets see. Its max_seqlen is that of the histories, or above. In a selection of a `PagedHistoryCache` whose pages attention reads,
+        `values` are copied at their first use.
     timestamps: int64 `[L]` of these rows, for an HSTU with config.relative_time; else None.
     max_rows: how many of the latest rows of a history its next events and targets see; None: all. `append` keeps these.
 

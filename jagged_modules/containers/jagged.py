@@ -147,7 +147,7 @@ class Jagged(Queries):
         if offsets is not self.offsets:
             self._segmentation.lengths_on_host(self.offsets)  # while the offsets are on the host
             remember(offsets, self._segmentation)
-        jagged = self.unchecked(values, offsets, self.max_seqlen, self._segmentation)
+        jagged = Jagged.unchecked(values, offsets, self.max_seqlen, self._segmentation)
         jagged.feature_keys = self.feature_keys
         return jagged
 
@@ -163,8 +163,8 @@ class Jagged(Queries):
 
     def _check_rows(self, values: Tensor) -> None:
         check_kind("values", values, Tensor, "a torch.Tensor")
-        if values.shape[0] != self.values.shape[0]:
-            raise ValueError(f"values must keep the number of rows, {self.values.shape[0]}, got {values.shape[0]}")
+        if values.shape[0] != self.num_rows:
+            raise ValueError(f"values must keep the number of rows, {self.num_rows}, got {values.shape[0]}")
 
     # -- sizes ---------------------------------------------------------------------------------------------------------------
 
@@ -172,6 +172,16 @@ class Jagged(Queries):
     def num_segments(self) -> int:
         """The number B of segments."""
         return self.offsets.shape[0] - 1
+
+    @property
+    def num_rows(self) -> int:
+        """The number L of rows."""
+        return self.values.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """The values' device."""
+        return self.values.device
 
     @property
     def host_lengths(self) -> Tensor | None:
@@ -235,7 +245,7 @@ class Jagged(Queries):
         caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the operators build it
         inside the graph. None also if only the device knows the number of query rows; the operator then builds the schedule.
         """
-        if self.values.device.type == "cpu" or is_recording(self.values):
+        if self.device.type == "cpu" or is_recording(self.device):
             return None
         return self._schedule(queries, rows_per_candidate, mask, num_heads, head_dim, dtype, num_kv_heads)
 
@@ -265,7 +275,7 @@ class Jagged(Queries):
         segments = queries if isinstance(queries, int) else queries.segmentation_id
         key = (segments, rows_per_candidate, *sizes, *(mask.params if mask else ()))
         schedule = self._segmentation.schedules.get(key)
-        if schedule is not None and schedule.tiles.device == self.values.device:
+        if schedule is not None and schedule.tiles.device == self.device:
             return schedule
         if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
@@ -273,7 +283,7 @@ class Jagged(Queries):
                 schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype)
             if schedule is None:
                 return None
-        schedule = schedule.to(self.values.device, non_blocking=True)
+        schedule = schedule.to(self.device, non_blocking=True)
         self._segmentation.keep(key, schedule)
         return schedule
 
@@ -294,7 +304,7 @@ class Jagged(Queries):
         if num_segments != self.num_segments and (not self.num_segments or num_segments % self.num_segments):
             raise ValueError(f"queries must have as many segments as the keys, {self.num_segments}, or a multiple, got {num_segments}")
         if mask is not None:
-            check_num_targets("mask.num_targets", mask.num_targets, self.offsets, self.values.device, "the values'")
+            check_num_targets("mask.num_targets", mask.num_targets, self.offsets, self.device, "the values'")
         if segments.host_lengths is not None and self.host_lengths is not None:
             return host_schedule(
                 segments.host_lengths,
@@ -308,14 +318,14 @@ class Jagged(Queries):
             )
         if segments.num_rows is None:
             return None  # candidates' offsets on a device: only the operator knows the number of rows, from q's shape
-        device = self.values.device
+        device = self.device
         targets = None if mask is None else mask.num_targets
         return device_schedule(
             AttentionProblem(sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant),
             segments.offsets.to(device, non_blocking=True),
             self.offsets.to(device, non_blocking=True),
             segments.num_rows,
-            self.values.shape[0],
+            self.num_rows,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             mask=None if mask is None else list(mask.params),
@@ -324,7 +334,7 @@ class Jagged(Queries):
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:
         """The segments as those of queries. For schedules; rows_per_candidate is for the index of candidates."""
-        return QuerySegments(self.offsets, self.host_lengths, self.values.shape[0])
+        return QuerySegments(self.offsets, self.host_lengths, self.num_rows)
 
     def _equal_query_segments(self, rows: int) -> QuerySegments:
         """A query segment of `rows` rows for each segment."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import AttentionParams, MaskParams
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import contiguous_last_dim
@@ -37,6 +38,7 @@ from ..validation import (
 )
 from .attention_bias import check_bias, with_bias
 from .joined_rows import joined_rows
+from .paged_keys import paged_keys
 from .segment_scale import expand_to_rows
 
 ATTENTION_IMPLEMENTATIONS = (*IMPLEMENTATIONS, "hopper")
@@ -61,6 +63,7 @@ def jagged_attention(
     bias: RelativeBias | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
+    pages: Pages | None = None,
 ) -> Tensor:
     """Attention within the segments of jagged tensors: activation(scale · q kᵀ + bias) · output_scale · v for every segment and head.
 
@@ -92,28 +95,36 @@ def jagged_attention(
             multiples of 8, both in 40 to 64 or both in 72 to 128, and rows that start at 16-byte boundaries. "auto" on CUDA uses the
             Hopper kernels if they support the inputs and are faster, otherwise the Triton kernels. They are not faster for very short
             segments, for "gelu_taylor", and for "gelu" with D up to 64. "auto" on the CPU batches segments of equal lengths.
+        pages: where the keys of each segment lie, if k and v are a storage of pages `[num_pages · page_rows, Hkv, ...]` instead of the
+            segments' rows. kv_offsets and the bias's timestamps count the keys of the segments, as without pages. The kernels read the
+            pages; the CPU path, "reference", and an autocast that changes k's dtype gather the rows first. For inference: nothing may
+            require a gradient. Must be None with shared queries or keys, or several query groups.
 
     Returns:
         `[Lq, H, Dv]`; `[B · S, H, Dv]` for shared q.
 
     Raises:
         TypeError: an argument has the wrong type. ValueError: shapes, dtypes, devices, heads, offsets or the schedule do not match; an
-        unknown name. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both.
+        unknown name. RuntimeError: a second derivative, or a torch.func transform (vmap, grad, jvp); "reference" supports both. Pages and
+        a tensor that requires a gradient.
     """
     for name, x, shape in (("q", q, "[Lq, H, D]"), ("k", k, "[Lk, Hkv, D]"), ("v", v, "[Lk, Hkv, Dv]")):
         check_tensor(name, x, 3, shape, "jagged_attention", implementation)
-    q, k, v = autocast_operands(q, k, v)
     kv_offsets = q_offsets if kv_offsets is None else kv_offsets
+    if pages is not None:
+        k, v, pages = paged_keys(pages, q, k, v, q_offsets, kv_offsets, output_scale, bias, implementation)
+    q, k, v = autocast_operands(q, k, v)
     check_attention(q, k, v, q_offsets, kv_offsets, scale, activation, output_scale, mask, schedule, implementation)
     if bias is not None:
         check_kind("bias", bias, RelativeBias, "a RelativeBias")
     if implementation != "reference":
         refuse_transforms("jagged_attention does")
-    segments = _check_segments(q, k, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
+    kv_rows = k.shape[0] if pages is None else pages.num_rows
+    segments = _check_segments(q, kv_rows, q_offsets, kv_offsets, max_seqlen_q, max_seqlen_kv, mask)
     if bias is not None:
         if segments.q_shared or segments.share_keys:
             raise ValueError("bias must be None where segments share queries or keys, or with several query groups: rows have no position")
-        bias = check_bias(bias, q, k, segments.q_offsets, segments.kv_offsets)
+        bias = check_bias(bias, q, kv_rows, segments.q_offsets, segments.kv_offsets)
     batch_invariant, workspace = is_batch_invariant(implementation), backward_workspace.current()
     if mask is not None and mask.hides_nothing():
         mask = None
@@ -156,7 +167,7 @@ def jagged_attention(
     elif implementation == "auto" and q.device.type != "cuda":
         out, _ = attention_cpu(q, k, v, *offsets, *params)
     else:
-        out = _triton_attention(q, k, v, segments, params, schedule, implementation, workspace)
+        out = _triton_attention(q, k, v, segments, params, schedule, implementation, workspace, pages)
     return out if row_scale is None else (out * row_scale[:, None, None]).to(dtype)
 
 
@@ -197,7 +208,7 @@ class _Segments(NamedTuple):
 
 
 def _check_segments(
-    q: Tensor, k: Tensor, q_offsets: Tensor | str, kv_offsets: Tensor | str, max_seqlen_q: int | None, max_seqlen_kv: int | None,
+    q: Tensor, kv_rows: int, q_offsets: Tensor | str, kv_offsets: Tensor | str, max_seqlen_q: int | None, max_seqlen_kv: int | None,
     mask: AttentionMask | None,
 ) -> _Segments:  # fmt: skip
     """The segments, with their sizes and the offsets' values checked. With shared keys, each segment of queries has all of them."""
@@ -209,7 +220,7 @@ def _check_segments(
             raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')
         return _Segments(q_offsets, q_offsets, q_shared=False, kv_shared=True, groups=1)
     if not same:
-        check_offsets("kv_offsets", kv_offsets, k.shape[0], max_seqlen_kv, "max_seqlen_kv")
+        check_offsets("kv_offsets", kv_offsets, kv_rows, max_seqlen_kv, "max_seqlen_kv")
     if isinstance(q_offsets, str):
         q_offsets = torch.arange(kv_offsets.shape[0], dtype=kv_offsets.dtype, device=kv_offsets.device) * q.shape[0]
         segments = _Segments(q_offsets, kv_offsets, q_shared=True, kv_shared=False, groups=1)
@@ -255,10 +266,11 @@ def _triton_attention(
     schedule: TileSchedule | None,
     implementation: str,
     workspace: int | None,
+    pages: Pages | None = None,
 ) -> Tensor:
-    from jagged_kernels.attention.op import attention
+    from jagged_kernels.attention.op import attention, paged_attention
 
-    device, kv_shared = q.device, segments.kv_shared
+    device, kv_shared, kv_rows = q.device, segments.kv_shared, k.shape[0] if pages is None else pages.num_rows
     q, k, v = contiguous_last_dim(q), contiguous_last_dim(k), contiguous_last_dim(v)
     # The kernels compute row maxima of unscaled scores, so scale must be > 0. They divide a bias by the scale.
     if params.scale <= 0 and params.activation == "softmax" or params.has_bias and abs(params.scale) < SMALLEST_SCALE:
@@ -284,13 +296,18 @@ def _triton_attention(
         )
         q_rows = q.shape[0] * (q_offsets.shape[0] - 1) if params.q_shared else q.shape[0]
         schedule = device_schedule(
-            problem, q_offsets, kv_offsets, q_rows, k.shape[0], num_heads=q.shape[1], num_kv_heads=k.shape[1],
+            problem, q_offsets, kv_offsets, q_rows, kv_rows, num_heads=q.shape[1], num_kv_heads=k.shape[1],
             mask=params.mask, num_targets=params.num_targets, backward=False,
         )  # fmt: skip
     else:
         schedule = schedule.to(device, non_blocking=True)
         if values_are_checkable(schedule.num_tiles):
             _check_schedule(schedule, q_offsets)
+    if pages is not None:
+        return paged_attention(
+            q, k, v, q_offsets, kv_offsets, pages.to(device).table, pages.page_rows, pages.num_rows, schedule.tiles, schedule.num_tiles,
+            schedule.block_m, implementation, *params,
+        )  # fmt: skip
     keys = schedule.backward
     if keys is not None and keys.alternates:
         masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
@@ -322,6 +339,7 @@ def target_attention(
     mask: AttentionMask | None = None,
     schedule: TileSchedule | None = None,
     implementation: str = "auto",
+    pages: Pages | None = None,
 ) -> Tensor:
     """Attention of each candidate to its user's history. There is one copy of keys and values per user, forward and backward.
 
@@ -376,6 +394,7 @@ def target_attention(
         mask=mask,
         schedule=schedule,
         implementation=implementation,
+        pages=pages,
     )
     out = torch.unflatten(out, 0, (num_candidates, rows))
     return out if candidates.inverse is None else out.index_select(0, candidates.inverse)

@@ -10,7 +10,7 @@ from ..bias import RelativeBias
 from ..validation import values_are_checkable
 
 
-def check_bias(bias: RelativeBias, q: Tensor, k: Tensor, q_offsets: Tensor, kv_offsets: Tensor) -> RelativeBias:
+def check_bias(bias: RelativeBias, q: Tensor, kv_rows: int, q_offsets: Tensor, kv_offsets: Tensor) -> RelativeBias:
     """Check the bias against the operands and, if their values may be read, the offsets. Returns it with boundaries."""
     bias = bias.with_boundaries()
     num_segments = q_offsets.shape[0] - 1
@@ -21,9 +21,10 @@ def check_bias(bias: RelativeBias, q: Tensor, k: Tensor, q_offsets: Tensor, kv_o
     for name, table in (("position", bias.position), ("time", bias.time)):
         if table is not None and table.dim() == 2 and table.shape[0] != q.shape[1]:
             raise ValueError(f"bias.{name} must have one row for each of q's {q.shape[1]} heads, got {table.shape[0]}")
-    for name, x, owner, rows in (("timestamps", bias.timestamps, "k", k), ("query_timestamps", bias.query_timestamps, "q", q)):
-        if x is not None and x.shape[0] != rows.shape[0]:
-            raise ValueError(f"bias.{name} must have one element for each of {owner}'s rows, {rows.shape[0]}, got {x.shape[0]}")
+    of_keys, of_queries = (bias.timestamps, "k", kv_rows), (bias.query_timestamps, "q", q.shape[0])
+    for name, (x, owner, rows) in (("timestamps", of_keys), ("query_timestamps", of_queries)):
+        if x is not None and x.shape[0] != rows:
+            raise ValueError(f"bias.{name} must have one element for each of {owner}'s rows, {rows}, got {x.shape[0]}")
     if bias.query_shift is not None and bias.query_shift.shape[0] != num_segments:
         raise ValueError(f"bias.query_shift must have shape [B] = [{num_segments}], got {list(bias.query_shift.shape)}")
     if bias.max_seqlen is None:

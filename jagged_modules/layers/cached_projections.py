@@ -6,6 +6,7 @@ from torch import nn
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments
+from ..containers.pages import paged_operands
 from ..scalars import check_kind
 from ..validation import check_layer_input
 
@@ -25,9 +26,10 @@ def layer_of_cache(cache: HistoryCache, name: str, x: Jagged | None, heads: int,
         raise ValueError(f"cache must have 1 layer, got {len(cache.layers)}")
     (layer,) = cache.layers
     check_kind("cache", layer, Jagged, "a HistoryCache of Jagged layers")
-    if list(layer.values.shape[1:]) != [heads, width]:
-        raise ValueError(f"cache's values must have shape [L, {heads}, {width}], got {list(layer.values.shape)}")
-    check_layer_input("cache's values", layer.values, projection)
+    values, _ = paged_operands(layer)
+    if list(values.shape[1:]) != [heads, width]:
+        raise ValueError(f"cache's values must have shape [L, {heads}, {width}], got {[layer.num_rows, *values.shape[1:]]}")
+    check_layer_input("cache's values", values, projection)
     if x is not None:
         check_same_segments(name, x, "cache", layer)
     return layer

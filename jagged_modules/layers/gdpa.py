@@ -13,6 +13,7 @@ from ..activations import ACTIVATIONS
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..masks import AttentionMask, check_num_targets
 from ..scalars import check_flag, check_kind, check_number, check_size
@@ -261,13 +262,14 @@ class JaggedGDPA(nn.Module):
         if num_targets is not None:
             mask, name = dataclasses.replace(AttentionMask() if mask is None else mask, num_targets=num_targets), "num_targets"
         if mask is not None:
-            check_num_targets(name, mask.num_targets, keys.offsets, keys.values.device, "the layer's")
+            check_num_targets(name, mask.num_targets, keys.offsets, keys.device, "the layer's")
         if bias is not None:
             self._check_bias(bias, jagged, keys, "cache" if cache is not None else "x" if context is None else "context")
 
         q = self.seeds if config.num_seeds else self.q_proj(jagged.values).unflatten(1, (self.num_heads, self.head_dim))
         if not config.num_weights:
-            k, v = self._project(keys.values) if cache is None else keys.values.chunk(2, dim=2)
+            values, pages = paged_operands(keys)
+            k, v = self._project(values) if cache is None else values.chunk(2, dim=2)
             schedule = keys.schedule(
                 num_heads=self.num_heads,
                 num_kv_heads=self.num_kv_heads,
@@ -277,7 +279,7 @@ class JaggedGDPA(nn.Module):
                 mask=mask,
             )
         else:
-            k, v, schedule = self.key_weights, self.value_weights, None
+            k, v, schedule, pages = self.key_weights, self.value_weights, None, None
         out = jagged_attention(
             self.q_norm(q),
             self.k_norm(k) if config.num_weights else k,
@@ -290,6 +292,7 @@ class JaggedGDPA(nn.Module):
             mask=mask,
             bias=bias,
             schedule=schedule,
+            pages=pages,
         )
         out = self.out_proj(self.dropout(out.flatten(1)))
         return out.unflatten(0, (jagged.num_segments, config.num_seeds)) if config.num_seeds else jagged.unwrap(out)
@@ -355,7 +358,7 @@ class JaggedGDPA(nn.Module):
             if table is not None and table.dim() == 2 and table.shape[0] != self.num_heads:
                 raise ValueError(f"bias.{name} must have one row for each of the layer's {self.num_heads} heads, got {table.shape[0]}")
         for name, times, owner, rows in (
-            ("timestamps", bias.timestamps, keys_name, keys.values.shape[0]),
+            ("timestamps", bias.timestamps, keys_name, keys.num_rows),
             ("query_timestamps", bias.query_timestamps, "x", x.values.shape[0]),
             ("query_shift", bias.query_shift, "x", x.num_segments),
         ):

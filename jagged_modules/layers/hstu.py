@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 import torch
+from jagged_kernels.attention.pages import Pages
 from torch import Tensor, nn
 from torch.nn import functional as nnf
 from torch.types import Device
@@ -13,6 +14,7 @@ from torch.types import Device
 from ..bias import RelativeBias
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wrap_rows
+from ..containers.pages import paged_operands
 from ..functional import jagged_attention
 from ..functional.layer_norm import layer_norm_rows
 from ..masks import AttentionMask, check_num_targets
@@ -152,11 +154,11 @@ class HSTULayer(nn.Module):
         jagged, mask = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj), self.config.mask(num_targets)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
         check_lengths("x", self.config, jagged.offsets)
-        check_times("x", jagged.values, self.config, timestamps, query_timestamps)
+        check_times("x", jagged, self.config, timestamps, query_timestamps)
         if cache is not None:
             self.check_cache("x", jagged, cache)
-            check_layer_input("cache's values", cache.values, self.uvqk_proj)
-            check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache.values, self.config)
+            check_layer_input("cache's values", paged_operands(cache)[0], self.uvqk_proj)
+            check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
         elif cache_timestamps is not None:
             raise ValueError(f"cache_timestamps must be None without cache, got a {type(cache_timestamps).__name__}")
         self._check_append(append, cache, num_targets)
@@ -209,9 +211,9 @@ class HSTULayer(nn.Module):
         """Raise unless the cache has the shape of this layer's keys and values and one segment per segment of x. Errors call x `name`."""
         check_kind("cache", cache, Jagged, "a Jagged of keys and values")
         check_same_segments(name, x, "cache", cache)
-        shape = [self.num_heads, self.head_dim + self.linear_dim]
-        if list(cache.values.shape[1:]) != shape:
-            raise ValueError(f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got {list(cache.values.shape)}")
+        (values, _), shape = paged_operands(cache), [self.num_heads, self.head_dim + self.linear_dim]
+        if list(values.shape[1:]) != shape:
+            raise ValueError(f"cache's values must have shape [L, {shape[0]}, {shape[1]}], got {[cache.num_rows, *values.shape[1:]]}")
         check_lengths(f"{name} and cache", self.config, x.offsets, cache.offsets)
 
     def _check_append(self, append: bool, cache: Jagged | None, num_targets: Tensor | None) -> None:
@@ -244,14 +246,14 @@ class HSTULayer(nn.Module):
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, queries: Jagged, keys: Jagged, mask: AttentionMask | None, scaling_seqlen: int,
-        bias: RelativeBias | None,
+        bias: RelativeBias | None, pages: Pages | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention output `[rows of queries, H · Dv]`."""
         head_dim = max(self.head_dim, self.linear_dim)
         schedule = keys.schedule(num_heads=self.num_heads, head_dim=head_dim, dtype=q.dtype, queries=queries, mask=mask)
         return jagged_attention(
             q, k, v, queries.offsets, keys.offsets, activation="silu", output_scale=1 / scaling_seqlen, mask=mask, bias=bias,
-            schedule=schedule,
+            schedule=schedule, pages=pages,
         ).flatten(1)  # fmt: skip
 
     def _attend_with_cache(
@@ -262,8 +264,9 @@ class HSTULayer(nn.Module):
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
         mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
         scaling_seqlen = self._scaling_seqlen(cache)
-        cached_k, cached_v = torch.split_with_sizes(cache.values, [self.head_dim, self.linear_dim], dim=2)
-        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen, cache_bias)
+        cached, pages = paged_operands(cache)
+        cached_k, cached_v = torch.split_with_sizes(cached, [self.head_dim, self.linear_dim], dim=2)
+        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen, cache_bias, pages)
         return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen, bias)
 
     def _attend_as_events(
@@ -469,7 +472,7 @@ class HSTUStack(nn.Module):
     def _cache(self, history: Any, timestamps: Tensor | None, query_timestamps: Tensor | None) -> HistoryCache:
         wrapped = self._wrap("history", history)
         check_lengths("history", self.config, wrapped.offsets)
-        check_times("history", wrapped.values, self.config, timestamps, query_timestamps)
+        check_times("history", wrapped, self.config, timestamps, query_timestamps)
         jagged = wrapped.with_values(wrapped.values)
         kept: list[Tensor] = []
         rows, offsets = rows_seen_by_targets(jagged, self.config)
@@ -512,9 +515,9 @@ class HSTUStack(nn.Module):
             raise ValueError(f"cache must have {len(self.layers)} layers, got {len(cache.layers)}")
         for layer, history in zip(self.layers, cache.layers):
             layer.check_cache(name, x, history)
-        check_times(name, x.values, self.config, timestamps, query_timestamps)
+        check_times(name, x, self.config, timestamps, query_timestamps)
         if timestamps is not None:
-            check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0].values, self.config)
+            check_row_timestamps("cache's timestamps", cache.timestamps, "cache", cache.layers[0], self.config)
             query_timestamps = next_timestamps(timestamps, x.offsets) if query_timestamps is None else query_timestamps
         return dict(timestamps=timestamps, query_timestamps=query_timestamps, cache_timestamps=cache.timestamps)
 

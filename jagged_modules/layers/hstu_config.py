@@ -98,14 +98,14 @@ def check_lengths(name: str, config: HSTUConfig, *offsets: Tensor) -> None:
         raise ValueError(f"{name} {verb} a segment of {longest} rows, more than config.relative_position, {config.relative_position}")
 
 
-def check_times(owner: str, rows: Tensor, config: HSTUConfig, timestamps: Tensor | None, query_timestamps: Tensor | None) -> None:
+def check_times(owner: str, rows: Jagged, config: HSTUConfig, timestamps: Tensor | None, query_timestamps: Tensor | None) -> None:
     """Check the timestamps of rows, whose owner errors call `owner`."""
     check_row_timestamps("timestamps", timestamps, owner, rows, config)
     if query_timestamps is not None:
         check_row_timestamps("query_timestamps", query_timestamps, owner, rows, config)
 
 
-def check_row_timestamps(name: str, x: Tensor | None, owner: str, rows: Tensor, config: HSTUConfig) -> None:
+def check_row_timestamps(name: str, x: Tensor | None, owner: str, rows: Jagged, config: HSTUConfig) -> None:
     if not config.relative_time:
         if x is not None:
             raise ValueError(f"{name} must be None without config.relative_time, got a {type(x).__name__}")
@@ -113,8 +113,8 @@ def check_row_timestamps(name: str, x: Tensor | None, owner: str, rows: Tensor, 
     if x is None:
         raise ValueError(f"{name} must be given with config.relative_time, got None")
     check_timestamps(name, x)
-    if x.shape[0] != rows.shape[0]:
-        raise ValueError(f"{name} must have one element for each row of {owner}, {rows.shape[0]}, got {x.shape[0]}")
+    if x.shape[0] != rows.num_rows:
+        raise ValueError(f"{name} must have one element for each row of {owner}, {rows.num_rows}, got {x.shape[0]}")
     if x.device != rows.device:
         raise ValueError(f"{name} must be on the device of {owner}'s values, {rows.device}, got {x.device}")
 

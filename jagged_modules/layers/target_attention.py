@@ -12,6 +12,7 @@ from torch.types import Device
 from ..containers.candidates import CandidateIndex
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged, check_same_segments, wait_for, wrap_rows
+from ..containers.pages import paged_operands
 from ..functional import jagged_attention, target_attention
 from ..scalars import check_kind, check_number, check_size
 from ..tracing import one_module
@@ -163,7 +164,7 @@ class JaggedTargetAttention(nn.Module):
         """
         if return_cache:
             return self._cache(targets, history, cache)
-        targets = wait_for(targets)
+        targets, pages = wait_for(targets), None
         if cache is None:
             history = wrap_rows("history", history, self.embedding_dim, self.kv_proj)
             k, v = self.kv_proj(history.values).unflatten(1, (2, self.num_heads, self.head_dim)).unbind(1)
@@ -171,7 +172,8 @@ class JaggedTargetAttention(nn.Module):
             if history is not None:
                 raise ValueError(f"history must be None with cache, got {type(history).__name__}")
             history = layer_of_cache(cache, "targets", None, self.num_heads, 2 * self.head_dim, self.kv_proj)
-            k, v = history.values.chunk(2, dim=2)
+            values, pages = paged_operands(history)
+            k, v = values.chunk(2, dim=2)
         schedule_for = functools.partial(history.schedule, num_heads=self.num_heads, head_dim=self.head_dim, dtype=k.dtype)
 
         if candidates is not None:
@@ -180,7 +182,7 @@ class JaggedTargetAttention(nn.Module):
             candidates.check(q.shape[0], history.num_segments, queries="targets have")
             check_device("candidates", candidates.offsets, q.device, "targets'")
             schedule = schedule_for(queries=candidates, rows_per_candidate=q.shape[1])
-            out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule)
+            out = target_attention(q, k, v, candidates, history.offsets, schedule=schedule, pages=pages)
             return self._output(out.flatten(2))
 
         if isinstance(targets, Tensor) and not targets.is_nested:
@@ -190,14 +192,14 @@ class JaggedTargetAttention(nn.Module):
             rows = q.shape[1]
             offsets = torch.arange(q.shape[0] + 1, dtype=history.offsets.dtype, device=history.offsets.device) * rows
             schedule = schedule_for(queries=rows)
-            out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule)
+            out = jagged_attention(q.flatten(0, 1), k, v, offsets, history.offsets, schedule=schedule, pages=pages)
             return torch.unflatten(self._output(out.flatten(1)), 0, (q.shape[0], rows))
 
         jagged_targets = targets if isinstance(targets, Jagged) else Jagged.wrap(targets, name="targets")
         check_same_segments("targets", jagged_targets, "history" if cache is None else "cache", history)
         q = self._project(jagged_targets.values, 2, "[N, E_t]")
         schedule = schedule_for(queries=jagged_targets)
-        out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule)
+        out = jagged_attention(q, k, v, jagged_targets.offsets, history.offsets, schedule=schedule, pages=pages)
         return jagged_targets.unwrap(self._output(out.flatten(1)))
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any

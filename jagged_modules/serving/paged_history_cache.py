@@ -5,17 +5,23 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
+import weakref
 from array import array
+from collections import deque
 from collections.abc import Callable, Generator, Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
+from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
 from torch import Tensor, nn
+from torch.nn import functional as nnf
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
+from ..containers.pages import PagedRows, gather_pages
+from ..containers.segmentation import segmentation_of
 from ..scalars import check_kind, check_size, is_sequence, to_ints
-from .pages import CacheFull, PageTable, RowRange, row_indices
+from .pages import CacheFull, PageTable, RowRange, UserPages, row_indices
 
 __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
 
@@ -64,18 +70,21 @@ class PagedHistoryCache:
     The cache belongs to one layer. A user's rows are valid for the weights that computed them: after a change of the layer's parameters
     (also in place), all users count as not cached until `put` computes their histories anew.
 
-    `select` gathers the rows of a batch of users into one jagged tensor with one index_select. It reads and writes each selected row once:
-    for R rows, 2 · R · layers · H · (key width + value width) elements. The scores of the batch read the same rows.
+    With page_rows of 128, 256, 512, ..., attention reads the rows of a batch in their pages, without a copy. Otherwise, and where a history
+    begins within a page (after max_attn_len has cut it), `select` gathers the rows into one jagged tensor with one index_select. It reads
+    and writes each selected row once: for R rows, 2 · R · layers · H · (key width + value width) elements.
 
-    All methods are safe to call from several threads. `select` copies the rows, so later calls do not change its result. Calls that write
-    (`put`, `append`, `evict`, `clear`) wait for one another; `select` waits for their page table and their copies, not for their layers.
+    All methods are safe to call from several threads. Later calls do not change the result of `select`: the pages that it reads are not
+    written to as long as it exists, and count as used. Calls that write (`put`, `append`, `evict`, `clear`) wait for one another; `select`
+    waits for their page table and their copies, not for their layers.
 
     Gradients are not supported.
 
     Args:
         layer: an `HSTUStack`, `JaggedTargetAttention` or `JaggedGDPA`. Call its `eval()` first if it has dropout.
         max_bytes: budget of the pages, which are allocated at the first write, on the device and in the dtype of the layer's keys.
-        page_rows: rows of a page. A user's last page is filled in part, on average by half.
+        page_rows: rows of a page. A user's last page is filled in part, on average by half. From 128 on, in powers of 2, attention reads
+            the pages.
 
     Raises:
         TypeError, ValueError: an argument has another type or is out of range.
@@ -104,6 +113,8 @@ class PagedHistoryCache:
         self._hits = self._misses = 0
         self._writer, self._lock = threading.Lock(), threading.Lock()  # the second guards all attributes
         self._last_copy: torch.Event | None = None
+        # Pinned pages of selected histories that exist no more, with the stream that read them; and such streams, for the next write.
+        self._read, self._readers = deque[tuple[list[int], torch.Stream | None]](), set[torch.Stream]()
 
     # -- users -----------------------------------------------------------------------------------------------------------------
 
@@ -153,7 +164,8 @@ class PagedHistoryCache:
         Raises:
             TypeError, ValueError: as the layer's `cache`; users are repeated, or not one per segment.
             ValueError: the layer's dtype, device or sizes are no longer those of the first put.
-            CacheFull: the histories need more than max_bytes. Nothing has changed; a part of the users may fit.
+            CacheFull: the histories, and the pages that selected histories read, need more than max_bytes. Nothing has changed; a part of
+                the users may fit.
         """
         with self._writer:
             weights = self._current_weights()
@@ -177,10 +189,10 @@ class PagedHistoryCache:
         Raises:
             KeyError: a user is not cached with the layer's present weights.
             TypeError, ValueError: as the layer's `append`; users are repeated, or not one per segment.
-            CacheFull: the histories need more than max_bytes. Nothing has changed.
+            CacheFull: the histories, and the pages that selected histories read, need more than max_bytes. Nothing has changed.
         """
         with self._writer:
-            cached = self.select(users) if self.layer.append_reads_cache else self._empty(users)
+            cached = self._select(users, False) if self.layer.append_reads_cache else self._empty(users)
             outputs, added = self.layer.append(events, cached, **timestamps)
             self._check_users(users, added.num_segments, "events")
             with self._ordered():
@@ -193,21 +205,20 @@ class PagedHistoryCache:
 
     @torch.no_grad()
     def select(self, users: Sequence[Hashable]) -> HistoryCache:
-        """A copy of the keys and values of these users, for the layer's `score`. They become the most recently used ones.
+        """The keys and values of these users, for the layer's `score`. They become the most recently used ones.
 
         Args:
             users: keys of cached users, in any order, also repeated.
 
         Returns:
-            One segment per user.
+            One segment per user. If page_rows is a power of 2 from 128 on, its layers are in pages: a `score` under `torch.no_grad()` reads
+            them there. A layer's `values`, and a score that computes gradients, copy the rows at their first use. On a GPU, use it on the
+            stream that is current now. Drop it after the score: until then its pages are used, also if their users are evicted.
 
         Raises:
             KeyError: a user is not cached with the layer's present weights.
         """
-        with self._ordered():
-            table = self._check_cached(users)
-            known = [table.touch(user) for user in users]
-            return self._gather([RowRange(x.pages, x.first, x.length) for x in known])
+        return self._select(users, self.page_rows >= SMALLEST_PAGE and self.page_rows.bit_count() == 1)
 
     def evict(self, users: Iterable[Hashable]) -> None:
         """Forget users. Those that are not cached are ignored."""
@@ -220,19 +231,32 @@ class PagedHistoryCache:
         """Forget all users. The pages stay allocated."""
         with self._writer, self._lock:
             if self._table is not None:
-                self._table = PageTable(self._table.num_pages, self.page_rows)
+                for user in list(self._table.users):
+                    self._table.drop(user)
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
+
+    def _select(self, users: Sequence[Hashable], in_pages: bool) -> HistoryCache:
+        """The rows of users, if wanted in pages: unless a history begins within a page."""
+        with self._ordered():
+            table = self._check_cached(users)
+            known = [table.touch(user) for user in users]
+            if in_pages and not any(x.first for x in known):
+                return self._pin(table, known)
+            return self._gather([RowRange(x.pages, x.first, x.length) for x in known])
 
     @contextlib.contextmanager
     def _ordered(self) -> Generator[None]:
         """Hold the lock. On a GPU, copies of one call also wait for those of the call before, which may be on another stream."""
         with self._lock:
+            self._unpin()
             if self._last_copy is not None:
                 torch.cuda.current_stream(self._columns[0].device).wait_event(self._last_copy)
-            yield
-            if self._columns and self._columns[0].is_cuda:
-                self._last_copy = torch.cuda.current_stream(self._columns[0].device).record_event()
+            try:
+                yield
+            finally:
+                if self._columns and self._columns[0].is_cuda:
+                    self._last_copy = torch.cuda.current_stream(self._columns[0].device).record_event()
 
     def _current_weights(self) -> tuple[object, ...]:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
@@ -270,8 +294,11 @@ class PagedHistoryCache:
         return self.page_rows * sum(x[0].numel() * x.element_size() for x in self._columns)
 
     def _allocate(self, rows: HistoryCache) -> PageTable:
-        """The page table; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
+        """The page table, for a write; the first call allocates it and the pages. ValueError if the rows do not fit the pages."""
         self._check_kind(rows)
+        while self._readers:
+            stream = self._readers.pop()
+            torch.cuda.current_stream(stream.device).wait_stream(stream)
         if self._table is None:
             first = rows.layers[0].values
             shapes: list[tuple[tuple[int, ...], torch.dtype]] = [((len(rows.layers), *first.shape[1:]), first.dtype)]
@@ -319,6 +346,29 @@ class PagedHistoryCache:
         first = Jagged(layers[0], offsets, host_lengths=lengths)
         timestamps = times[0] if times else None
         return HistoryCache((first, *(first.with_values(x) for x in layers[1:])), timestamps, self.layer.max_cached_rows)
+
+    def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
+        """The rows of these users in their pages, which are pinned as long as the result, or a layer of it, exists."""
+        storage, *times = self._columns
+        host_lengths = torch.tensor([x.length for x in known], dtype=torch.int64)
+        pages = Pages.of([x.pages for x in known], [x.length for x in known], self.page_rows).to(storage.device)
+        offsets = nnf.pad(host_lengths.cumsum(0), (1, 0)).to(storage.device, non_blocking=True)
+        pinned = [page for x in known for page in x.pages]
+        table.pin(pinned)
+        stream = torch.cuda.current_stream(storage.device) if storage.is_cuda else None
+        weakref.finalize(pages, self._read.append, (pinned, stream)).atexit = False
+        timestamps = gather_pages(pages, offsets, times[0])[0] if times else None
+        segmentation = segmentation_of(offsets, host_lengths)
+        layers = tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
+        return HistoryCache(layers, timestamps, self.layer.max_cached_rows)
+
+    def _unpin(self) -> None:
+        """Unpin the pages of selected histories that exist no more. Not where these are destroyed: that may be anywhere in any thread."""
+        while self._read and self._table is not None:
+            pages, stream = self._read.popleft()
+            self._table.unpin(pages)
+            if stream is not None:
+                self._readers.add(stream)
 
     def _empty(self, users: Sequence[Hashable]) -> HistoryCache:
         """No rows of these users, who must be cached."""

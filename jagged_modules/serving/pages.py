@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 from array import array
-from collections import OrderedDict
-from collections.abc import Collection, Hashable, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -47,6 +47,9 @@ class RowRange(NamedTuple):
 class PageTable:
     """Which pages hold the rows of which user. Users are ordered by their last use.
 
+    Pinned pages are being read: users may lose them, but they are not free until they are unpinned. Rows after a user's last one may be
+    written in a pinned page, as no reader of the page reads these.
+
     Args:
         num_pages: number of pages.
         page_rows: rows of a page.
@@ -56,10 +59,31 @@ class PageTable:
         self.num_pages, self.page_rows, self.num_rows, self.evictions = num_pages, page_rows, 0, 0
         self.users: OrderedDict[Hashable, UserPages] = OrderedDict()
         self._unused, self._freed = 0, list[int]()  # pages from _unused on were never used
+        self._pins, self._waiting = Counter[int](), set[int]()  # readers of a page; pinned pages of no user
 
     @property
     def num_free(self) -> int:
         return self.num_pages - self._unused + len(self._freed)
+
+    def pin(self, pages: Iterable[int]) -> None:
+        """Pages have one reader more."""
+        self._pins.update(pages)
+
+    def unpin(self, pages: Iterable[int]) -> None:
+        """Undo a `pin`."""
+        self._pins.subtract(pages)
+        unread = {page for page in pages if not self._pins[page]}
+        for page in unread:
+            del self._pins[page]
+        self._free(unread & self._waiting)
+
+    def _free(self, pages: Iterable[int]) -> None:
+        for page in pages:
+            if page in self._pins:
+                self._waiting.add(page)
+            else:
+                self._waiting.discard(page)
+                self._freed.append(page)
 
     def touch(self, user: Hashable) -> UserPages:
         """The pages of a user, who becomes the most recently used one."""
@@ -68,12 +92,12 @@ class PageTable:
 
     def drop(self, user: Hashable) -> None:
         x = self.users.pop(user)
-        self._freed.extend(x.pages)
+        self._free(x.pages)
         self.num_rows -= x.length
 
     def replace(self, users: Sequence[Hashable], lengths: Sequence[int], weights: tuple[object, ...]) -> list[RowRange]:
         """Give each user pages for a history of this length in place of those that the user has. Returns the rows to write."""
-        self._check(sum(self._pages_of(length) for length in lengths), len(users))
+        self._check(sum(self._pages_of(length) for length in lengths), len(users), len(self._pins))
         for user in users:
             if user in self.users:
                 self.drop(user)
@@ -84,7 +108,8 @@ class PageTable:
         """Give each user pages for so many more rows. Returns the rows to write."""
         known = [self.touch(user) for user in users]
         ends = [x.first + x.length + length for x, length in zip(known, lengths)]
-        self._check(sum(self._pages_of(end) for end in ends), len(users))
+        pinned = len(self._pins) - sum(page in self._pins for x in known for page in x.pages)
+        self._check(sum(self._pages_of(end) for end in ends), len(users), pinned)
         self._make_room(sum(self._pages_of(end) - len(x.pages) for x, end in zip(known, ends)), set(users))
         ranges: list[RowRange] = []
         for x, length, end in zip(known, lengths, ends):
@@ -103,16 +128,19 @@ class PageTable:
         self.num_rows -= x.length - rows
         x.first, x.length = x.first + x.length - rows, rows
         unused = x.first // self.page_rows
-        self._freed.extend(x.pages[:unused])
+        self._free(x.pages[:unused])
         x.pages, x.first = x.pages[unused:], x.first % self.page_rows
 
     def _pages_of(self, rows: int) -> int:
         return -(-rows // self.page_rows)
 
-    def _check(self, pages: int, users: int) -> None:
-        if pages > self.num_pages:
+    def _check(self, pages: int, users: int, pinned: int) -> None:
+        """CacheFull unless so many pages can be had for these users. pinned: pages that they cannot have."""
+        if pages > self.num_pages - pinned:
+            read = f" of which selected histories read {pinned}," if pinned else ""
             raise CacheFull(
-                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows, but the histories of these {users} users need {pages}"
+                f"max_bytes allows {self.num_pages} pages of {self.page_rows} rows,{read} but the histories of these {users} users "
+                f"need {pages}"
             )
 
     def _make_room(self, pages: int, keep: Collection[Hashable]) -> None:

@@ -19,6 +19,7 @@ from .fixtures.jagged_ops import assert_neighbours_kept, assert_second_derivativ
 from .fixtures.jagged_softmax import jagged_softmaxes  # noqa: F401
 from .fixtures.linear_compress import check_linear_compress, compress_inputs  # noqa: F401
 from .fixtures.packed import check_packed, check_packed_neighbours, check_packed_tiles, packed_launches  # noqa: F401
+from .fixtures.pages import check_compiled_pages, check_pages  # noqa: F401
 from .fixtures.tile_list import check_grouped_tiles, check_random_tiles, check_tile_list, check_tiles  # noqa: F401
 
 

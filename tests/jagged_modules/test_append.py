@@ -11,7 +11,7 @@ from .hstu_cases import HEADS, WIDTH, config_of
 PARTS = [[4, 0, 7, 1, 0], [1, 0, 0, 3, 2], [0, 0, 5, 1, 1]]  # events of five users: the history, then two times new ones
 TARGETS = [2, 1, 4, 0, 3]
 BUDGET = 2**20
-CACHES = {"tensors": None, "pages": 3}  # rows of a page
+CACHES = {"tensors": None, "pages": 3, "long-pages": 128}  # rows of a page
 
 
 @pytest.fixture(params=CACHES.values(), ids=CACHES)

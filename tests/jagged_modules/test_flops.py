@@ -46,6 +46,16 @@ def test_target_attention_counts_no_copies(device, implementation):
 
 
 @pytest.mark.parametrize("device,implementation", DEVICES)
+def test_keys_in_pages(device, implementation):
+    q, storage = torch.randn(8, 4, 16, device=device), torch.randn(384, 2, 28, device=device)
+    pages, keys = jm.Pages.of([[1], [], [2, 0]], [5, 0, 140], 128), torch.tensor([0, 5, 5, 145])
+    k, v = storage.split([16, 12], dim=2)
+    options = dict(pages=pages, implementation=implementation)
+    forward, _ = count(lambda: F.jagged_attention(q, k, v, OFFSETS, keys, **options))
+    assert forward == 4 * (3 * 5 + 5 * 140 if device == "cpu" else 8 * 145 // 3) * 2 * (16 + 12)
+
+
+@pytest.mark.parametrize("device,implementation", DEVICES)
 def test_shared_operands_and_query_groups(device, implementation):
     seeds, (k, v) = torch.randn(2, 4, 16, device=device), torch.randn(2, 8, 4, 16, device=device)
     assert count(lambda: F.jagged_attention(seeds, k, v, "shared", OFFSETS, implementation=implementation))[0] == 4 * 2 * 8 * 2 * 32

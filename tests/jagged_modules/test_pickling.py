@@ -39,6 +39,7 @@ CONTAINERS = {
     "HistoryCache": _cache,
     "HSTUConfig": lambda: jm.HSTUConfig(scaling_seqlen=9),
     "Jagged": _prepared,
+    "Pages": lambda: jm.Pages.of([[3, 1], []], [200, 0], 128),
     "Rotary": lambda: jm.Rotary.from_frequencies(8, 16),
     "ScorePlan": lambda: F.ScorePlan.from_offsets(_offsets()),
     "TileSchedule": lambda: jm.zigzag_schedule([3, 70], [5, 6], num_heads=2, block_m=64, block_n=64, num_workers=3),

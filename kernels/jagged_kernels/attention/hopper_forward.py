@@ -12,6 +12,8 @@ Registers per thread: consumers 240, 240 | 168, 160, 160; producer 24.
 Tile: 128 | 192 query rows, 64 per consumer, by blocks of 64 keys, or of 128 where segments are long
 (select.long_key_blocks_are_faster).
 
+Keys and values may lie in pages (pages.py). A block lies in one page, so only the producer's row of a load changes: `_key_row`.
+
 Small tiles (select.small_tiles_are_faster): 64 query rows, one consumer, warps 0–3, and the producer is warp 4. Two | three thread blocks
 share a multiprocessor; consumers have 232 | 136 registers.
 
@@ -41,6 +43,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma, warpgroup_mma_wait
 
 from ..common.activations import activation_factors
+from ..common.loads import key_row, load_page
 from ..common.pipeline import (
     WARPGROUP_ROWS,
     Output,
@@ -110,6 +113,7 @@ class _Options(NamedTuple):
     q_in_registers: gl.constexpr
     bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
+    page_rows: gl.constexpr
 
 
 class _Rings(NamedTuple):
@@ -149,6 +153,7 @@ class _Kernel(NamedTuple):
     bias: Bias
     ranges: gl.tensor
     queue: TileQueue
+    page_table_ptr: gl.tensor  # None where the keys of a segment are adjacent
 
 
 class _Visit(NamedTuple):
@@ -170,6 +175,12 @@ class _Visit(NamedTuple):
 
 
 # -- producer -----------------------------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _key_row(kernel, tile, column, OPTIONS: gl.constexpr):
+    """Row of k and v of a key at a column of the tile's segment. The values' page is in the L1 cache, as the keys' was."""
+    return key_row(tile, column, load_page(tile, column, kernel.page_table_ptr, OPTIONS.page_rows), OPTIONS.page_rows)
 
 
 @gluon.jit
@@ -195,12 +206,12 @@ def _fwd_produce(kernel, OPTIONS: gl.constexpr):
             if number < count:
                 producer_load(
                     rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group,
-                    tile.kv_start + visited_block(number, blocks) * BLOCK,
+                    _key_row(kernel, tile, visited_block(number, blocks) * BLOCK, OPTIONS),
                 )  # fmt: skip
             if number > 0:
                 producer_load(
                     rings.v, kernel.v_desc, step + number - 1, tile.head // OPTIONS.group,
-                    tile.kv_start + visited_block(number - 1, blocks) * BLOCK,
+                    _key_row(kernel, tile, visited_block(number - 1, blocks) * BLOCK, OPTIONS),
                 )  # fmt: skip
         step += count
 
@@ -465,24 +476,24 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr"])
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
-    scale, act_factor, output_scale, stride_lse,
+    scale, act_factor, output_scale, stride_lse, page_table_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
-    BIAS: gl.constexpr,
+    BIAS: gl.constexpr, PAGE_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
-    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, BIAS, CONSUMERS)
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr, PAGE_ROWS: as in load_page."""
+    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, BIAS, CONSUMERS, PAGE_ROWS)
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS))
     outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
     scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
-    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, make_ranges(CONSUMERS, BIAS), queue)
+    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, make_ranges(CONSUMERS, BIAS), queue, page_table_ptr)
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
 
 
@@ -492,7 +503,10 @@ def attention_fwd_hopper_kernel(
 def forward(operands: Operands, segments: Segments, params: AttentionParams, config: HopperConfig) -> None:
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
-    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params, head_dim=q.shape[2], other_rows=k.shape[0])
+    pages = segments.pages
+    tiles, num_tiles = kernel_tiles(
+        segments, config, out.shape[0], q.shape[1], params, head_dim=q.shape[2], other_rows=segments.num_keys(k)
+    )
     num_segments = segments.segments_per_group
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)
@@ -502,5 +516,6 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
             params.segment_scale, kernel_bias(params, segments, q.shape[0]), params.scale, act_factor, params.output_scale, lse.stride(0),
-            Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, **constants,
+            pages and pages.table, Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, PAGE_ROWS=pages and pages.page_rows,
+            **constants,
         )  # fmt: skip

@@ -10,7 +10,8 @@ heads of the key head, and blocks of BLOCK_M query rows. A program takes tiles f
 while it works on one. Full blocks come first, without masking; then masked blocks, which the mask or the segment's end cuts (mask.py).
 
 Operands that a tile loops over are loaded by TMA if they have a descriptor. At most one of those that it loads once is loaded
-by TMA: two TMA loads outside a loop wait for one another. `num_segments` is None with one query group (load_tile).
+by TMA: two TMA loads outside a loop wait for one another. `num_segments` is None with one query group (load_tile). The forward's keys and
+values may lie in pages (pages.py): a block lies in one page, so only its first row changes (key_row).
 """
 
 from typing import NamedTuple
@@ -18,7 +19,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from ..common.loads import Rows, load_rows, load_segment, load_tile, store_rows, zigzag_waves
+from ..common.loads import Rows, key_row, load_page, load_rows, load_segment, load_tile, store_rows, zigzag_waves
 from ..common.ptxas import safe_ptxas
 from .bias import key_times, query_times
 from .mask import column_blocks, first_target_column, is_visible, masked_block, num_masked_blocks, row_blocks, visible_columns
@@ -151,18 +152,18 @@ def _fwd_block(q, keys, values, block, visible, state, scale, bias, OPTIONS: tl.
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr"])
+@triton.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr"])
 def attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, k_desc, v_desc,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
     scale, act_factor, dact_factor, output_scale,
-    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
+    stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse, page_table_ptr,
     GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     ALIGN: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr, MASK: tl.constexpr, MASKED_STAGES: tl.constexpr,
-    Q_SHARED: tl.constexpr, BIAS: tl.constexpr,
+    Q_SHARED: tl.constexpr, BIAS: tl.constexpr, PAGE_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores."""
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr, PAGE_ROWS: as in load_page."""
     OPTIONS: tl.constexpr = _Options(HEAD_DIM, V_DIM, BLOCK_N, BLOCK_D, BLOCK_DV, PRECISION, ACTIVATION, MASK, BIAS, False)
     worker, num_workers, num_tiles = tl.program_id(0), tl.num_programs(0), tl.load(num_tiles_ptr)
     q_rows = Rows(q_ptr, None, stride_qm * ALIGN, stride_qh * ALIGN)
@@ -191,12 +192,17 @@ def attention_fwd_kernel(
         state = _State(
             tl.zeros([BLOCK_M, BLOCK_DV], tl.float32), tl.full([BLOCK_M], float("-inf"), tl.float32), tl.zeros([BLOCK_M], tl.float32)
         )  # fmt: skip
+        # The next block's page is read ahead, so that a block's loads depend on none of the same iteration: that would cost a stage.
+        page = load_page(tile, blocks.full_first * BLOCK_N, page_table_ptr, PAGE_ROWS)
         for n in range(blocks.full_first * BLOCK_N, (blocks.full_first + blocks.full_count) * BLOCK_N, BLOCK_N):
-            key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, BLOCK_N)
+            key_block = _KeyBlock(key_row(tile, n, page, PAGE_ROWS), n, tile.head // GROUP, BLOCK_N)
+            page = load_page(tile, n + BLOCK_N, page_table_ptr, PAGE_ROWS)
             state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, row_bias, OPTIONS, False)
+        page = load_page(tile, masked_block(0, blocks) * BLOCK_N, page_table_ptr, PAGE_ROWS)
         for number in tl.range(0, num_masked_blocks(blocks), num_stages=MASKED_STAGES):
             n = masked_block(number, blocks) * BLOCK_N
-            key_block = _KeyBlock(tile.kv_start + n, n, tile.head // GROUP, tile.kv_len - n)
+            key_block = _KeyBlock(key_row(tile, n, page, PAGE_ROWS), n, tile.head // GROUP, tile.kv_len - n)
+            page = load_page(tile, masked_block(number + 1, blocks) * BLOCK_N, page_table_ptr, PAGE_ROWS)
             state = _fwd_block(q, k_rows, v_rows, key_block, visible, state, scale, row_bias, OPTIONS, True)
 
         acc, row_max, row_sum = state

@@ -79,6 +79,26 @@ def load_listed_tile(tiles_ptr, position, q_offsets_ptr, kv_offsets_ptr, num_seg
 
 
 @triton.jit
+def load_page(tile, column, page_table_ptr, PAGE_ROWS: tl.constexpr):
+    """The page of a tile's key, by the table of `Pages` (attention/pages.py). Past the segment's end page 0, of which nothing is used.
+    PAGE_ROWS: None where the keys of a segment are adjacent."""
+    if PAGE_ROWS is None:
+        return 0
+    else:
+        entry = tile.kv_start // PAGE_ROWS + tile.segment + column // PAGE_ROWS
+        return tl.load(page_table_ptr + entry, mask=column < tile.kv_len, other=0)
+
+
+@triton.jit
+def key_row(tile, column, page, PAGE_ROWS: tl.constexpr):
+    """The row of k and v where a block of a tile's keys begins, at a column of its segment. page: of load_page, of the same column."""
+    if PAGE_ROWS is None:
+        return tile.kv_start + column
+    else:
+        return page.to(tl.int64) * PAGE_ROWS + column % PAGE_ROWS
+
+
+@triton.jit
 def row_offsets(stride, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr):
     """[BLOCK, BLOCK_D] element offsets of a block of rows from its first element."""
     return tl.arange(0, BLOCK)[:, None] * stride + tl.arange(0, BLOCK_D)[None, :]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..attention.pages import Pages
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
@@ -31,12 +32,18 @@ class TileList(NamedTuple):
 
 class Segments(NamedTuple):
     """Offsets `[B + 1]` of queries and keys, and the tiles of one of the two sides. Several query groups have offsets `[n · B + 1]`: their
-    segments b, B + b, 2B + b, ... read the keys of segment b. long_only: kernels leave out the tiles of short segments."""
+    segments b, B + b, 2B + b, ... read the keys of segment b. long_only: kernels leave out the tiles of short segments. pages: None where
+    the keys of segment b are the rows from kv_offsets[b] on; otherwise they lie in pages, and there is one query group."""
 
     q_offsets: Tensor
     kv_offsets: Tensor
     tiles: TileList
     long_only: bool = False
+    pages: Pages | None = None
+
+    def num_keys(self, k: Tensor) -> int:
+        """Keys of all segments together."""
+        return k.shape[0] if self.pages is None else self.pages.num_rows
 
     @property
     def query_groups(self) -> int:

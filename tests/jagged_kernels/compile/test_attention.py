@@ -39,14 +39,22 @@ GROUPED = [  # query groups, pairs of an activation and a capability
     (2, [("softmax", 80), ("gelu_tanh", 90), ("softmax", 100)]),
     (3, [("gelu_tanh", 80), ("softmax", 90), ("gelu_tanh", 100)]),
 ]
+PAGED = [  # head dim, dtype, capability, activation, mask, bias
+    (128, "bf16", 80, "softmax", "none", None),
+    (64, "bf16", 90, "silu", "hstu", None),
+    (128, "bf16", 100, "softmax", "none", None),
+    (256, "fp16", 90, "softmax", "window", None),
+    (64, "fp32", 80, "softmax", "none", None),
+    (96, "fp16", 86, "silu", "none", "both"),
+]
 
 
 def compile_attention(
     name: str, dim: int, dtype: str, capability: int, tma: bool = False, precision="ieee", activation="softmax", mask=None, long=False,
-    query_groups: int = 1, bias=None,
+    query_groups: int = 1, bias=None, page_rows: int | None = None,
 ):  # fmt: skip
     """The compiled kernel with the launch configuration that `dim` and `dtype` get on that capability. bias: a BiasKind, whose tables have
-    gradients."""
+    gradients. page_rows: of the forward's keys; None: they are not in pages."""
     kernel, itemsize = KERNELS[name], 4 if dtype == "fp32" else 2
     tile = attention_tile(dim, itemsize, divmod(capability, 10))
     config = getattr(attention_config(dim, itemsize, divmod(capability, 10), tile.query, long), name)
@@ -61,6 +69,7 @@ def compile_attention(
     constants |= dict(segment_scale_ptr=None, num_targets_ptr=None) if mask is None else {}
     constants |= dict(num_segments=None) if query_groups == 1 else {}
     constants |= bias_constants(bias, sums=name == "dq")
+    constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
 
     def type_of(arg):
         if arg in ("bias", "sums"):
@@ -69,7 +78,7 @@ def compile_attention(
             return "*fp32"
         if arg.endswith("offsets_ptr") or arg == "num_targets_ptr":
             return "*i64"
-        if arg in ("tiles_ptr", "num_tiles_ptr"):
+        if arg in ("tiles_ptr", "num_tiles_ptr", "page_table_ptr"):
             return "*i32"
         if arg.endswith("_ptr"):
             return f"*{dtype}"
@@ -78,7 +87,7 @@ def compile_attention(
             return f"tensordesc<{dtype}[1, {rows}, {padded_dim(dim)}]>"
         return "fp32" if arg.endswith(("scale", "factor")) else "i32"
 
-    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") and arg != "tiles_ptr"]
+    aligned = [arg for arg in kernel.arg_names if arg.endswith("_ptr") and arg not in ("tiles_ptr", "page_table_ptr")]
     return compile_for(capability, kernel, constants, type_of, aligned, num_warps=config.num_warps, num_stages=config.num_stages)
 
 
@@ -137,6 +146,15 @@ def test_attention_kernels_compile_for_several_query_groups(name, query_groups, 
         options = dict(tma=capability >= 90, activation=activation, query_groups=query_groups)
         compiled = compile_attention(name, 128, "bf16", capability, **options)
         assert compiled.metadata.shared <= SHARED_MEMORY[capability]
+
+
+@slow_after(3, "dim, dtype, capability, activation, mask, bias", PAGED)
+def test_the_forward_compiles_with_keys_in_pages(dim, dtype, capability, activation, mask, bias):
+    """With as many stages as without pages."""
+    options = dict(tma=capability >= 90, activation=activation, mask=MASKS[mask], bias=BIASES.get(bias))
+    options |= dict(precision="bf16x6" if dtype == "fp32" else "ieee")
+    paged, plain = (compile_attention("fwd", dim, dtype, capability, page_rows=rows, **options) for rows in (256, None))
+    assert paged.metadata.shared == plain.metadata.shared <= SHARED_MEMORY[capability]
 
 
 @slow_after(1, "name", KERNELS)

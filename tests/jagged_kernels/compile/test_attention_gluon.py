@@ -47,12 +47,13 @@ def assert_shared_memory(compiled, name, dim, lse_and_delta=0.0):
 
 def compile_hopper_attention(
     name, dim, dtype, activation, mask=None, shared=False, group=1, query_groups=1, long=False, has_ds=False, bias=None,
-    config=None,
+    config=None, page_rows=None,
 ):  # fmt: skip
     """The compiled kernel for compute capability 9.0 with its launch configuration.
 
     `shared`: queries and keys are shared by all segments. `long`: key segments are long. `has_ds`: dS is stored, or read by "dq_from_ds".
     bias: a BiasKind, whose tables have gradients. config: another launch configuration.
+    page_rows: of the forward's keys; None: they are not in pages.
     """
     kernel = {
         "fwd": attention.attention_fwd_hopper_kernel,
@@ -71,6 +72,7 @@ def compile_hopper_attention(
     constants |= options | dict(segment_scale_ptr=None) | ({} if mask else dict(num_targets_ptr=None))
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= bias_constants(bias, sums=name == "dq")
+    constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
     constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
     types = dict(
         lse_ptr="*fp32",
@@ -78,6 +80,7 @@ def compile_hopper_attention(
         ds_blocks_ptr="*i32",
         added_ptr="*i32",
         next_tile_ptr="*i32",
+        page_table_ptr="*i32",
         num_targets_ptr="*i64",
         tiles_ptr="*i32",
         num_tiles_ptr="*i32",
@@ -173,6 +176,29 @@ def test_hopper_attention_kernel_of_long_segments_compiles(dim, activation, mask
     long, short = (compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], group=group, long=x) for x in (True, False))
     assert long.asm["ptx"] != short.asm["ptx"]
     assert_shared_memory(long, "long fwd", dim)
+
+
+@slow_after(
+    2,
+    "name, dim, activation, mask, bias, page_rows",
+    [
+        ("fwd", 64, "softmax", "none", None, 128),
+        ("small fwd", 128, "softmax", "none", None, 128),
+        ("fwd", 128, "silu", "hstu", None, 256),
+        ("long fwd", 128, "softmax", "none", None, 128),
+        ("small fwd", 64, "gelu_tanh", "window", None, 1024),
+        ("fwd", 64, "silu", "none", "both", 128),
+    ],
+)
+def test_hopper_attention_kernels_compile_with_keys_in_pages(name, dim, activation, mask, bias, page_rows):
+    """The producer, which has 24 registers, keeps none in memory."""
+    config = small_hopper_config("fwd", dim) if name == "small fwd" else None
+    options = dict(config=config, long=name == "long fwd", bias=BIASES.get(bias))
+    paged, plain = (
+        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], page_rows=x, **options) for x in (page_rows, None)
+    )
+    assert paged.metadata.shared - plain.metadata.shared <= 16  # the table's address, an argument of warps
+    assert spilled_bytes(paged.asm["cubin"]) == spilled_bytes(plain.asm["cubin"])
 
 
 @slow_after(

@@ -1,0 +1,59 @@
+"""Keys and values in pages. No triton import."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+SMALLEST_PAGE = 128  # rows: the longest block of keys of a forward kernel, as a block lies in one page
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pages:
+    """Where the keys of an attention lie in a storage `[num_pages · page_rows, ...]`, whose pages many users share.
+
+    Key n of segment b is the storage's row `page · page_rows + n % page_rows`, with
+
+        page = table[kv_offsets[b] // page_rows + b + n // page_rows]
+
+    So the table has `num_rows // page_rows + B` entries and needs no offsets of its own. At most one entry per segment is spare.
+
+    Attributes:
+        table: int32 `[num_rows // page_rows + B]`, page numbers. Spare entries may be any page's.
+        page_rows: rows of a page: a power of 2, at least 128.
+        num_rows: keys of all segments together, kv_offsets[-1].
+    """
+
+    table: Tensor
+    page_rows: int
+    num_rows: int
+
+    @classmethod
+    def of(cls, pages: Iterable[Sequence[int]], lengths: Sequence[int], page_rows: int) -> Pages:
+        """The pages of segments, with a table on the host.
+
+        Args:
+            pages: for each segment, the numbers of its pages in order; those past its last row are left out.
+            lengths: number of keys of each segment.
+            page_rows: rows of a page.
+
+        Raises:
+            ValueError: not as many pages as lengths; a segment with too few pages.
+        """
+        table: list[int] = []
+        end = 0
+        for segment, (numbers, length) in enumerate(zip(pages, lengths, strict=True)):
+            count = -(-length // page_rows)
+            if len(numbers) < count:
+                raise ValueError(f"pages must have {count} pages for the {length} keys of segment {segment}, got {len(numbers)}")
+            table.extend(numbers[:count])
+            end += length
+            table.extend([0] * (end // page_rows + segment + 1 - len(table)))
+        return cls(torch.tensor(table, dtype=torch.int32), page_rows, end)
+
+    def to(self, device: torch.device) -> Pages:
+        """The pages with their table on a device."""
+        return self if self.table.device == device else dataclasses.replace(self, table=self.table.to(device, non_blocking=True))
