@@ -12,6 +12,7 @@ from torch import fx
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
 from . import shape_rules as _shape_rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
 from .calls import Call, Moved, Rule, first_of, is_operator, positional, rule_of
+from .clean_up import PERMUTATIONS
 from .lineage import Lineage, Size, is_known
 from .sources import Source, find_source, find_uniform
 
@@ -38,6 +39,12 @@ class Analysis:
         """The operands of a node that have a lineage, without those that it uses in full where it moves."""
         in_full = self.moves[node].in_full if node in self.moves else ()
         return [x for x in node.all_input_nodes if x in self.lineages and x not in in_full]
+
+    def permutes_gathered(self, node: fx.Node) -> bool:
+        """Whether a moved value is needed in full as the permutation of its gathered operand, which costs nothing: of a permuted base,
+        elements would be gathered one by one.
+        """
+        return node in self.moves and node.target in PERMUTATIONS and positional(node)[0] in self.lineages
 
 
 def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[[Size], int], known: Set[Size]) -> Analysis:

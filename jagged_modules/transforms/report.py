@@ -11,7 +11,7 @@ from .analysis import Analysis
 from .calls import first_of, is_operator
 from .placement import VIEWS, Cost, Costs
 
-HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB")
+HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB", "cost, MB")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines.append(
             f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP, "
-            f"{_change(self.before.bytes, self.after.bytes)} MB read and written (estimates)"
+            f"{_change(self.before.bytes, self.after.bytes)} MB read and written, {self.before.kernels} → {self.after.kernels} kernels, cost "
+            f"{_change(self.before.total, self.after.total)} MB (estimates: the cost has FLOPs, kernels and slow copies as bytes)"
         )
         return "\n".join([*lines, f"certificate: {self.certificate}"])
 
@@ -154,6 +155,7 @@ def _cells(site: Site) -> tuple[str, ...]:
         rows,
         _change(site.before.flops, site.after.flops),
         _change(site.before.bytes, site.after.bytes),
+        _change(site.before.total, site.after.total),
     )
 
 
