@@ -327,7 +327,7 @@ class Distributor:
         """The operators that read x, a view of it, or x after a unary operator. 0 if one of them cannot be written in parts."""
         numbers = []
         for user in x.users:
-            target, operands = user.target, user.all_input_nodes
+            target, operands = user.target, [y for y in user.all_input_nodes if is_tensor(y)]
             if target is aten.sum.dim_IntList or target in PRODUCTS and any(self._is_weight(self._unexpanded(y)) for y in operands):
                 numbers.append(1)
             else:

@@ -21,7 +21,7 @@ from .calls import Call, first_of, flat, is_operator, is_tensor, positional
 from .lineage import Lineage, Size, product, shape_of, size_of
 from .own_operators import ATTENTIONS, LINEAR_COMPRESS, attention_flops
 
-ERROR = 0.1  # of an estimate of work, at least: a smaller gain may be a loss
+ERROR = 0.25  # of estimates of work, at least: values that were just written are read from a cache. A smaller gain may be a loss
 VECTOR_BYTES = 16  # that a thread of torch's CUDA kernels copies at once, if slices of rows are contiguous and a multiple of it
 
 
@@ -55,6 +55,7 @@ VIEWS = {
     *(aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default, aten.unbind.int, aten.alias.default, aten.detach.default),
     *(aten.flatten.using_ints, aten.unflatten.int, aten.lift_fresh_copy.default, aten.diagonal.default),
 }
+RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.reshape.default}
 LOOKUPS = {aten.index_select.default, aten.index.Tensor, aten.embedding.default, aten.embedding_bag.padding_idx, aten.gather.default}
 PRODUCTS = {aten.linear.default: "input", aten.matmul.default: "self", aten.mm.default: "self", aten.bmm.default: "self"}
 PRODUCTS |= {aten.addmm.default: "mat1", aten.baddbmm.default: "batch1"}
@@ -137,9 +138,7 @@ class Costs:
     def gather(self, node: fx.Node) -> Cost:
         """Of the gather from a base to the value."""
         lineage = self.analysis.lineages[node]
-        if lineage.is_uniform and not lineage.is_folded:
-            return Cost()
-        return self.gather_along(node, lineage)
+        return Cost() if lineage.is_uniform else self.gather_along(node, lineage)  # an expansion: a view, or the model copies it too
 
     def gather_along(self, node: fx.Node, lineage: Lineage) -> Cost:
         """Of a gather of the rows of a value, whose position the lineage tells."""
@@ -150,20 +149,21 @@ class Costs:
 
     def is_vector(self, value: torch.Tensor, dim: int, times: Size = ONE) -> bool:
         """Whether slices over the dimensions from `dim` on are contiguous and whole vectors. times: slices that follow one another."""
-        length = ONE
-        for size, stride in reversed(list(zip(shape_of(value)[dim:], map(size_of, value.stride()[dim:])))):
-            if size != 1 and stride != length:
-                return False
-            length *= size
-        return self.estimate(length * times) * value.element_size() % VECTOR_BYTES == 0
+        size = product(shape_of(value)[dim:]) * times
+        return is_contiguous(value, dim) and self.estimate(size) * value.element_size() % VECTOR_BYTES == 0
 
     def whole(self, graph: fx.Graph) -> Cost:
-        """Of the captured model as it is."""
-        return sum((self.gather(x) if x in self.analysis.sources else self.full(x) for x in graph.nodes), Cost())
+        """Of the captured model as it is, and of the gathers of its inputs."""
+        given = {x for x in self.analysis.lineages if x in self.analysis.sources or x.op == "placeholder"}
+        return sum((self.gather(x) if x in given else self.full(x) for x in graph.nodes), Cost())
 
     def _operator(self, node: fx.Node, share: Callable[[fx.Node], float]) -> Cost:
-        if not is_operator(node) or node.target in VIEWS or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
+        if not is_operator(node) or not isinstance(first_of(node.meta.get("val")), torch.Tensor):
             return Cost()
+        if node.target in VIEWS:
+            operand = positional(node)[0].meta["val"]
+            copies = node.target in RESHAPES and not is_contiguous(operand) and 0 not in operand.stride()
+            return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             return self.of(node, 0, 2 * self.bytes(node) * share(node))
         operands = {x for x in node.all_input_nodes if is_tensor(x)}
@@ -189,6 +189,16 @@ class Costs:
         if str(target) == LINEAR_COMPRESS:
             return 2 * elements * sum(self.estimate(shape_of(x.meta["val"])[1]) for x in arguments["weights"])
         return elements
+
+
+def is_contiguous(value: torch.Tensor, dim: int = 0) -> bool:
+    """Whether slices over the dimensions from `dim` on are."""
+    length = ONE
+    for size, stride in reversed(list(zip(shape_of(value)[dim:], map(size_of, value.stride()[dim:])))):
+        if size != 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 def everything(analysis: Analysis, costs: Costs, read_in_place: Set[tuple[fx.Node, fx.Node]] = frozenset()) -> set[fx.Node]:
@@ -238,7 +248,7 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
         add(node, gather, math.inf if several else costs.gather(node).total)
     for user in node.users:
         moves = user in analysis.lineages and (user not in analysis.moves or node not in analysis.moves[user].in_full)
-        if (node, user) not in read_in_place:
+        if (node, user) not in read_in_place and user.target is not aten.sym_size.int:
             add(gather, user if moves else "full", math.inf)
 
 
