@@ -27,13 +27,15 @@ class Analysis:
         lineages: of all values that have one.
         moves: for results of operators: how they are computed from bases.
         sources: where rows are repeated. Inputs of the caller's are in `lineages` only.
-        refused: why an operator whose operands have lineages cannot be moved.
+        refused: why an operator whose operands have lineages cannot be moved, or one of `whole` is not written in parts.
+        whole: operators that have no lineage, but could be written in parts of which some have: the lineage of a part.
     """
 
     lineages: dict[fx.Node, Lineage] = field(default_factory=dict)
     moves: dict[fx.Node, Moved] = field(default_factory=dict)
     sources: dict[fx.Node, Source] = field(default_factory=dict)
     refused: dict[fx.Node, str] = field(default_factory=dict)
+    whole: dict[fx.Node, Lineage] = field(default_factory=dict)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The operands of a node that have a lineage, without those that it uses in full where it moves."""

@@ -57,12 +57,13 @@ class Distributor:
         costs: of this graph.
 
     Attributes:
-        kept: operators that could be written in parts, and why they are not.
+        whole, reasons: operators that could be written in parts: the lineage of a part, and why they are not.
     """
 
     def __init__(self, graph: fx.Graph, analysis: Analysis, costs: Costs) -> None:
         self.graph, self.analysis, self.costs = graph, analysis, costs
-        self.kept: dict[fx.Node, str] = {}
+        self.whole: dict[fx.Node, Lineage] = {}
+        self.reasons: dict[fx.Node, str] = {}
         self._rewriting: fx.Node | None = None
         self._sources: dict[fx.Node, Lineage] = {}  # of parts that the rewrites made: their maps are those of what they were made of
 
@@ -123,7 +124,12 @@ class Distributor:
         if len({self._maps(group[0]) for group in groups}) < 2 or not all(size.is_Integer for group in sizes for size in group):
             return []
         return [
-            Part(self._joined(group, dim % ndim), sum(map(int, widths)), self._lineage(group[0]) if self._maps(group[0]) else None, len(group))
+            Part(
+                self._joined(group, dim % ndim),
+                sum(map(int, widths)),
+                self._lineage(group[0]) if self._maps(group[0]) else None,
+                len(group),
+            )
             for group, widths in zip(groups, sizes)
         ]
 
@@ -287,7 +293,7 @@ class Distributor:
         if compresses and len(parts) == 2:
             rows = sum(share * part.width / width for part, share in zip(parts, shares))
             after = [costs.of(node, whole.flops * rows, rows * costs.bytes(x) + of_weight + result)]
-        return self._pays(node, whole, self._concatenation(x, parts), after)
+        return self._pays(node, parts, whole.least + self._concatenation(x, parts), after)
 
     def _saves_blocks(self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]) -> bool:
         costs, whole, operand, result = self.costs, self.costs.full(node), self.costs.bytes(left), self.costs.bytes(node)
@@ -307,13 +313,16 @@ class Distributor:
             after.append(copy(part.width / width, not row and all(x.width * element % VECTOR_BYTES == 0 for x in parts)))
         after.append(copy(1, all(part.width * width * element % VECTOR_BYTES == 0 for part in parts)))
         is_dropped = left.target is aten.cat.default and left.users.keys() == {node, right}
-        return self._pays(node, whole, costs.full(left).least if is_dropped else 0, after)
+        return self._pays(node, parts, whole.least + (costs.full(left).least if is_dropped else 0), after)
 
-    def _pays(self, node: fx.Node, whole: Cost, dropped: float, after: list[Cost]) -> bool:
-        """dropped: the least cost of operands that only the whole operator needs."""
-        parts, least = sum(after, Cost()).total, whole.least + dropped
-        self.kept[node] = f"in parts it may cost {parts / 1e6:.3g} MB, whole {least / 1e6:.3g} MB"
-        return parts < least
+    def _pays(self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]) -> bool:
+        """whole: the least cost of the operator, and of operands that it alone needs."""
+        total = sum(after, Cost()).total
+        if total < whole:
+            return True
+        self.whole[node] = next(part.lineage for part in parts if part.lineage)
+        self.reasons[node] = f"in parts it costs {total / 1e6:.3g} MB, whole at least {whole / 1e6:.3g} MB"
+        return False
 
     def _concatenation(self, x: fx.Node, parts: list[Part]) -> float:
         """Its cost for each reader, if all of them can be written in parts. Then it is not written, nor are its parts gathered for it."""

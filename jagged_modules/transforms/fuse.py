@@ -155,7 +155,8 @@ def make_plan(
         clean_up(captured.graph, bags)
         analysis = analyse(captured.graph, inputs, estimate, known)
         costs = Costs(analysis, estimate)
-    analysis.refused |= {node: reason for node, reason in distributor.kept.items() if node in analysis.refused}
+    analysis.refused |= distributor.reasons
+    analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
     read_in_place = {read for match in fusions.values() for read in match.reads}

@@ -237,7 +237,7 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
             add(node, operand, math.inf)
     else:
         add("base", node, costs.full(node).least + 1e-3)  # views cost nothing, and move if their operands do
-        add(node, "full", costs.base(node).total)
+        add(node, "full", costs.base(node).total if costs.share(analysis.lineages[node]) < 1 else math.inf)
         for operand in analysis.operands(node):
             add(node, operand, math.inf)
     several = not isinstance(node.meta.get("val"), torch.Tensor)

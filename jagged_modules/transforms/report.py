@@ -116,11 +116,12 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
         return None
     source = node in analysis.sources
     given = lineage is not None and not source and node not in analysis.moves  # the users' embedding bags
-    if not source and not given and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
+    operands = [x for x in map(analysis.lineages.get, analysis.operands(node)) if x and not x.is_uniform]
+    lineage = lineage or analysis.whole.get(node) or next(iter(operands), None)
+    if lineage is None or not source and not given and node not in analysis.whole and (node.target in VIEWS or not operands):
         return None
-    lineage = lineage or next(analysis.lineages[x] for x in analysis.operands(node) if not analysis.lineages[x].is_uniform)
     full, base = costs.estimate(lineage.rows), costs.estimate(lineage.base_rows)
-    reason = analysis.refused.get(node, "its result costs more to gather than to compute")
+    reason = analysis.refused.get(node) or _not_worth_it(node, costs)
     decision = "kept"
     if node in decisions.fused:
         decision, reason = "fused", decisions.fused[node]
@@ -132,6 +133,11 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     before = costs.gather(node) if source else costs.full(node)
     after = costs.gather(node) if source and node in decisions.gathered else Cost() if source else _after(node, costs, decisions)
     return Site(node.name, name, _line(node), decision, reason, full, base if decision == "moved" else full, before, after)
+
+
+def _not_worth_it(node: fx.Node, costs: Costs) -> str:
+    gather = costs.gather(node).total / 1e6 if node in costs.analysis.moves else 0
+    return f"it saves at least {(costs.full(node).least - costs.base(node).total) / 1e6:.3g} MB, and its result costs {gather:.3g} MB to gather"
 
 
 def _line(node: fx.Node) -> str:
