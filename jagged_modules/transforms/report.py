@@ -62,8 +62,8 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines.append(
             f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP, "
-            f"{_change(self.before.bytes, self.after.bytes)} MB read and written, {self.before.kernels} → {self.after.kernels} kernels, cost "
-            f"{_change(self.before.total, self.after.total)} MB (estimates: the cost has FLOPs, kernels and slow copies as bytes)"
+            f"{_change(self.before.bytes, self.after.bytes)} MB read and written, {self.before.kernels} → {self.after.kernels} kernels, "
+            f"cost {_change(self.before.total, self.after.total)} MB (estimates; the cost has FLOPs, kernels and slow copies as bytes)"
         )
         return "\n".join([*lines, f"certificate: {self.certificate}"])
 
@@ -136,8 +136,9 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
 
 
 def _not_worth_it(node: fx.Node, costs: Costs) -> str:
-    gather = costs.gather(node).total / 1e6 if node in costs.analysis.moves else 0
-    return f"it saves at least {(costs.full(node).least - costs.base(node).total) / 1e6:.3g} MB, and its result costs {gather:.3g} MB to gather"
+    saved = costs.full(node).least - costs.base(node).total
+    gather = costs.gather(node).total if node in costs.analysis.moves else 0
+    return f"it saves at least {saved / 1e6:.3g} MB, and its result costs {gather / 1e6:.3g} MB to gather"
 
 
 def _line(node: fx.Node) -> str:
