@@ -236,8 +236,8 @@ def _add_choice(graph: Any, node: fx.Node, analysis: Analysis, costs: Costs, rea
         for operand in _moved_operands(node, analysis):
             add(node, operand, math.inf)
     else:
-        add("base", node, costs.full(node).least + 1e-3)  # views cost nothing, and move if their operands do
-        add(node, "full", costs.base(node).total if costs.share(analysis.lineages[node]) < 1 else math.inf)
+        add("base", node, costs.full(node).least)
+        add(node, "full", costs.base(node).total + 1e-3 if costs.share(analysis.lineages[node]) < 1 else math.inf)  # equal costs: it stays
         for operand in analysis.operands(node):
             add(node, operand, math.inf)
     several = not isinstance(node.meta.get("val"), torch.Tensor)
