@@ -261,8 +261,9 @@ class Distributor:
         """A concatenation of concatenations as one, in which neighbours with one map are concatenated before they are gathered."""
         operands: list[fx.Node] = []
         for group in self._groups(self._operands(node, dim)):
-            lineages = [self._lineage(x) for x in group if self._maps(x)]
-            operands += [self._joined(group, dim)] if lineages and all(x and x.dim != dim for x in lineages) else group
+            lineages = [lineage for x in group if self._maps(x) and (lineage := self._lineage(x))]
+            kinds = {(x.dim, x.pre, x.post, x.base_rows) for x in lineages}  # bases of different sizes would be narrowed
+            operands += [self._joined(group, dim)] if len(kinds) == 1 and lineages[0].dim != dim else group
         return None if operands == positional(node)[0] else self._new(aten.cat.default, operands, dim)
 
     def _operands(self, node: fx.Node, dim: int) -> list[fx.Node]:

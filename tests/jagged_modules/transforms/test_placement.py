@@ -1,5 +1,7 @@
 """Where operators are placed by estimated costs: of bytes and FLOPs, of kernels, and of elements that are copied one by one."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -133,6 +135,20 @@ def test_concatenations_of_concatenations_are_one():
     assert gather.args[0] is first and second.args[0][0] is gather
     index, user, item = torch.tensor([2, 0, 2, 2, 0]), torch.randn(3, 64), torch.randn(5, 64)
     torch.testing.assert_close(fused(user, item, candidate_to_user=index), function(user[index], item, None), rtol=0, atol=0)
+
+
+def test_users_features_of_different_sizes_are_gathered_by_themselves():
+    """Together they would be narrowed to the smaller one, where negative entries of the map are other rows."""
+
+    class Concatenates(nn.Module):
+        def forward(self, x, y, item, index):
+            return torch.cat([x[index], torch.cat([y[index], item], 1)], 1)
+
+    model = Concatenates().eval()
+    fused = fuse_broadcasts(model, (torch.randn(3, 4), torch.randn(5, 4), torch.randn(9, 4), torch.arange(9) % 3))
+    inputs = torch.randn(3, 4), torch.randn(4, 4), torch.randn(6, 4), torch.tensor([0, -1, 2, -3, 1, -2])
+    torch.testing.assert_close(fused(*inputs), model(*inputs), rtol=0, atol=0)
+    torch.testing.assert_close(copy.deepcopy(fused)(*inputs), model(*inputs), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("processor", ["CPU", "GPU"])
