@@ -35,7 +35,7 @@ def test_every_model_is_right_and_measured_in_all_forms(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_compiled(tmp_path, monkeypatch):
     torch._dynamo.reset()
-    results = run(tmp_path, monkeypatch, "--impl", "compiled", "--only", "models.*(DIN|examples)")
+    results = run(tmp_path, monkeypatch, "--impl", "compiled", "--only", "models.* 2 users: (TorchRec DLRM|examples.*)$")
     assert {(row["implementation"], row["status"]) for row in results["rows"]} == {
         (f"{form}, compiled", "ok") for form in (bench.LEFT_IN, bench.SPLIT, bench.FUSED)
     }
