@@ -30,7 +30,7 @@ class Processor:
     """What work costs, in bytes that the processor reads or writes in the same time.
 
     Attributes:
-        flops, flops_16_bit: FLOPs per byte of operators on elements of 16 bits, and of others.
+        flops_16_bit, flops: FLOPs per byte of operators on elements of 16 bits, and on others.
         kernel: bytes per call of an operator, however small.
         element: bytes per element that is copied by itself, as torch's index_select, gather and cat do on CUDA unless slices are vectors.
     """
@@ -162,7 +162,7 @@ class Costs:
             return Cost()
         if node.target in VIEWS:
             operand = positional(node)[0].meta["val"]
-            copies = node.target in RESHAPES and not is_contiguous(operand) and 0 not in operand.stride()
+            copies = node.target in RESHAPES and not is_contiguous(operand) and 0 not in map(size_of, operand.stride())
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             return self.of(node, 0, 2 * self.bytes(node) * share(node))

@@ -14,10 +14,10 @@ without embedding lookups.
 
 import copy
 import functools
-import multiprocessing
+import os
+import subprocess
 import sys
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -119,8 +119,12 @@ def compile_forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> N
 @functools.cache
 def fill_caches(scale: Scale, device: str, dtype: torch.dtype) -> None:
     """Compiles all models at the same time, in processes that leave their results in inductor's caches."""
-    with ProcessPoolExecutor(len(NETS), multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(partial(compile_forms, scale=scale, device=device, dtype=dtype), NETS))
+    code = "import torch; from bench_broadcast import *; compile_forms({!r}, {!r}, {!r}, {!r})"
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, "-c", code.format(name, scale, device, dtype)] for name in NETS]
+    processes = [subprocess.Popen(x, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for x in commands]
+    for process in processes:
+        process.wait()
 
 
 def moved(inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
