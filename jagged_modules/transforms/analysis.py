@@ -12,6 +12,7 @@ from torch import fx
 from . import rules as _rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
 from . import shape_rules as _shape_rules  # noqa: F401  # pyright: ignore[reportUnusedImport] - fills the table
 from .calls import Call, Moved, Rule, first_of, is_operator, positional, rule_of
+from .clean_up import PERMUTATIONS
 from .lineage import Lineage, Size, is_known
 from .sources import Source, find_source, find_uniform
 
@@ -26,18 +27,26 @@ class Analysis:
         lineages: of all values that have one.
         moves: for results of operators: how they are computed from bases.
         sources: where rows are repeated. Inputs of the caller's are in `lineages` only.
-        refused: why an operator whose operands have lineages cannot be moved.
+        refused: why an operator whose operands have lineages cannot be moved, or one of `whole` is not written in parts.
+        whole: operators that have no lineage, but could be written in parts of which some have: the lineage of a part.
     """
 
     lineages: dict[fx.Node, Lineage] = field(default_factory=dict)
     moves: dict[fx.Node, Moved] = field(default_factory=dict)
     sources: dict[fx.Node, Source] = field(default_factory=dict)
     refused: dict[fx.Node, str] = field(default_factory=dict)
+    whole: dict[fx.Node, Lineage] = field(default_factory=dict)
 
     def operands(self, node: fx.Node) -> list[fx.Node]:
         """The operands of a node that have a lineage, without those that it uses in full where it moves."""
         in_full = self.moves[node].in_full if node in self.moves else ()
         return [x for x in node.all_input_nodes if x in self.lineages and x not in in_full]
+
+    def permutes_gathered(self, node: fx.Node) -> bool:
+        """Whether a moved value is needed in full as the permutation of its gathered operand, which costs nothing: of a permuted base,
+        elements would be gathered one by one.
+        """
+        return node in self.moves and node.target in PERMUTATIONS and positional(node)[0] in self.lineages
 
 
 def analyse(graph: fx.Graph, inputs: dict[fx.Node, Lineage], estimate: Callable[[Size], int], known: Set[Size]) -> Analysis:

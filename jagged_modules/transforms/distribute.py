@@ -3,9 +3,11 @@
     linear([x | y], W)  = linear(x, W[:, :k]) + linear(y, W[:, k:])         the same for matmul with a weight on either side
     [x; y] [x; y]ᵀ      = [[x xᵀ, x yᵀ], [y xᵀ, y yᵀ]]
     Σ [x | y]           = Σ x + Σ y
+    [x | [z | y]]       = [[x | z] | y]                                     x and z with one map: one gather, and one large copy less
 
 If x = A[map] and y has one row per candidate, the concatenation has no lineage, but the terms of x alone do. They are then moved as any
-other operator. The rewrites change the captured graph, before it is analysed again.
+other operator. The rewrites change the captured graph, before it is analysed again. Parts are more operators, so a rewrite must clearly
+cost less by the estimates.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from .calls import RULES, Call, is_operator, is_tensor, positional
 from .clean_up import call
 from .lineage import Lineage, shape_of
 from .own_operators import LINEAR_COMPRESS
-from .placement import FLOPS_PER_BYTE, Costs
+from .placement import PRODUCTS, VECTOR_BYTES, VIEWS, Cost, Costs
 from .rules import pointwise
 
 aten = torch.ops.aten
@@ -31,11 +33,19 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Part:
-    """A part of a concatenation: its value, its number of columns, and its lineage."""
+    """A part of a concatenation.
+
+    Attributes:
+        node: its value.
+        width: its number of columns.
+        lineage: of the value.
+        pieces: values that it is a concatenation of.
+    """
 
     node: fx.Node
     width: int
     lineage: Lineage | None
+    pieces: int
 
 
 class Distributor:
@@ -45,10 +55,15 @@ class Distributor:
         graph: changed in place.
         analysis: of this graph. Nodes that the rewrites add are not in it.
         costs: of this graph.
+
+    Attributes:
+        whole, reasons: operators that could be written in parts: the lineage of a part, and why they are not.
     """
 
     def __init__(self, graph: fx.Graph, analysis: Analysis, costs: Costs) -> None:
         self.graph, self.analysis, self.costs = graph, analysis, costs
+        self.whole: dict[fx.Node, Lineage] = {}
+        self.reasons: dict[fx.Node, str] = {}
         self._rewriting: fx.Node | None = None
         self._sources: dict[fx.Node, Lineage] = {}  # of parts that the rewrites made: their maps are those of what they were made of
 
@@ -84,7 +99,7 @@ class Distributor:
             return self._sum_of_products(node, call["embeddings"][0], -2, call["weights"][0], 1)
         if node.target is aten.sum.dim_IntList:
             return self._sum_of_sums(node, call)
-        return None
+        return self._fewer_gathers(node, call.dim("dim", node.meta["val"].dim())) if node.target is aten.cat.default else None
 
     def _unexpanded(self, x: Any) -> Any:
         """The weight that is expanded to a batch of matrices, else x itself."""
@@ -104,23 +119,32 @@ class Distributor:
     def parts(self, x: fx.Node, dim: int) -> list[Part]:
         """The parts of x along a dimension, neighbours of one lineage as one. Empty unless some but not all of them have one lineage."""
         ndim = x.meta["val"].dim()
-        nodes = self._pieces(x, dim % ndim)
+        groups = self._groups(self._pieces(x, dim % ndim))
+        sizes = [[shape_of(node.meta["val"])[dim % ndim] for node in group] for group in groups]
+        if len({self._maps(group[0]) for group in groups}) < 2 or not all(size.is_Integer for group in sizes for size in group):
+            return []
+        return [
+            Part(
+                self._joined(group, dim % ndim),
+                sum(map(int, widths)),
+                self._lineage(group[0]) if self._maps(group[0]) else None,
+                len(group),
+            )
+            for group, widths in zip(groups, sizes)
+        ]
+
+    def _groups(self, nodes: list[fx.Node]) -> list[list[fx.Node]]:
+        """Neighbours with the same maps."""
         groups: list[list[fx.Node]] = []
         for node in nodes:
             if groups and self._maps(groups[-1][0]) == self._maps(node):
                 groups[-1].append(node)
             else:
                 groups.append([node])
-        kinds = {self._maps(group[0]) for group in groups}
-        if len(kinds) < 2 or any(not shape_of(node.meta["val"])[dim % ndim].is_Integer for node in nodes):
-            return []
-        result = []
-        for group in groups:
-            lineage = self._lineage(group[0])
-            node = group[0] if len(group) == 1 else self._new(aten.cat.default, group, dim % ndim)
-            width = sum(int(shape_of(one.meta["val"])[dim % ndim]) for one in group)
-            result.append(Part(node, width, None if self._maps(group[0]) is None else lineage))
-        return result
+        return groups
+
+    def _joined(self, group: list[fx.Node], dim: int) -> fx.Node:
+        return group[0] if len(group) == 1 else self._new(aten.cat.default, group, dim, lineage_of=group[0])
 
     def _lineage(self, node: fx.Node) -> Lineage | None:
         return self.analysis.lineages.get(node) or self._sources.get(node)
@@ -131,7 +155,7 @@ class Distributor:
 
     def _pieces(self, x: fx.Node, dim: int) -> list[fx.Node]:
         """Values whose concatenation along `dim` is x. Views and unary operators are applied to each."""
-        if not is_operator(x) or x in self.analysis.lineages:
+        if not is_operator(x) or self._lineage(x) is not None:
             return [x]
         call, shape = Call(x, {}), shape_of(x.meta["val"])
         if x.target is aten.cat.default:
@@ -180,7 +204,7 @@ class Distributor:
 
     def _sum_of_products(self, node: fx.Node, x: fx.Node, dim: int, weight: fx.Node, weight_dim: int, bias: Any = None) -> fx.Node | None:
         parts = self.parts(x, dim) if is_tensor(x) else []
-        if not parts or not self._saves(node, x, parts):
+        if not parts or not self._saves(node, x, parts, weight, dim == -2):
             return None
         terms = []
         pieces = self._new(aten.split_with_sizes.default, weight, [part.width for part in parts], weight_dim)
@@ -211,7 +235,7 @@ class Distributor:
         if {d % 3 for d in right.args[1:3]} != {1, 2}:
             return None
         parts = self.parts(left, 1)
-        if not parts or not self._saves_blocks(node, parts):
+        if not parts or not self._saves_blocks(node, left, right, parts):
             return None
         columns = [self._new(aten.transpose.int, part.node, 1, 2) for part in parts]
         blocks: dict[tuple[int, int], fx.Node] = {}
@@ -229,30 +253,93 @@ class Distributor:
             return None
         dim = call["dim"][0]
         parts = self.parts(call["self"], dim)
-        if not parts:
+        if not parts or not self._saves(node, call["self"], parts):
             return None
         return self._added([self._new(aten.sum.dim_IntList, part.node, [dim], call["keepdim"]) for part in parts])
 
+    def _fewer_gathers(self, node: fx.Node, dim: int) -> fx.Node | None:
+        """A concatenation of concatenations as one, in which neighbours with one map are concatenated before they are gathered."""
+        operands: list[fx.Node] = []
+        for group in self._groups(self._operands(node, dim)):
+            lineages = [lineage for x in group if self._maps(x) and (lineage := self._lineage(x))]
+            kinds = {(x.dim, x.pre, x.post, x.base_rows) for x in lineages}  # bases of different sizes would be narrowed
+            operands += [self._joined(group, dim)] if len(kinds) == 1 and lineages[0].dim != dim else group
+        return None if operands == positional(node)[0] else self._new(aten.cat.default, operands, dim)
+
+    def _operands(self, node: fx.Node, dim: int) -> list[fx.Node]:
+        """Those of a concatenation, and of concatenations that are its operands alone."""
+        operands: list[fx.Node] = []
+        for x in positional(node)[0]:
+            nested = x.target is aten.cat.default and len(x.users) == 1 and x not in self.analysis.lineages
+            nested = nested and Call(x, {}).dim("dim", x.meta["val"].dim()) == dim
+            operands += self._operands(x, dim) if nested else [x]
+        return operands
+
     # -- costs -------------------------------------------------------------------------------------------------------------------------
 
-    def _saves(self, node: fx.Node, x: fx.Node, parts: list[Part]) -> bool:
-        """Whether a product is cheaper in parts: each other part adds a gather and an addition of the result."""
-        whole, flops, width = self.costs.bytes(x), self.costs.full(node).flops, sum(part.width for part in parts)
-        result, saved = self.costs.bytes(node), 0.0
-        for part in parts:
+    def _saves(self, node: fx.Node, x: fx.Node, parts: list[Part], weight: fx.Node | None = None, compresses: bool = False) -> bool:
+        """Whether a product with a weight, or a sum, costs less in parts. compresses: two parts are one operator, see compress.py."""
+        costs, whole, result = self.costs, self.costs.full(node), self.costs.bytes(node)
+        width, of_weight = sum(part.width for part in parts), costs.bytes(weight) if weight else 0
+        shares = [costs.share(part.lineage) for part in parts]
+        after = [costs.of(node, 0, 3 * result)] * (len(parts) - 1)  # additions
+        for part, share in zip(parts, shares):
+            size = part.width / width
+            moved = size * (share * costs.bytes(x) + of_weight) + share * result
+            after.append(costs.of(node, whole.flops * size * share, moved))
+            if part.pieces > 1:
+                after.append(costs.of(node, 0, 2 * size * share * costs.bytes(x)))
             if part.lineage is not None:
-                less = (1 - self.costs.share(part.lineage)) * part.width / width
-                saved += less * (flops / FLOPS_PER_BYTE + whole) - 5 * result
-                if len(x.users) == 1:  # the part is neither gathered nor copied into the concatenation
-                    saved += 4 * whole * part.width / width
-        return saved > 0
+                after.append(costs.gather_along(node, part.lineage))
+        if compresses and len(parts) == 2:
+            rows = sum(share * part.width / width for part, share in zip(parts, shares))
+            after = [costs.of(node, whole.flops * rows, rows * costs.bytes(x) + of_weight + result)]
+        return self._pays(node, parts, whole.least + self._concatenation(x, parts), after)
 
-    def _saves_blocks(self, node: fx.Node, parts: list[Part]) -> bool:
-        flops, result, width = self.costs.full(node).flops, self.costs.bytes(node), sum(part.width for part in parts)
-        saved = -2 * result
-        for part in parts:
-            if part.lineage is not None:
-                square = (part.width / width) ** 2
-                saved += (1 - self.costs.share(part.lineage)) * square * flops / FLOPS_PER_BYTE - 2 * square * result
-                saved += sum(flops / FLOPS_PER_BYTE * part.width * other.width / width**2 for other in parts if other is not part)
-        return saved > 0
+    def _saves_blocks(self, node: fx.Node, left: fx.Node, right: fx.Node, parts: list[Part]) -> bool:
+        costs, whole, operand, result = self.costs, self.costs.full(node), self.costs.bytes(left), self.costs.bytes(node)
+        width, element, after = sum(part.width for part in parts), node.meta["val"].element_size(), list[Cost]()
+
+        def copy(part: float, are_vectors: bool) -> Cost:
+            return costs.of(node, 0, 2 * part * result, 0 if are_vectors else part * result / element)
+
+        for row, part in enumerate(parts):
+            for other in parts[row:]:
+                a, b = part.width / width, other.width / width
+                share = costs.share(part.lineage) if part.lineage and other.lineage and part.lineage.maps == other.lineage.maps else 1
+                after.append(costs.of(node, a * b * share * whole.flops, share * ((a + b) * operand + a * b * result)))
+                if share < 1:
+                    after.append(copy(a * b, part.width * other.width * element % VECTOR_BYTES == 0))
+            # rows of blocks but the first one have a transposed block
+            after.append(copy(part.width / width, not row and all(x.width * element % VECTOR_BYTES == 0 for x in parts)))
+        after.append(copy(1, all(part.width * width * element % VECTOR_BYTES == 0 for part in parts)))
+        is_dropped = left.target is aten.cat.default and left.users.keys() == {node, right}
+        return self._pays(node, parts, whole.least + (costs.full(left).least if is_dropped else 0), after)
+
+    def _pays(self, node: fx.Node, parts: list[Part], whole: float, after: list[Cost]) -> bool:
+        """whole: the least cost of the operator, and of operands that it alone needs."""
+        total = sum(after, Cost()).total
+        if total < whole:
+            return True
+        self.whole[node] = next(part.lineage for part in parts if part.lineage)
+        self.reasons[node] = f"in parts it costs {total / 1e6:.3g} MB, whole at least {whole / 1e6:.3g} MB"
+        return False
+
+    def _concatenation(self, x: fx.Node, parts: list[Part]) -> float:
+        """Its cost for each reader, if all of them can be written in parts. Then it is not written, nor are its parts gathered for it."""
+        while x.target is not aten.cat.default:
+            x = positional(x)[0]
+        gathers = [self.costs.of(part.node, 0, 2 * self.costs.bytes(part.node)) for part in parts if part.lineage]
+        readers = self._readers(x)
+        return sum(gathers, self.costs.full(x)).least / readers if readers else 0
+
+    def _readers(self, x: fx.Node) -> int:
+        """The operators that read x, a view of it, or x after a unary operator. 0 if one of them cannot be written in parts."""
+        numbers = []
+        for user in x.users:
+            target, operands = user.target, [y for y in user.all_input_nodes if is_tensor(y)]
+            if target is aten.sum.dim_IntList or target in PRODUCTS and any(self._is_weight(self._unexpanded(y)) for y in operands):
+                numbers.append(1)
+            else:
+                numbers.append(self._readers(user) if operands == [x] and (target in VIEWS or RULES.get(target) is pointwise) else 0)
+        return sum(numbers) if all(numbers) else 0

@@ -162,6 +162,8 @@ class Emitter:
         """The value of a node of the captured graph, gathered from its base at the first use."""
         if node not in self._plain and node in self._per_user and isinstance(node.meta["val"], torch.SymInt):
             self._plain[node] = self._expression(size_of(node.meta["val"]))
+        elif node not in self._plain and self.analysis.permutes_gathered(node):
+            self._plain[node] = self.graph.node_copy(node, self.value)
         elif node not in self._plain:
             self._plain[node] = self.gathered(node, len(self.analysis.lineages[node].maps))
         return self._plain[node]

@@ -150,10 +150,13 @@ def make_plan(
     analysis = analyse(captured.graph, inputs, estimate, known)
     costs = Costs(analysis, estimate)
     before = costs.whole(captured.graph)
-    if Distributor(captured.graph, analysis, costs).run():
+    distributor = Distributor(captured.graph, analysis, costs)
+    if distributor.run():
         clean_up(captured.graph, bags)
         analysis = analyse(captured.graph, inputs, estimate, known)
         costs = Costs(analysis, estimate)
+    analysis.refused |= distributor.reasons
+    analysis.whole = distributor.whole
     fusions: dict[fx.Node, Fusion] = {**find_attentions(captured.graph, analysis, estimate), **find_compressions(captured.graph, analysis)}
     fusions |= find_segment_attentions(captured.graph, analysis, estimate)
     read_in_place = {read for match in fusions.values() for read in match.reads}

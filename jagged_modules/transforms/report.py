@@ -11,7 +11,7 @@ from .analysis import Analysis
 from .calls import first_of, is_operator
 from .placement import VIEWS, Cost, Costs
 
-HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB")
+HEADER = ("operator", "line", "decision", "rows", "MFLOP", "MB", "cost, MB")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,8 @@ class Report:
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         lines.append(
             f"whole model, {self.sizes}: {_change(self.before.flops, self.after.flops)} MFLOP, "
-            f"{_change(self.before.bytes, self.after.bytes)} MB read and written (estimates)"
+            f"{_change(self.before.bytes, self.after.bytes)} MB read and written, {self.before.kernels} → {self.after.kernels} kernels, "
+            f"cost {_change(self.before.total, self.after.total)} MB (estimates; the cost has FLOPs, kernels and slow copies as bytes)"
         )
         return "\n".join([*lines, f"certificate: {self.certificate}"])
 
@@ -115,11 +116,12 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
         return None
     source = node in analysis.sources
     given = lineage is not None and not source and node not in analysis.moves  # the users' embedding bags
-    if not source and not given and (node.target in VIEWS or not any(not analysis.lineages[x].is_uniform for x in analysis.operands(node))):
+    operands = [x for x in map(analysis.lineages.get, analysis.operands(node)) if x and not x.is_uniform]
+    lineage = lineage or analysis.whole.get(node) or next(iter(operands), None)
+    if lineage is None or not source and not given and node not in analysis.whole and (node.target in VIEWS or not operands):
         return None
-    lineage = lineage or next(analysis.lineages[x] for x in analysis.operands(node) if not analysis.lineages[x].is_uniform)
     full, base = costs.estimate(lineage.rows), costs.estimate(lineage.base_rows)
-    reason = analysis.refused.get(node, "its result costs more to gather than to compute")
+    reason = analysis.refused.get(node) or _not_worth_it(node, costs)
     decision = "kept"
     if node in decisions.fused:
         decision, reason = "fused", decisions.fused[node]
@@ -131,6 +133,12 @@ def _site(node: fx.Node, analysis: Analysis, costs: Costs, decisions: Decisions)
     before = costs.gather(node) if source else costs.full(node)
     after = costs.gather(node) if source and node in decisions.gathered else Cost() if source else _after(node, costs, decisions)
     return Site(node.name, name, _line(node), decision, reason, full, base if decision == "moved" else full, before, after)
+
+
+def _not_worth_it(node: fx.Node, costs: Costs) -> str:
+    saved = costs.full(node).least - costs.base(node).total
+    gather = costs.gather(node).total if node in costs.analysis.moves else 0
+    return f"it saves at least {saved / 1e6:.3g} MB, and its result costs {gather / 1e6:.3g} MB to gather"
 
 
 def _line(node: fx.Node) -> str:
@@ -154,6 +162,7 @@ def _cells(site: Site) -> tuple[str, ...]:
         rows,
         _change(site.before.flops, site.after.flops),
         _change(site.before.bytes, site.after.bytes),
+        _change(site.before.total, site.after.total),
     )
 
 

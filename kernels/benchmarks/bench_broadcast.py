@@ -1,20 +1,21 @@
 """Latency of ranking models whose callers repeat the rows of users for their candidates: as they are, split by hand, and fused.
 
-    python kernels/benchmarks/bench_broadcast.py --impl "eager|graphs" --rep 10 --pause 0.05    # on a CUDA device, under 100 s
-    python kernels/benchmarks/bench_broadcast.py --impl compiled --rep 10 --pause 0.05          # torch.compile, minutes
-    python kernels/benchmarks/bench_broadcast.py --only "candidates per user" --impl "eager|graphs"
-    python kernels/benchmarks/bench_broadcast.py --device cpu                                   # smaller models
+    python kernels/benchmarks/bench_broadcast.py --only "^models" --rep 5 --warmup 2 --pause 0.02   # one table of all forms and modes
+    python kernels/benchmarks/bench_broadcast.py --impl "eager|graphs" --rep 10 --pause 0.05        # more ratios, nothing compiled
+    python kernels/benchmarks/bench_broadcast.py --device cpu                                       # smaller models
     python kernels/benchmarks/bench_broadcast.py --tiny --device cpu
 
 "left in": the rows of users are gathered for the candidates, then the model runs. "split": a net of users and a net of candidates, cut by
 hand where the rows were repeated. "fused": jm.transforms.fuse_broadcasts of the model, placed for 1,024 candidates of 15 users in all
-cases. Each form is measured eager, under torch.compile with these sizes, and as a CUDA graph of the eager call. Times are wall times of
-host and device together. The speed-ups in tables are over "left in, eager"; the lines above them compare within each mode. Models come
+cases. Each form is measured eager, under torch.compile with dynamic sizes, and as a CUDA graph of the eager call. Times are wall times of
+host and device together. The speed-ups in tables are over "left in, eager"; the table above them compares within each mode. Models come
 without embedding lookups.
 """
 
 import copy
 import functools
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -38,17 +39,22 @@ EXAMPLE_ROWS = 32  # of the export
 
 @dataclass(frozen=True)
 class Scale:
-    """sizes: of the models. batch: users and candidates of the table of models. ratios: candidates per user of the other tables."""
+    """sizes: of the models. batch: users and candidates that all are placed for. ratios: candidates per user of tables of one model."""
 
     sizes: Sizes
     batch: tuple[int, int]
     ratios: tuple[int, ...]
     swept: tuple[str, ...] = ("DIN, nn.MultiheadAttention", "nn.TransformerEncoder", "TorchRec DLRM")
 
+    @property
+    def batches(self) -> tuple[tuple[int, int], ...]:
+        """Of the tables of all models: `batch`, and one candidate per user."""
+        return self.batch, (self.batch[1], self.batch[1])
 
-FULL = Scale(Sizes(128, 4, 200, 512, 64, 8, (1024, 512)), (15, 1024), (1, 10, 100, 1000, 10000))
-CPU = Scale(Sizes(64, 4, 50, 128, 24, 4, (128, 64)), (15, 1024), (1, 10, 100, 1000))
-TINY = Scale(Sizes(16, 2, 5, 8, 6, 2, (8,)), (2, 24), (1, 20))
+
+FULL = Scale(Sizes(128, 4, 200, 512, 64, 8, (1024, 512)), (15, 1024), (10, 100, 1000, 10000))
+CPU = Scale(Sizes(64, 4, 50, 128, 24, 4, (128, 64)), (15, 1024), (10, 100, 1000))
+TINY = Scale(Sizes(16, 2, 5, 8, 6, 2, (8,)), (2, 24), (20,))
 
 
 def candidates_of(batch: tuple[int, int]) -> Tensor:
@@ -84,6 +90,43 @@ def made(name: str, scale: Scale, device: str, dtype: torch.dtype) -> tuple[Net,
     return net, jm.transforms.fuse_broadcasts(net.model, example, request_only=net.shared, max_batch=scale.batch)
 
 
+def forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+    net, fused = made(name, scale, device, dtype)
+    return {LEFT_IN: LeftIn(net) if net.shared else net.model, **({SPLIT: net.split} if net.split else {}), FUSED: fused}
+
+
+@functools.lru_cache(maxsize=1)
+def compiled_forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> dict[str, nn.Module]:
+    """For all batches of a model, whose cases follow one another."""
+    torch._dynamo.reset()
+    return {form: torch.compile(module, dynamic=True, fullgraph=True) for form, module in forms(name, scale, device, dtype).items()}
+
+
+def given(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """The inputs of all forms."""
+    net = made(name, scale, device, dtype)[0]
+    index = {"candidate_to_user": candidates_of(batch).to(device)} if net.shared else {}
+    return moved(net.inputs(*batch), device, dtype) | index
+
+
+def compile_forms(name: str, scale: Scale, device: str, dtype: torch.dtype) -> None:
+    with torch.no_grad():
+        for batch in scale.batches:
+            for module in compiled_forms(name, scale, device, dtype).values():
+                module(**given(name, scale, batch, device, dtype))
+
+
+@functools.cache
+def fill_caches(scale: Scale, device: str, dtype: torch.dtype) -> None:
+    """Compiles all models at the same time, in processes that leave their results in inductor's caches."""
+    code = "import torch; from bench_broadcast import *; compile_forms({!r}, {!r}, {!r}, {!r})"
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "2", "PYTHONPATH": os.pathsep.join(sys.path)}
+    commands = [[sys.executable, "-c", code.format(name, scale, device, dtype)] for name in NETS]
+    processes = [subprocess.Popen(x, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) for x in commands]
+    for process in processes:
+        process.wait()
+
+
 def moved(inputs: dict[str, Tensor], device: str, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(device, dtype if x.is_floating_point() else None) for name, x in inputs.items()}
 
@@ -109,65 +152,64 @@ def graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
 
 def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype) -> Setup:
     """All forms of a model in all modes, for a number of users and of candidates."""
-    net, fused = made(name, scale, device, dtype)
-    inputs = moved(net.inputs(*batch), device, dtype)
-    index = {"candidate_to_user": candidates_of(batch).to(device)} if net.shared else {}
+    net, inputs = made(name, scale, device, dtype)[0], given(name, scale, batch, device, dtype)
     rows = torch.linspace(0, batch[1] - 1, SAMPLED).long().to(device)
-    forms = {LEFT_IN: LeftIn(net) if net.shared else net.model, SPLIT: net.split, FUSED: fused}
 
-    def implementation(module: nn.Module, mode: str) -> Implementation:
-        if mode == COMPILED:
-            torch._dynamo.reset()
-            module = torch.compile(module, dynamic=False)
-        call = partial(module, **inputs, **index)
+    def implementation(form: str, mode: str) -> Implementation:
+        if mode == COMPILED and device == "cuda":
+            fill_caches(scale, device, dtype)
+        module = (compiled_forms if mode == COMPILED else forms)(name, scale, device, dtype)[form]
+        call = partial(module, **inputs)
         return Implementation(graphed(call) if mode == GRAPHS else call, inputs, lambda _, x: {"sampled": x.reshape(-1, 1)[rows]})
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         """On the host if the model repeats rows itself: this project's kernels have no fp64."""
         where = device if net.shared else "cpu"
-        model, given, chosen = copy.deepcopy(net.model).to(where, dtype), moved(inputs, where, dtype), rows.to(where)
+        model, x, chosen = copy.deepcopy(net.model).to(where, dtype), moved(inputs, where, dtype), rows.to(where)
         if net.shared:
-            of_users = index["candidate_to_user"][rows]
-            given = {key: x[of_users if key in net.shared else rows] for key, x in given.items()}
+            of_users = x.pop("candidate_to_user")[rows]
+            x = {key: value[of_users if key in net.shared else rows] for key, value in x.items()}
         with torch.no_grad():
-            out = model(**given).reshape(-1, 1)
+            out = model(**x).reshape(-1, 1)
         return {"out/sampled": (out if net.shared else out[chosen]).to(device)}
 
     modes = [EAGER, COMPILED, *([GRAPHS] if device == "cuda" else [])]
-    implementations = {
-        f"{form}, {mode}": partial(implementation, module, mode) for form, module in forms.items() if module is not None for mode in modes
-    }
+    names = forms(name, scale, device, dtype)
+    implementations = {f"{form}, {mode}": partial(implementation, form, mode) for form in names for mode in modes}
     return Setup(implementations, reference, dtype, baseline=f"{LEFT_IN}, {EAGER}")
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
-    """CUDA: bf16, 1,024 candidates of 15 users, and 1 to 10,000 candidates per user. CPU: fp32, smaller models. ``tiny``: all small."""
+    """CUDA: bf16, 1,024 candidates of 15 users, one per user, and 10 to 10,000 per user. CPU: fp32, smaller models. ``tiny``: all small."""
     scale = TINY if tiny else FULL if device == "cuda" else CPU
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    total = scale.batch[1]
 
     def case(table: str, label: str, name: str, batch: tuple[int, int]) -> Case:
         return Case(table, label, partial(compare, name, scale, batch, device, dtype), wall=True, picture="ms")
 
-    users, candidates = scale.batch
-    cases = [case(f"{MODELS}, {candidates} candidates of {users} users", name, name, scale.batch) for name in NETS]
+    cases = [case(f"{MODELS}, {total} candidates of {batch[0]} users", name, name, batch) for name in NETS for batch in scale.batches]
     for name in scale.swept:
         for ratio in scale.ratios if name in NETS else ():
-            users = max(1, candidates // ratio)
+            users = max(1, total // ratio)
             cases.append(case(f"{PER_USER}: {name}", f"{ratio} each of {users} users", name, (users, users * ratio)))
     return cases
 
 
-def gains(rows: list[dict]) -> list[str]:
-    """Of each case and mode, the latency that the fused form saves."""
+def table_of_forms(rows: list[dict]) -> list[str]:
+    """One line per case: ms of each form in each mode, and what the fused form saves of the time of "left in"."""
     times = {(row["table"], row["case"], *row["implementation"].rsplit(", ", 1)): row["forward_ms"] for row in rows if "forward_ms" in row}
-    lines = []
-    for (table, case, form, mode), ms in times.items():
-        others = [(other, times[key]) for other in (LEFT_IN, SPLIT) if (key := (table, case, other, mode)) in times]
-        if form == FUSED and others:
-            saved = ", ".join(f"{100 * (1 - ms / theirs):+.0f} % to {other}" for other, theirs in others)
-            lines.append(f"{table}: {case}, {mode}: {ms:.3f} ms, saves {saved}")
-    return lines
+    modes = [mode for mode in (EAGER, GRAPHS, COMPILED) if any(key[3] == mode for key in times)]
+    lines = [["case", *(f"{form}, {mode}" for mode in modes for form in ("left in", "split", "fused", "saves"))]]
+    for table, case in dict.fromkeys(key[:2] for key in times):
+        lines.append([f"{table.removeprefix(MODELS + ', ')}: {case}"])
+        for mode in modes:
+            left, split, fused = (times.get((table, case, form, mode)) for form in (LEFT_IN, SPLIT, FUSED))
+            lines[-1] += ["" if ms is None else f"{ms:.3f}" for ms in (left, split, fused)]
+            lines[-1].append(f"{100 * (1 - fused / left):+.0f} %" if left and fused else "")
+    lines.insert(1, ["---"] * len(lines[0]))
+    return ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
 
 
 if __name__ == "__main__":
-    sys.exit(main("broadcast", make_cases, summary=gains))
+    sys.exit(main("broadcast", make_cases, summary=table_of_forms))

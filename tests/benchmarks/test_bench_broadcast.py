@@ -13,7 +13,7 @@ FAST = ["--tiny", "--device", "cpu", "--pause", "0", "--warmup", "0", "--rep", "
 
 def run(folder, monkeypatch, *arguments):
     monkeypatch.setattr(sys, "argv", [bench.__file__, *FAST, *arguments, "--out", str(folder)])
-    assert bench.main("broadcast", bench.make_cases, summary=bench.gains) == 0
+    assert bench.main("broadcast", bench.make_cases, summary=bench.table_of_forms) == 0
     (path,) = folder.glob("*-broadcast.json")
     return json.loads(path.read_text())
 
@@ -24,26 +24,26 @@ def test_every_model_is_right_and_measured_in_all_forms(tmp_path, monkeypatch):
     forms = {}
     for row in results["rows"]:
         forms.setdefault((row["table"], row["case"]), set()).add(row["implementation"].removesuffix(", eager"))
-    models = {case: found for (table, case), found in forms.items() if table.startswith(bench.MODELS)}
-    assert models.keys() == broadcast_models.NETS.keys()
-    for name, found in models.items():
+    models = {key: found for key, found in forms.items() if key[0].startswith(bench.MODELS)}
+    assert len(models) == 2 * len(broadcast_models.NETS)
+    for (_, name), found in models.items():
         assert found == {bench.LEFT_IN, bench.FUSED, *([] if name in ("Wukong", "examples/ranking_model.py") else [bench.SPLIT])}
-    assert len(results["summary"]) == len(forms)
-    assert all("to left in" in line for line in results["summary"])
+    (table,) = results["summary"]
+    assert len(table.splitlines()) == len(forms) + 2
 
 
 @pytest.mark.slow
 def test_compiled(tmp_path, monkeypatch):
     torch._dynamo.reset()
-    results = run(tmp_path, monkeypatch, "--impl", "compiled", "--only", "models.*(DIN|examples)")
+    results = run(tmp_path, monkeypatch, "--impl", "compiled", "--only", "models.* 2 users: (TorchRec DLRM|examples.*)$")
     assert {(row["implementation"], row["status"]) for row in results["rows"]} == {
         (f"{form}, compiled", "ok") for form in (bench.LEFT_IN, bench.SPLIT, bench.FUSED)
     }
 
 
-def test_gains_compare_within_a_mode():
+def test_the_table_compares_within_a_mode():
     def row(form, mode, ms):
-        return dict(table="t", case="c", implementation=f"{form}, {mode}", forward_ms=ms)
+        return dict(table="models, t", case="c", implementation=f"{form}, {mode}", forward_ms=ms)
 
     rows = [
         row(bench.LEFT_IN, "eager", 4.0),
@@ -51,7 +51,8 @@ def test_gains_compare_within_a_mode():
         row(bench.FUSED, "eager", 1.0),
         row(bench.FUSED, "graphs", 1.0),
     ]
-    assert bench.gains(rows) == ["t: c, eager: 1.000 ms, saves +75 % to left in, +50 % to split"]
+    (table,) = bench.table_of_forms(rows)
+    assert table.splitlines()[2] == "| t: c | 4.000 | 2.000 | 1.000 | +75 % |  |  | 1.000 |  |"
 
 
 @pytest.mark.parametrize("name", broadcast_models.NETS)
