@@ -48,8 +48,9 @@ def fuse_broadcasts(
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is clearly cheaper by the estimated
-    bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users than candidates runs the model's own
-    forward, and so does every call if nothing moved. Copies of the result and exported programs always run the new graph.
+    bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users
+    than candidates runs the model's own forward, and so does every call if nothing moved. Copies of the result and exported programs always
+    run the new graph.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
