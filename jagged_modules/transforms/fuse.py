@@ -47,9 +47,10 @@ def fuse_broadcasts(
 ) -> FusedModel:
     """The model with everything that depends only on a user computed once per user instead of once per candidate. For inference.
 
-    An operator moves to the users' rows if a rule proves that its result is the same there, and if it is cheaper by the estimated bytes
-    and FLOPs. All others stay as they are. The model itself is not changed. A call with no fewer users than candidates runs the model's own
-    forward, and so does every call if nothing moved. Copies of the result and exported programs always run the new graph.
+    An operator moves to the users' rows if a rule proves that its result is the same there, and if it is clearly cheaper by the estimated
+    bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users
+    than candidates runs the model's own forward, and so does every call if nothing moved. Copies of the result and exported programs always
+    run the new graph.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,

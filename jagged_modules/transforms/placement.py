@@ -162,7 +162,8 @@ class Costs:
             return Cost()
         if node.target in VIEWS:
             operand = positional(node)[0].meta["val"]
-            copies = node.target in RESHAPES and not is_contiguous(operand) and 0 not in map(size_of, operand.stride())
+            expanded = any(size_of(stride) == 0 for stride in operand.stride())
+            copies = node.target in RESHAPES and not is_contiguous(operand) and not expanded  # of an expansion, see gather
             return self.of(node, 0, 2 * self.bytes(node) * share(node)) if copies else Cost()
         if node.target in LOOKUPS:  # reads as much as it writes, not the whole table
             return self.of(node, 0, 2 * self.bytes(node) * share(node))
