@@ -25,12 +25,13 @@ import numpy as np
 import torch
 import uvicorn
 from checkpoints import Weights, load_weights
+from matplotlib import style
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
 from serving_app import STATUS, Service, ServiceLimits, exclude_from_collection, make_app
 from serving_batcher import Limits, Overloaded
 from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
-from training import pick_device, save_json, write_atomically
+from training import PICTURE_STYLE, pick_device, save_json, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
 STAGES = ("queue", "lookup", "cache", "score")
@@ -274,21 +275,21 @@ def format_knees(results: list[Result], limit_ms: float) -> str:
     return "\n".join(lines)
 
 
+@style.context(PICTURE_STYLE)
 def draw(results: list[Result], limit_ms: float) -> Figure:
     """p50 and p99 against offered load, one panel per number of candidates."""
     counts = sorted({x.candidates for x in results})
-    figure = Figure(figsize=(3.6 * len(counts), 3.6), layout="constrained")
+    figure = Figure(figsize=(3.6 * len(counts), 3.6))
     for axis, candidates in zip(np.atleast_1d(figure.subplots(1, len(counts))), counts, strict=True):
-        for cache, color in ((True, "tab:blue"), (False, "tab:orange")):
+        for cache, color in ((True, "C0"), (False, "C1")):
             rows = sorted((x for x in results if x.candidates == candidates and x.cache is cache), key=lambda x: x.rate)
-            for name, style in (("p50_ms", "--"), ("p99_ms", "-")):
+            for name, line in (("p50_ms", "--"), ("p99_ms", "-")):
                 label = f"{name[:3]}, {'cache' if cache else 'no cache'}"
-                axis.plot([x.rate for x in rows], [getattr(x, name) for x in rows], style, color=color, marker=".", label=label)
+                axis.plot([x.rate for x in rows], [getattr(x, name) for x in rows], line, color=color, marker=".", label=label)
         axis.axhline(limit_ms, color="gray", linewidth=0.8)
         axis.set(title=f"{candidates:,} candidates", xlabel="offered requests/s", yscale="log")
-        axis.grid(alpha=0.3)
     figure.axes[0].set_ylabel("latency, ms")
-    figure.axes[0].legend(fontsize=8)
+    figure.axes[0].legend()
     return figure
 
 

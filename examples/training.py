@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib import style
 from matplotlib.figure import Figure
 from torch.profiler import ProfilerActivity, profile
 from torchmetrics.functional.classification import binary_auroc
@@ -117,16 +118,19 @@ def add_to_board(folder: Path, epoch: dict[str, float]) -> None:
                 board.add_scalar(name.replace("@", "_"), value, int(epoch["epoch"]))
 
 
+PICTURE_STYLE = Path(__file__).with_name("pictures.mplstyle")
+
+
+@style.context(PICTURE_STYLE)
 def draw_curves(curves: dict[str, list[dict[str, float]]], metric: str = "auc", label: str = "AUC") -> Figure:
     """Plot the training loss and the validation `metric` (axis title: `label`) by epoch, with one line per name in `curves`."""
-    figure = Figure(figsize=(10, 4), layout="constrained")
+    figure = Figure(figsize=(10, 4))
     titles = {"loss": "training loss", f"valid_{metric}": f"held-out {label} (validation)"}
     for axis, (key, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
         for name, epochs in curves.items():
             axis.plot([epoch["epoch"] for epoch in epochs], [epoch[key] for epoch in epochs], marker="o", label=name)
         axis.set(title=title, xlabel="epoch")
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.grid(alpha=0.3)
     figure.axes[1].legend()
     return figure
 

@@ -37,17 +37,17 @@ def series(rows: Iterable[Mapping], op: str, table: str, pattern: str, value: st
 def draw_lines(axes, points: Mapping[str, list[tuple[int, float]]], title: str, xlabel: str, ylabel: str) -> None:
     for name, xy in points.items():
         wide = 2.5 if name == OURS else 1.2
-        axes.plot(*zip(*xy), marker="o", markersize=4, linewidth=wide, label=NAMES.get(name, name))
+        axes.plot(*zip(*xy), marker="o", linewidth=wide, label=NAMES.get(name, name))
     axes.set_xscale("log", base=2)
     ticks = sorted({x for xy in points.values() for x, _ in xy})
-    axes.set_xticks(ticks, ticks, fontsize=8)
+    axes.set_xticks(ticks, ticks)
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_title(title, fontsize=10)
+    axes.set_title(title)
     axes.set_xlabel(xlabel)
     axes.set_ylabel(ylabel)
     if points:
-        axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
 
 
 def ladders(figure, rows: list[dict]) -> None:
@@ -58,10 +58,10 @@ def ladders(figure, rows: list[dict]) -> None:
     stages = list(PUBLISHED_STAGES)
     for shift, label, heights, colour in ((-0.2, "published, H100", PUBLISHED_STAGES, "C7"), (0.2, "here", here, "C0")):
         left.bar([stages.index(name) + shift for name in heights], list(heights.values()), 0.4, label=label, color=colour)
-    left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"], fontsize=8)
-    left.set_title("linear compression, forward: the published stages", fontsize=10)
+    left.set_xticks(range(4), ["1 decomposed", "2 padded", "3 fused", "4 one launch"])
+    left.set_title("linear compression, forward: the published stages")
     left.set_ylabel("speed-up over one GEMM")
-    left.legend(fontsize=8)
+    left.legend()
     ladder = series(rows, "attention", "ladder", r"B\d+ N(\d+) .*", "forward_ms")
     dense = dict(ladder.get(DENSE, ()))
     over = {name: [(x, dense[x] / y) for x, y in ladder.get(name, ()) if x in dense] for name in (UNFUSED, DENSE_FLASH, OURS)}
@@ -99,7 +99,7 @@ def floors(figure, rows: list[dict]) -> None:
     axes.set_ylim(max(len(drawn), 1) - 0.5, -0.5)
     axes.axvline(100, color="black", linewidth=0.8)
     axes.set_xlabel("% of floor: the shortest possible time over the measured time")
-    axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.06), ncols=2)
 
 
 def candidates(figure, rows: list[dict]) -> None:
@@ -123,9 +123,10 @@ def save(rows: list[dict], folder: Path, title: str) -> list[str]:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    plt.style.use(report.PICTURE_STYLE)
     for name, (draw, size) in PICTURES.items():
-        figure = plt.figure(figsize=size, layout="constrained")
-        figure.suptitle(title, fontsize=10)
+        figure = plt.figure(figsize=size)
+        figure.suptitle(title)
         draw(figure, rows)
         report.write_atomically(folder / name, lambda path, figure=figure: figure.savefig(path, dpi=90))
         plt.close(figure)

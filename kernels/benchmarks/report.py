@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 MISSING = "–"
+PICTURE_STYLE = Path(__file__).parents[2] / "examples" / "pictures.mplstyle"
 
 
 def device_folder(device: str) -> Path:
@@ -178,7 +179,7 @@ def draw_bars(axes, rows: list[dict], column: str, factor: float, colours: dict)
             continue
         positions = [cases.index(case) + (index - (len(colours) - 1) / 2) * width for case in values]
         axes.bar(positions, list(values.values()), width, color=colour, label=name)
-    axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right", fontsize=8)
+    axes.set_xticks(range(len(cases)), cases, rotation=15, ha="right")
     axes.set_xlim(-0.5, len(cases) - 0.5)
 
 
@@ -189,22 +190,21 @@ def save_picture(results: dict, stem: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    plt.style.use(PICTURE_STYLE)
     tables = {table: (rows, panels) for table, rows in by_table(results).items() if (panels := measured_panels(rows))}
     width = max((len(panels) for _, panels in tables.values()), default=1)
-    figure, grid = plt.subplots(
-        max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False, layout="constrained"
-    )
+    figure, grid = plt.subplots(max(len(tables), 1), width, figsize=(6 * width + 2, 3.4 * max(len(tables), 1)), squeeze=False)
     for axes in grid.flat:
         axes.set_axis_off()
     for (table, (rows, panels)), line in zip(tables.items(), grid):
-        colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row["implementation"] for row in rows))}
+        colours = {name: f"C{index}" for index, name in enumerate(dict.fromkeys(row["implementation"] for row in rows))}
         for axes, (title, column, unit, factor) in zip(line, panels):
             axes.set_axis_on()
             draw_bars(axes, rows, column, factor, colours)
-            axes.set_title(f"{table}: {title}", fontsize=10)
+            axes.set_title(f"{table}: {title}")
             axes.set_ylabel(unit)
         bars = {name: bar for axes in line for bar, name in zip(*axes.get_legend_handles_labels())}  # not every panel has all
-        line[len(panels) - 1].legend(bars.values(), bars, fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
+        line[len(panels) - 1].legend(bars.values(), bars, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     figure.suptitle(f"{results['op']} on {results['environment']['device']}, {results['environment']['date'][:10]}")
     write_atomically(stem.with_suffix(".png"), lambda path: figure.savefig(path, dpi=110))
     plt.close(figure)

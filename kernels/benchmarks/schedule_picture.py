@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import torch
-from report import write_atomically
+from report import PICTURE_STYLE, write_atomically
 from torch import Tensor
 
 import jagged_modules as jm
@@ -55,14 +55,15 @@ def save_picture(loads: dict[str, Tensor], title: str, path: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, panels = plt.subplots(1, len(loads), figsize=(5 * len(loads), 3.4), sharey=True, layout="constrained")
+    plt.style.use(PICTURE_STYLE)
+    figure, panels = plt.subplots(1, len(loads), figsize=(5 * len(loads), 3.4), sharey=True)
     for axes, (name, load) in zip(panels, loads.items()):
         axes.bar(range(len(load)), load.tolist(), width=1.0, color="C0")
         axes.axhline(load.double().mean().item(), color="C3", linewidth=1, label="mean")
-        axes.set_title(f"{name}: makespan / mean {imbalance(load):.3f}", fontsize=10)
+        axes.set_title(f"{name}: makespan / mean {imbalance(load):.3f}")
         axes.set_xlabel("worker")
     panels[0].set_ylabel("load (key blocks)")
-    panels[0].legend(fontsize=8)
+    panels[0].legend()
     figure.suptitle(title)
     write_atomically(path, lambda partial: figure.savefig(partial, dpi=110))
     plt.close(figure)
