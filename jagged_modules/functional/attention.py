@@ -93,8 +93,9 @@ def jagged_attention(
             without a sync if they are on the device. Only the kernels use it.
         implementation: "auto", "reference", "triton" or "hopper". "hopper" needs compute capability 9.0, a 16-bit dtype, D and Dv that are
             multiples of 8, both in 40 to 64 or both in 72 to 128, and rows that start at 16-byte boundaries. "auto" on CUDA uses the
-            Hopper kernels if they support the inputs and are faster, otherwise the Triton kernels. They are not faster for very short
-            segments, for "gelu_taylor", and for "gelu" with D up to 64. "auto" on the CPU batches segments of equal lengths.
+            Hopper kernels if they support the inputs and are faster, otherwise the Triton kernels. They are not faster for
+            "gelu_taylor" above D = 64, and with a bias for very short segments, "gelu_taylor", and "gelu" up to D = 64. "auto" on the
+            CPU batches segments of equal lengths.
         pages: where the keys of each segment lie, if k and v are a storage of pages `[num_pages · page_rows, Hkv, ...]` instead of the
             segments' rows. kv_offsets and the bias's timestamps count the keys of the segments, as without pages. The kernels read the
             pages; the CPU path, "reference", and an autocast that changes k's dtype gather the rows first. For inference: nothing may
