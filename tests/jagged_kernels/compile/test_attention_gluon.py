@@ -299,7 +299,7 @@ def test_hopper_kernel_of_short_queries_compiles(dim, consumers, dtype, activati
     assert config.ctas_per_sm * (compiled.metadata.shared + 1024) <= 228 * 1024
     for instruction in ("wgmma.mma_async", "cp.async.bulk.tensor.3d.shared", "setmaxnreg"):
         assert instruction in compiled.asm["ptx"]
-    assert spilled_bytes(compiled.asm["cubin"]) <= (256 if "gelu" in activation else 16)
+    assert spilled_bytes(compiled.asm["cubin"]) <= 256  # with Triton 3.6 none without GELU
 
 
 def test_kernel_that_lists_short_queries_compiles():
