@@ -494,15 +494,14 @@ def backward(
         if num_bytes <= workspace_limit(workspace, grads.dq, grads.dk, grads.dv):
             launches.one_pass(keys, params.segment_scale)
             return empty_table_gradients(params, operands.q)
+    num_blocks, parts = 0, []
     if selection.short_queries is not None:
         q, k, config = operands.q, operands.k, selection.short_queries
         queries, keys, next_tile = list_short_queries(
             queries, (q.shape[0], k.shape[0]), (q.shape[1], k.shape[1]), config.tile, selection.dkdv.tile, config.block
         )
         launches.short_queries(queries, next_tile)
-    num_blocks, parts = 0, []
-    storing = selection.short_queries is None and params.mask is None and not params.has_bias
-    if storing and queries.query_groups == 1 and not (params.q_shared or kv_shared):
+    elif params.mask is None and not params.has_bias and queries.query_groups == 1 and not (params.q_shared or kv_shared):
         num_blocks, parts = plan_workspace(
             operands.q, operands.k, queries.q_offsets, queries.kv_offsets, workspace, grads.dq, grads.dk, grads.dv
         )  # fmt: skip

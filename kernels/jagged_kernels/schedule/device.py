@@ -40,8 +40,8 @@ def _sort_key(work, rows, columns):
     return tl.where((rows <= SHORT_ROWS) & (columns <= SHORT_ROWS), work, work + (SHORT_ROWS + 1))
 
 
-class _Sides(NamedTuple):
-    """What the sort keys of tiles depend on.
+class Sides(NamedTuple):
+    """The segments that tiles are listed of.
 
     num_segments: of the tiled side. num_heads: heads of a tile's segment.
     """
@@ -125,7 +125,7 @@ def _tile_list_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SEGMENTS: tl.constexpr, CHUNK: tl.constexpr,
     GROUPS: tl.constexpr, OTHER_GROUPS: tl.constexpr,
 ):  # fmt: skip
-    sides = _Sides(offsets_ptr, other_offsets_ptr, num_segments, num_heads)
+    sides = Sides(offsets_ptr, other_offsets_ptr, num_segments, num_heads)
     SIZES: tl.constexpr = _Sizes(BLOCK_M, BLOCK_N, GROUPS, OTHER_GROUPS)
     write_tiles(sides, tiles_ptr, num_tiles_ptr, _sort_keys, SIZES, SHORT_ROWS + 1, SEGMENTS, CHUNK)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..common.device import cdiv
 from ..common.loads import segment_lengths
 from ..common.ptxas import safe_ptxas
-from .device import write_tiles
+from .device import Sides, write_tiles
 from .host import Segments, TileList, tile_capacity
 
 FIRST_LONG = tl.constexpr(2**30)  # added to the work of long segments' tiles; more blocks than a segment has
@@ -31,22 +31,13 @@ class ShortQueries(NamedTuple):
     next_tile: Tensor
 
 
-class _Sides(NamedTuple):
-    """The offsets of the tiled side, of the side that a tile loops over, and of the queries, which is one of them."""
-
-    offsets_ptr: tl.tensor
-    other_offsets_ptr: tl.tensor
-    q_offsets_ptr: tl.tensor
-    num_segments: tl.tensor
-    num_heads: tl.tensor
-
-
 class _Sizes(NamedTuple):
-    """Rows and columns of a block, and the most query rows of a short segment."""
+    """Rows and columns of a block, the most query rows of a short segment, and whether the tiled side is the keys."""
 
     block_m: tl.constexpr
     block_n: tl.constexpr
     short: tl.constexpr
+    key_tiles: tl.constexpr
 
 
 @triton.jit
@@ -54,7 +45,7 @@ def _sort_keys(sides, segments, SIZES: tl.constexpr):
     """Rows and the sort key of the tiles: the work, and FIRST_LONG more without query rows or with many."""
     real = segments < sides.num_segments
     rows, columns = segment_lengths(sides.offsets_ptr, segments, real), segment_lengths(sides.other_offsets_ptr, segments, real)
-    queries = segment_lengths(sides.q_offsets_ptr, segments, real)
+    queries = columns if SIZES.key_tiles else rows
     work = tl.cdiv(columns.to(tl.int32), SIZES.block_n)
     return rows, tl.where((queries > 0) & (queries <= SIZES.short), work, work + FIRST_LONG)
 
@@ -67,12 +58,12 @@ def _short_queries_kernel(
 ):  # fmt: skip
     """Writes the list of query tiles, ROWS rows each, or that of key tiles, KEYS rows each."""
     if tl.program_id(1) == 0:
-        sides = _Sides(q_offsets_ptr, kv_offsets_ptr, q_offsets_ptr, num_segments, num_heads)
-        QUERIES: tl.constexpr = _Sizes(ROWS, BLOCK, ROWS)
+        sides = Sides(q_offsets_ptr, kv_offsets_ptr, num_segments, num_heads)
+        QUERIES: tl.constexpr = _Sizes(ROWS, BLOCK, ROWS, False)
         write_tiles(sides, query_tiles_ptr, counts_ptr, _sort_keys, QUERIES, FIRST_LONG, SEGMENTS, CHUNK)
     else:
-        sides = _Sides(kv_offsets_ptr, q_offsets_ptr, q_offsets_ptr, num_segments, num_kv_heads)
-        KEY_SIZES: tl.constexpr = _Sizes(KEYS, BLOCK, ROWS)
+        sides = Sides(kv_offsets_ptr, q_offsets_ptr, num_segments, num_kv_heads)
+        KEY_SIZES: tl.constexpr = _Sizes(KEYS, BLOCK, ROWS, True)
         write_tiles(sides, key_tiles_ptr, counts_ptr + 2, _sort_keys, KEY_SIZES, FIRST_LONG, SEGMENTS, CHUNK)
 
 
