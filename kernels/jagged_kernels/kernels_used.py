@@ -68,7 +68,8 @@ def attention() -> str:
 
 `jagged_kernels.attention.select` decides. A cell names the kernels ("hopper": `attention/hopper_*.py`, "triton":
 `attention/triton_kernels.py`) and their tiles: rows of a tile × rows of the blocks that it loops over, for the forward, for dq, and for dk
-and dv. Where one kernel computes all three gradients, it has one entry; where it does so for segments of few queries, a first one of four.
+and dv. One kernel for all three gradients has one entry. If segments with few queries have such a kernel beside the others, its entry
+follows the forward's.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
