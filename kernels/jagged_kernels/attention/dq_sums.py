@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.experimental import gluon
 
 from ..common.configs import padded_dim
 from ..common.loads import find_tile
@@ -19,23 +18,17 @@ from ..schedule.host import Segments
 from .scales import output_factor
 
 
-@gluon.constexpr_function
-def splits_blocks(block, width):
-    """Whether each consumer computes half of a block's dq: half of the columns, or of 128 rows. Otherwise they take turns."""
-    return width == 128 or block == 128
-
-
 @safe_ptxas
 @triton.jit(do_not_specialize=["num_segments", "num_blocks"])
 def attention_dq_kernel(
     sums_ptr, added_ptr, dq_ptr, q_offsets_ptr, segment_scale_ptr, factor, output_scale, num_segments, num_blocks,
-    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr, PARTS: tl.constexpr,
+    HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Writes dq of a block of query rows and a head: its sum, rounded; 0 if no tile of keys visits it."""
     index, head = tl.program_id(0) + (tl.load(q_offsets_ptr) >> SHIFT).to(tl.int32), tl.program_id(1)
     segment, start, num_rows, first = find_tile(index, q_offsets_ptr, num_segments, SHIFT)
     if first < num_rows:
-        added = tl.load(added_ptr + (head * num_blocks + index) * PARTS)
+        added = tl.load(added_ptr + head * num_blocks + index)
         rows, columns = tl.arange(0, BLOCK)[:, None], tl.arange(0, WIDTH)[None, :]
         real = (first + rows < num_rows) & (columns < DIM)
         sums = sums_ptr + (head.to(tl.int64) * num_blocks + index) * (BLOCK * WIDTH) + rows * WIDTH + columns
@@ -49,7 +42,7 @@ class DqSums(NamedTuple):
 
     Attributes:
         sums: fp32 `[H, blocks, rows, width]`, not initialised.
-        added: int32 `[H · blocks · parts]`, the number of tiles added to each part of a block; zeros.
+        added: int32 `[H · blocks]`, the number of tiles added to each block; zeros.
         next_tile: int32 `[1]`, the number of tiles taken from the list; zero.
     """
 
@@ -60,9 +53,8 @@ class DqSums(NamedTuple):
     @classmethod
     def empty(cls, q: Tensor, num_segments: int, block: int) -> DqSums:
         """For the rows of q, in blocks of `block` rows."""
-        heads, num_blocks, _, width = shape = cls._shape(q, num_segments, block)
-        parts = heads * num_blocks * (2 if splits_blocks(block, width) else 1)
-        added, next_tile = torch.zeros(parts + 1, dtype=torch.int32, device=q.device).split([parts, 1])
+        heads, num_blocks, _, _ = shape = cls._shape(q, num_segments, block)
+        added, next_tile = torch.zeros(heads * num_blocks + 1, dtype=torch.int32, device=q.device).split([heads * num_blocks, 1])
         return cls(torch.empty(shape, dtype=torch.float32, device=q.device), added, next_tile)
 
     @classmethod
@@ -89,5 +81,4 @@ class DqSums(NamedTuple):
         attention_dq_kernel[(num_blocks, heads)](
             self.sums, self.added, dq, segments.q_offsets, segment_scale, factor, output_scale, segments.q_offsets.shape[0] - 1, num_blocks,
             HEADS=heads, DIM=dq.shape[2], WIDTH=width, BLOCK=block, SHIFT=block.bit_length() - 1,
-            PARTS=self.added.shape[0] // (heads * num_blocks),
         )  # fmt: skip

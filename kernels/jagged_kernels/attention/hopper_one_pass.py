@@ -6,8 +6,8 @@
     pointwise:  P = activation(S),  dS = activation'(S) ∘ dP
 
 dk and dv stay in registers. dq of a block of query rows is a sum over tiles of keys. It is added up in fp32 in global memory by bulk
-reductions, in the order of the tiles in the segment, so results are deterministic. A counter for each block, or for each half of it, holds
-the number of tiles added. The first tile stores its term. Each later tile waits for its predecessor. dq_sums.py rounds the sums.
+reductions, in the order of the tiles in the segment, so results are deterministic. A counter for each block holds the number of tiles
+added. The first tile stores its term. Each later tile waits for its predecessor. dq_sums.py rounds the sums.
 
 No deadlock: thread blocks take tiles from the list one by one, through a counter, so a tile starts after all tiles before it in the list.
 The tiles of a segment and head are listed in ascending order, and a tile waits for its predecessors alone.
@@ -17,6 +17,8 @@ Roles:
     warps 0–3, 4–7   consumers: MMA, P and dS, dq, epilogue. `_consume`
     warp 8           producer: tiles, TMA loads, lse and delta. `_produce`
     warps 9, 10      writers: each adds a consumer's dq to global memory. `_write`
+    warp 11          publisher: counts what both writers have added, `_publish`. The release takes about a microsecond. A writer that waited for
+                     it could not keep up with its consumer; without it, another tile may add its term first.
 Registers per thread: consumers 240, others 24.
 
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask. Blocks are visited in
@@ -29,7 +31,8 @@ Barriers, one per stage s:
     k[i].full[s], k[i].empty[s]       arrive counts 1, the TMA load, and 2: both consumers read the keys of both, for dq
     ds.full[s], ds.empty[s]           arrive counts 2, both consumers' dS of a step, and 2: both have read it, or 1 if they take turns
     dq[i].full[s], dq[i].empty[s]     arrive counts 1 and 1: from consumer i to its writer
-    queue.full[s], queue.empty[s]     arrive counts 1 and 4: the words of a tile; segment -1 ends the list
+    written[i].full, written[i].empty arrive counts 1 and 1: from writer i, whose addition is complete, to the publisher
+    queue.full[s], queue.empty[s]     arrive counts 1 and 5: the words of a tile; segment -1 ends the list
 
 Shared memory in KiB, plus 1.5 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
     head dim 128: 225 = q 2 × 16 + dO 2 × 16 + k 2 × 16 + v 2 × 16 + dS 2 × 16 + dq 4 × 16 + lse, delta 1
@@ -74,7 +77,6 @@ from ..common.pipeline import (
 )
 from ..common.ptxas import safe_ptxas
 from .configs import HopperConfig
-from .dq_sums import splits_blocks
 from .hopper_common import (
     Schedule,
     TileQueue,
@@ -107,15 +109,18 @@ class _Options(NamedTuple):
 
 
 class _Exchange(NamedTuple):
-    """Buffers in shared memory between the consumers, and from each consumer to its writer.
+    """Buffers and barriers between the consumers, from each consumer to its writer, and from the writers to the publisher.
 
-    ds: `[4, 64, rows]`, dSᵀ of consumer i at step s in 2 (s % 2) + i. dq: a ring of fp32 `[1, 64, 64]` per consumer; in a writer, its own.
+    ds: `[4, 64, rows]`, dSᵀ of consumer i at step s in 2 (s % 2) + i. dq: a ring of fp32 `[1, 64, 64]` per consumer. written: a barrier
+    per writer.
     """
 
     ds: gl.shared_memory_descriptor
     ds_full: gl.shared_memory_descriptor
     ds_empty: gl.shared_memory_descriptor
     dq: Ring
+    written_full: gl.shared_memory_descriptor
+    written_empty: gl.shared_memory_descriptor
 
 
 class _Rings(NamedTuple):
@@ -430,7 +435,7 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         tile = pop_tile(queue, wave)
 
 
-# -- writer -------------------------------------------------------------------------------------------------------------------------
+# -- writers and publisher ----------------------------------------------------------------------------------------------------------
 
 
 @gluon.jit
@@ -448,40 +453,46 @@ def _wait_for_tiles(added_ptr, count):
 
 
 @gluon.jit
-def _wait_for_writes(zero):
+def _wait_for_writes(step):
     """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until shared memory has been read."""
-    return gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [zero], dtype=gl.int32, is_pure=False, pack=1)
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+    thread_barrier()
+
+
+@gluon.jit
+def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
+    """Head, and index among the blocks of all segments, of the number-th block that a tile visits."""
+    last = (tile.q_start // OPTIONS.block).to(gl.int32) + tile.segment + visited.last
+    if OPTIONS.group > 1:
+        return tile.head * OPTIONS.group + number // visited.count, last - number % visited.count
+    else:
+        return tile.head, last - number
 
 
 @gluon.jit
 def _write(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     """Adds a consumer's terms of dq. The order of the tiles of a segment and head is that of their blocks."""
-    sums, queue, ring = kernel.sums, kernel.queue, kernel.exchange.dq[writer]
+    sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
     WIDTH: gl.constexpr = kernel.q_desc.block_type.shape[2]
+    ring = exchange.dq[writer]
     STAGES: gl.constexpr = ring.buffers.shape[0]
     start, step, wave = 0, 0, 0
     tile = pop_tile(queue, wave)
     while tile.segment >= 0:
         visited = _visited_blocks(tile, OPTIONS)
-        first_block = (tile.q_start // OPTIONS.block).to(gl.int32) + tile.segment
         count = OPTIONS.group * visited.count
         first, stride = 0, 1
         if not OPTIONS.splits:
             first, stride = (start + writer) % 2, 2
         for number in range(first, count, stride):
-            head, block = tile.head, first_block + visited.last - number
-            if OPTIONS.group > 1:
-                head = tile.head * OPTIONS.group + number // visited.count
-                block = first_block + visited.last - number % visited.count
-            row, column, part = block * OPTIONS.block, 0, head * sums.blocks + block
+            head, block = _block_of_sums(tile, number, visited, OPTIONS)
+            row, column = block * OPTIONS.block, 0
             if OPTIONS.splits:
-                part = 2 * part + writer
                 if WIDTH == 128:
                     column = 64 * writer
                 else:
                     row += 64 * writer
-            added_ptr = sums.added_ptr + part
-            _wait_for_tiles(added_ptr, tile.block)
+            _wait_for_tiles(sums.added_ptr + head * sums.blocks + block, tile.block)
             consumer_wait(ring, step)
             buffer = ring.buffers.index(step % STAGES)
             if tile.block == 0:
@@ -491,11 +502,40 @@ def _write(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             tma.store_wait(0)
             thread_barrier()
             consumer_release(ring, step)
-            added = 1 + _wait_for_writes(0 * step)
-            thread_barrier()
-            gl.atomic_add(added_ptr, added, sem="release")
+            mbarrier.wait(exchange.written_empty.index(writer), step & 1 ^ 1)
+            _wait_for_writes(step)
+            mbarrier.arrive(exchange.written_full.index(writer), count=1)
             step += 1
         start += count
+        release_tile(queue, wave)
+        wave += 1
+        tile = pop_tile(queue, wave)
+
+
+@gluon.jit
+def _publish(kernel, OPTIONS: gl.constexpr):
+    """Counts the tiles added to each block, once the writers have added both parts of it, or the one whose turn it is all of it."""
+    sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
+    step, wave = 0, 0
+    tile = pop_tile(queue, wave)
+    while tile.segment >= 0:
+        visited = _visited_blocks(tile, OPTIONS)
+        count = OPTIONS.group * visited.count
+        for number in range(count):
+            head, block = _block_of_sums(tile, number, visited, OPTIONS)
+            if OPTIONS.splits:
+                mbarrier.wait(exchange.written_full.index(0), step & 1)
+                mbarrier.wait(exchange.written_full.index(1), step & 1)
+            else:
+                mbarrier.wait(exchange.written_full.index(step % 2), step // 2 & 1)
+            thread_barrier()
+            gl.atomic_add(sums.added_ptr + head * sums.blocks + block, 1, sem="release")
+            if OPTIONS.splits:
+                mbarrier.arrive(exchange.written_empty.index(0), count=1)
+                mbarrier.arrive(exchange.written_empty.index(1), count=1)
+            else:
+                mbarrier.arrive(exchange.written_empty.index(step % 2), count=1)
+            step += 1
         release_tile(queue, wave)
         wave += 1
         tile = pop_tile(queue, wave)
@@ -513,7 +553,7 @@ def attention_bwd_hopper_kernel(
     """dk and dv of a tile of key rows, and its terms of dq."""
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     WIDTH: gl.constexpr = q_desc.block_type.shape[2]
-    SPLITS: gl.constexpr = splits_blocks(BLOCK, WIDTH)
+    SPLITS: gl.constexpr = WIDTH == 128 or BLOCK == 128
     DQ_STAGES: gl.constexpr = 1 if BLOCK == 128 else 2
     OPTIONS: gl.constexpr = _Options(HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, BLOCK, SPLITS)
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
@@ -528,12 +568,15 @@ def attention_bwd_hopper_kernel(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, BLOCK], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, WARPGROUP_ROWS, BLOCK], DS)
     READERS: gl.constexpr = CONSUMERS if SPLITS else 1
-    exchange = _Exchange(ds, make_barriers(2, CONSUMERS), make_barriers(2, READERS), make_rings(sums_desc, DQ_STAGES, CONSUMERS))
+    dq_rings = make_rings(sums_desc, DQ_STAGES, CONSUMERS)
+    exchange = _Exchange(
+        ds, make_barriers(2, CONSUMERS), make_barriers(2, READERS), dq_rings, make_barriers(2, 1), make_barriers(2, 1)
+    )  # fmt: skip
     stats = Stats(lse_ptr, delta_ptr, stride_lse)
     outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr)
     sums = _Sums(sums_desc, added_ptr, sum_blocks)
     scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
-    queue = make_tile_queue(CONSUMERS + 2)
+    queue = make_tile_queue(CONSUMERS + 3)
     kernel = _Kernel(
         q_desc, do_desc, k_desc, v_desc, schedule, next_tile_ptr, rings, exchange, stats, outputs, sums, scales, queue
     )  # fmt: skip
@@ -543,7 +586,8 @@ def attention_bwd_hopper_kernel(
         (_produce, (kernel, OPTIONS)),
         (_write, (0, kernel, OPTIONS)),
         (_write, (1, kernel, OPTIONS)),
-    ], [4, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        (_publish, (kernel, OPTIONS)),
+    ], [4, 1, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def one_pass_constants(config: HopperConfig, operands: Operands, params: AttentionParams) -> dict:

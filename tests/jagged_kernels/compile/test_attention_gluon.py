@@ -311,7 +311,7 @@ def test_kernel_that_lists_short_queries_compiles():
 def test_kernel_that_rounds_dq_of_hopper_compiles():
     types = dict(sums_ptr="*fp32", added_ptr="*i32", dq_ptr="*bf16", q_offsets_ptr="*i64", factor="fp32", output_scale="fp32")
     types |= dict(num_segments="i32", num_blocks="i32")
-    constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6, PARTS=2)
+    constants = dict(segment_scale_ptr=None, HEADS=4, DIM=96, WIDTH=128, BLOCK=64, SHIFT=6)
     compile_for(90, dq_sums.attention_dq_kernel, constants, types.get, aligned=())
 
 
