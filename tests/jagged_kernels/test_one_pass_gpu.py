@@ -36,7 +36,7 @@ def calls(monkeypatch, counts):
     """Selects the kernel for all lengths, and lists key tiles in groups of few segments."""
     for module in (select, cost):
         monkeypatch.setattr(module, "one_pass_seqlen", lambda *_: 0)
-    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 2**16)
+    monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 2**16)
     return counts
 
 

@@ -256,7 +256,7 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
     """The longest segments come first. A group has its segments' first blocks, then the second ones, and so on."""
     lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64  # 16, 64, 32, 32 and 3 blocks, with middles at 136, 32, 80, 112 and 145
     elements = 100 * 128 * heads * head_dim
-    monkeypatch.setattr(cost, "GROUP_ELEMENTS", elements if mask is None else elements // 2)
+    monkeypatch.setattr(cost, "one_pass_elements", lambda *_: elements)
     sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
     schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
     expected = []
@@ -288,7 +288,7 @@ def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatc
 
 def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch):
     """Targets: a history has 4,096 keys and 64 queries, so 4 histories fit where 1 does in self-attention. 32 blocks each."""
-    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 256 * 2 * 64)
+    monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 256 * 2 * 64)
     sizes = dict(num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True, head_dim=64)
     schedule = zigzag_schedule([4096] * 8, [64] * 8, **sizes)
     first = schedule.tiles[: 4 * 2 * 32]
@@ -300,9 +300,9 @@ def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch):
     [
         dict(head_dim=0),
         dict(key_tiles=False),
-        dict(lengths=[2047, 3000, 100]),
-        dict(lengths=[4095, 5000, 3000], head_dim=128),
-        dict(lengths=[8191, 9000, 7000], head_dim=128, mask=jm.AttentionMask(causal=True)),
+        dict(lengths=[1023, 1500, 100]),
+        dict(lengths=[2047, 2500, 1500], head_dim=128),
+        dict(lengths=[2559, 3000, 2000], head_dim=128, mask=jm.AttentionMask(causal=True)),
         dict(lengths=[2049] * 2, head_dim=128, mask=jm.AttentionMask(causal=True)),
         dict(lengths=[200, 300, 250], head_dim=128, mask=jm.AttentionMask(causal=True)),
         dict(lengths=[500], mask=jm.AttentionMask(causal=True)),

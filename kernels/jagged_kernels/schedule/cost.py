@@ -39,7 +39,7 @@ def work_class(work: Tensor) -> Tensor:
 def one_pass_seqlen(head_dim: int, masked: bool) -> int:
     """Mean rows of a segment from which on Hopper's one-pass backward is faster, and its key tiles are listed in groups of segments."""
     if padded_dim(head_dim) <= 64:
-        return 1536 if masked else 1024
+        return 1024
     return 2560 if masked else 2048
 
 
@@ -67,7 +67,7 @@ class Grouping(NamedTuple):
     alternates: bool
 
 
-def _one_pass_elements(num_keys: float, head_dim: int, masked: bool) -> int:
+def one_pass_elements(num_keys: float, head_dim: int, masked: bool) -> int:
     """GROUP_ELEMENTS of the one-pass backward, whose key tiles read q and dO, and add to sums of dq in fp32. num_keys: mean of a segment."""
     if masked:  # a key tile reads half of the rows on average
         return 2**23 if num_keys >= 4096 else 6 * 2**20
@@ -95,7 +95,7 @@ def grouping(
         return None
     alternates, elements = True, GROUP_ELEMENTS
     if key_tiles and one_pass_may_run(rows, num_segments, head_dim, mask is not None, mask is not None and mask.is_causal):
-        alternates, elements = False, _one_pass_elements(rows / num_segments, head_dim, mask is not None)
+        alternates, elements = False, one_pass_elements(rows / num_segments, head_dim, mask is not None)
     elif mask is None or not may_alternate(head_dim) or rows < num_segments * GROUPED_SEQLEN:
         return None
     elif key_tiles and mask.is_causal and rows > num_segments * LONGEST_CAUSAL_KEYS:
