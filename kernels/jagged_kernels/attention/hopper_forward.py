@@ -94,6 +94,7 @@ from .hopper_common import (
     release_tile,
     result_descriptor,
     visited_block,
+    take_tile,
 )
 from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .mask import Blocks, num_masked_blocks
@@ -114,6 +115,7 @@ class _Options(NamedTuple):
     bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
     page_rows: gl.constexpr
+    takes_tiles: gl.constexpr  # thread blocks take tiles through a counter, instead of each its share
 
 
 class _Rings(NamedTuple):
@@ -154,6 +156,7 @@ class _Kernel(NamedTuple):
     ranges: gl.tensor
     queue: TileQueue
     page_table_ptr: gl.tensor  # None where the keys of a segment are adjacent
+    next_tile_ptr: gl.tensor  # None unless tiles are taken
 
 
 class _Visit(NamedTuple):
@@ -184,36 +187,52 @@ def _key_row(kernel, tile, column, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _fwd_produce(kernel, OPTIONS: gl.constexpr):
-    schedule, rings = kernel.schedule, kernel.rings
+def _load_tile(kernel, tile, wave, step, OPTIONS: gl.constexpr):
+    """Hand a tile to the consumers, and load its rows. Returns the step after its last block."""
+    rings = kernel.rings
     ROWS: gl.constexpr = OPTIONS.consumers * WARPGROUP_ROWS
     BLOCK: gl.constexpr = kernel.k_desc.block_type.shape[1]
-    waves = num_waves(schedule)
-    next_tile = load_wave(schedule, 0, waves, OPTIONS.mask)
+    push_tile(kernel.queue, wave, tile)
+    blocks, count = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
+    count = gl.maximum(count, 1)
+    row = tile.q_start + tile.block * ROWS
+    if OPTIONS.q_shared:
+        row -= tile.q_start
+    for consumer in gl.static_range(OPTIONS.consumers):
+        producer_load(rings.q[consumer], kernel.q_desc, wave, tile.head, row + consumer * WARPGROUP_ROWS)
+    for number in range(count + 1):  # in the order of their use: the keys of a block before the values of the one before it
+        if number < count:
+            producer_load(
+                rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group,
+                _key_row(kernel, tile, visited_block(number, blocks) * BLOCK, OPTIONS),
+            )  # fmt: skip
+        if number > 0:
+            producer_load(
+                rings.v, kernel.v_desc, step + number - 1, tile.head // OPTIONS.group,
+                _key_row(kernel, tile, visited_block(number - 1, blocks) * BLOCK, OPTIONS),
+            )  # fmt: skip
+    return step + count
+
+
+@gluon.jit
+def _fwd_produce(kernel, OPTIONS: gl.constexpr):
+    schedule = kernel.schedule
     step = 0  # of the rings of k and v
-    for wave in range(waves):
-        tile = next_tile
-        next_tile = load_wave(schedule, wave + 1, waves, OPTIONS.mask)
+    if OPTIONS.takes_tiles:
+        num_tiles, wave = gl.load(schedule.num_tiles_ptr), 0
+        tile = take_tile(schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
+        while tile.segment >= 0:
+            step = _load_tile(kernel, tile, wave, step, OPTIONS)
+            wave += 1
+            tile = take_tile(schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
         push_tile(kernel.queue, wave, tile)
-        blocks, count = key_blocks(tile, OPTIONS.mask, ROWS, BLOCK)
-        count = gl.maximum(count, 1)
-        row = tile.q_start + tile.block * ROWS
-        if OPTIONS.q_shared:
-            row -= tile.q_start
-        for consumer in gl.static_range(OPTIONS.consumers):
-            producer_load(rings.q[consumer], kernel.q_desc, wave, tile.head, row + consumer * WARPGROUP_ROWS)
-        for number in range(count + 1):  # in the order of their use: the keys of a block before the values of the one before it
-            if number < count:
-                producer_load(
-                    rings.k, kernel.k_desc, step + number, tile.head // OPTIONS.group,
-                    _key_row(kernel, tile, visited_block(number, blocks) * BLOCK, OPTIONS),
-                )  # fmt: skip
-            if number > 0:
-                producer_load(
-                    rings.v, kernel.v_desc, step + number - 1, tile.head // OPTIONS.group,
-                    _key_row(kernel, tile, visited_block(number - 1, blocks) * BLOCK, OPTIONS),
-                )  # fmt: skip
-        step += count
+    else:
+        waves = num_waves(schedule)
+        next_tile = load_wave(schedule, 0, waves, OPTIONS.mask)
+        for wave in range(waves):
+            tile = next_tile
+            next_tile = load_wave(schedule, wave + 1, waves, OPTIONS.mask)
+            step = _load_tile(kernel, tile, wave, step, OPTIONS)
 
 
 # -- consumers ----------------------------------------------------------------------------------------------------------------------
@@ -418,82 +437,106 @@ def _num_skipped(tile, blocks, visited, consumer: gl.constexpr, OPTIONS: gl.cons
 
 
 @gluon.jit
-def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
-    schedule, outputs, scales, queue = kernel.schedule, kernel.outputs, kernel.scales, kernel.queue
+def _fwd_tile(tile, wave, step, tail_phase, more, scale, consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    """Compute a consumer's rows of a tile. Returns the next step and tail phase, and with softmax the next tile, if `more` follow: it is
+    popped before this one is stored. With pointwise activations that was 2 % slower."""
+    outputs, scales, queue = kernel.outputs, kernel.scales, kernel.queue
     rings = _Rings(kernel.rings.q[consumer], kernel.rings.k, kernel.rings.v, kernel.rings.tail)
     output = Output(outputs.out_desc, outputs.out_ptr)
     CONSUMERS: gl.constexpr = OPTIONS.consumers
     BLOCK: gl.constexpr = rings.k.buffers.shape[2]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
-    scale = score_factor(scales.scale, OPTIONS.activation)
-    waves = num_waves(schedule)
-    step, tail_phase = 0, 0
-    # With softmax the next tile is popped before this one is stored. With pointwise activations that was 2 % slower.
-    next_tile = pop_tile(queue, 0, waves > 0 if SOFTMAX else False)
-    for wave in range(waves):
-        tile = next_tile if SOFTMAX else pop_tile(queue, wave)
-        blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
-        num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)  # in the first block, the only one cut
-        has_tail = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
-        first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
-        num_rows = tile.q_len - first
-        tail = Tail(rings.tail, tail_phase)
-        if num_rows > 0:
-            factor = scales.act_factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
-            q = consumer_wait(rings.q, wave)
-            if OPTIONS.q_in_registers:
-                q = q.load(gl.DotOperandLayout(0, SCORES, 2))
-            skipped = 0
-            if _skips_blocks(OPTIONS.mask, CONSUMERS, BLOCK):
-                skipped = _num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
-                _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
-            bias = None
-            if OPTIONS.bias is not None:
-                bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
-            visit = _Visit(wave, step, tile, blocks, visited, skipped, first + tile.kv_len - tile.q_len, num_keys, bias)
-            acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
-            if SOFTMAX:
-                next_tile = pop_tile(queue, wave + 1, wave + 1 < waves)
-                acc = rescale_rows(acc, row_factor)
-            else:
-                acc = acc * factor
-            buffer, row = outputs.buffers.index(consumer), tile.q_start + first
-            store_epilogue(acc, output, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim)
-            if SOFTMAX:  # after the TMA store has started: its fence would wait for these stores
-                lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
-                stored = lanes < num_rows
-                gl.store(outputs.lse_ptr + tile.head.to(gl.int64) * outputs.stride_lse + tile.q_start + first + lanes, lse, mask=stored)
+    blocks, visited = key_blocks(tile, OPTIONS.mask, CONSUMERS * WARPGROUP_ROWS, BLOCK)
+    num_keys = gl.where(visited > 0, tile.kv_len - visited_block(0, blocks) * BLOCK, 0)  # in the first block, the only one cut
+    has_tail = (num_keys < BLOCK) & (num_keys != BLOCK // 2)
+    first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
+    num_rows = tile.q_len - first
+    tail = Tail(rings.tail, tail_phase)
+    next_tile = tile
+    if num_rows > 0:
+        factor = scales.act_factor * output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
+        q = consumer_wait(rings.q, wave)
+        if OPTIONS.q_in_registers:
+            q = q.load(gl.DotOperandLayout(0, SCORES, 2))
+        skipped = 0
+        if _skips_blocks(OPTIONS.mask, CONSUMERS, BLOCK):
+            skipped = _num_skipped(tile, blocks, visited, consumer, OPTIONS, BLOCK)
+            _skip_blocks(rings, step, skipped, num_keys, has_tail, tail, consumer, CONSUMERS)
+        bias = None
+        if OPTIONS.bias is not None:
+            bias = bias_of_queries(kernel.bias, tile, first, kernel.ranges[consumer], OPTIONS.bias)
+        visit = _Visit(wave, step, tile, blocks, visited, skipped, first + tile.kv_len - tile.q_len, num_keys, bias)
+        acc, row_factor, lse = _fwd_rows(q, rings, visit, scale, tail, consumer, OPTIONS)
+        if SOFTMAX:
+            next_tile = pop_tile(queue, wave + 1, more)
+            acc = rescale_rows(acc, row_factor)
         else:
-            skip_stage(rings.q, wave)
-            _skip_blocks(rings, step, gl.maximum(visited, 1), num_keys, has_tail, tail, consumer, CONSUMERS)
-            if SOFTMAX:
-                next_tile = pop_tile(queue, wave + 1, wave + 1 < waves)
-        step += gl.maximum(visited, 1)
-        tail_phase += has_tail.to(gl.int32)
-        release_tile(queue, wave)
+            acc = acc * factor
+        buffer, row = outputs.buffers.index(consumer), tile.q_start + first
+        store_epilogue(acc, output, buffer, None, row, tile.head, num_rows, OPTIONS.heads, OPTIONS.v_dim)
+        if SOFTMAX:  # after the TMA store has started: its fence would wait for these stores
+            lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
+            stored = lanes < num_rows
+            gl.store(outputs.lse_ptr + tile.head.to(gl.int64) * outputs.stride_lse + tile.q_start + first + lanes, lse, mask=stored)
+    else:
+        skip_stage(rings.q, wave)
+        _skip_blocks(rings, step, gl.maximum(visited, 1), num_keys, has_tail, tail, consumer, CONSUMERS)
+        if SOFTMAX:
+            next_tile = pop_tile(queue, wave + 1, more)
+    release_tile(queue, wave)
+    return step + gl.maximum(visited, 1), tail_phase + has_tail.to(gl.int32), next_tile
+
+
+@gluon.jit
+def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    queue = kernel.queue
+    SOFTMAX: gl.constexpr = OPTIONS.activation is None
+    scale = score_factor(kernel.scales.scale, OPTIONS.activation)
+    step, tail_phase = 0, 0
+    if OPTIONS.takes_tiles:
+        wave = 0
+        tile = pop_tile(queue, wave)
+        while tile.segment >= 0:
+            step, tail_phase, tile = _fwd_tile(tile, wave, step, tail_phase, True, scale, consumer, kernel, OPTIONS)
+            wave += 1
+            if not SOFTMAX:
+                tile = pop_tile(queue, wave)
+    else:
+        waves = num_waves(kernel.schedule)
+        next_tile = pop_tile(queue, 0, waves > 0 if SOFTMAX else False)
+        for wave in range(waves):
+            tile = next_tile if SOFTMAX else pop_tile(queue, wave)
+            step, tail_phase, next_tile = _fwd_tile(
+                tile, wave, step, tail_phase, wave + 1 < waves, scale, consumer, kernel, OPTIONS
+            )  # fmt: skip
     tma.store_wait(0)
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr"])
+@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr", "next_tile_ptr"])
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,
-    scale, act_factor, output_scale, stride_lse, page_table_ptr,
+    scale, act_factor, output_scale, stride_lse, page_table_ptr, next_tile_ptr,
     HEADS: gl.constexpr, GROUP: gl.constexpr, V_DIM: gl.constexpr, ACTIVATION: gl.constexpr, MASK: gl.constexpr, Q_SHARED: gl.constexpr,
     CONSUMERS: gl.constexpr, STAGES: gl.constexpr, ROW_STAGES: gl.constexpr, Q_REGISTERS: gl.constexpr, REGISTERS: gl.constexpr,
     BIAS: gl.constexpr, PAGE_ROWS: gl.constexpr,
 ):  # fmt: skip
-    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr, PAGE_ROWS: as in load_page."""
-    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, BIAS, CONSUMERS, PAGE_ROWS)
+    """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr, PAGE_ROWS: as in load_page.
+    next_tile_ptr: how many tiles of the list have been taken, 0; None: each thread block has its share of the list."""
+    OPTIONS: gl.constexpr = _Options(
+        HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, BIAS, CONSUMERS, PAGE_ROWS, next_tile_ptr is not None
+    )  # fmt: skip
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, num_segments, num_targets_ptr)
     k_ring, v_ring = make_ring(k_desc, STAGES, CONSUMERS), make_ring(v_desc, STAGES, CONSUMERS)
     rings = _Rings(make_rings(q_desc, ROW_STAGES, CONSUMERS), k_ring, v_ring, make_barriers(1, CONSUMERS))
     outputs = _Outputs(out_desc, out_ptr, lse_ptr, stride_lse, make_epilogue_buffers(q_desc, CONSUMERS))
     scales = _Scales(scale, act_factor, output_scale, segment_scale_ptr)
     queue = make_tile_queue(CONSUMERS)
-    kernel = _Kernel(q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, make_ranges(CONSUMERS, BIAS), queue, page_table_ptr)
+    kernel = _Kernel(
+        q_desc, k_desc, v_desc, schedule, rings, outputs, scales, bias, make_ranges(CONSUMERS, BIAS), queue, page_table_ptr, next_tile_ptr
+    )  # fmt: skip
     launch_specialised(_fwd_consume, _fwd_produce, kernel, OPTIONS, REGISTERS)
 
 
@@ -512,10 +555,11 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     constants = launch_constants(config, operands, params)
     if blocks := grid(tiles, config):
         out_desc = result_descriptor(out)
+        next_tile = out.new_zeros(1, dtype=torch.int32) if config.takes_tiles else None
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
             params.segment_scale, kernel_bias(params, segments, q.shape[0]), params.scale, act_factor, params.output_scale, lse.stride(0),
-            pages and pages.table, Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, PAGE_ROWS=pages and pages.page_rows,
+            pages and pages.table, next_tile, Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, PAGE_ROWS=pages and pages.page_rows,
             **constants,
         )  # fmt: skip

@@ -73,6 +73,7 @@ def compile_hopper_attention(
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= bias_constants(bias, sums=name == "dq")
     constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
+    constants |= dict(next_tile_ptr=None) if name == "fwd" and not config.takes_tiles else {}
     constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
     types = dict(
         lse_ptr="*fp32",
