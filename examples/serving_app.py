@@ -35,7 +35,7 @@ from serving_rankers import NewEvents, Ranker, Request
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
 PAGE = Path(__file__).with_name("serving_page.html")
-STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, **dict.fromkeys(OUT_OF_MEMORY, 503)}
+STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
 
 
@@ -189,8 +189,6 @@ class Service:
         seconds = self.limits.deadline if body.deadline_ms is None else body.deadline_ms / 1000
         waiting = self.batcher.submit(self.to_request(body), begin + seconds)
         scores = await self._result(waiting, http)
-        if not bool(scores.isfinite().all()):
-            raise HTTPException(500, "the model's scores are not finite")
         taken = time.monotonic() - begin
         self.metrics.latency.observe(taken)
         timing = {"queue_ms": 1e3 * waiting.queued_seconds, "latency_ms": 1e3 * taken}

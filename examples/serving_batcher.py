@@ -269,6 +269,8 @@ class Batcher:
 
 
 def _run_job(job: Callable[[], Any], future: Future) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
     try:
         future.set_result(job())
     except Exception as error:

@@ -142,13 +142,15 @@ class Ranker(ABC):
 
         Of several requests of a user, only the first may have new events; all are scored after these.
 
-        If it raises, no event was added, and the cache still fits the histories.
+        If it raises, no event was added, and the cache still fits the histories. FloatingPointError: a score is NaN or infinite.
         """
         self.stages.seconds.clear()
         begin, order = time.perf_counter(), sorted(range(len(requests)), key=lambda i: requests[i].user)  # the order of equal users stays
         requests = [requests[i] for i in order]
         try:
             scores = self._score(_merged(requests)).float().cpu()
+            if not bool(scores.isfinite().all()):
+                raise FloatingPointError("the model's scores are not finite")
         except BaseException:
             if self.cache is not None:
                 self.cache.evict([request.user for request in requests])

@@ -143,6 +143,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     if options.model != "hstu" and not options.compare and any(getattr(options, name) for name in BIASES):
         raise ValueError(f"--relative-position and --relative-time need --model hstu, not {options.model}")
     datasets = load_datasets(options)
+    if not len(datasets["train"]):
+        raise ValueError(f"{options.data}: nothing to train on: all users have 1 or 3 events, and the last 2 of 3 are held out")
     if options.batch_size is None:
         options = trainer.variant(options, batch_size=choose_batch_size(options.batch_events, datasets["train"].windows))
     unbiased = trainer.variant(options, relative_position=False, relative_time=0)

@@ -38,7 +38,8 @@ def jagged_to_padded(
     """Pad each segment with padding_value to max_seqlen rows.
 
     Runs FBGEMM's operator if fbgemm_gpu has been imported (TorchRec does this) and values are `[L, D]` and need no gradient. FBGEMM's
-    second derivatives are wrong without a warning, and it has no fp64. Otherwise runs torch. The results are equal.
+    second derivatives are wrong without a warning, it has no fp64, and it rounds padding values to fp64, also for integers. Otherwise runs
+    torch. The results are equal.
 
     Args:
         values: `[L, ...]`, any dtype of the dtype table.
@@ -60,7 +61,7 @@ def jagged_to_padded(
     if isinstance(padding_value, float) and not values.is_floating_point() and not values.is_complex() and padding_value % 1:
         raise ValueError(f"padding_value must be an integer for values of {values.dtype}, got {padding_value}")
     offsets = checked_offsets("offsets", offsets, values.shape[0], values, "the values'", max_seqlen)
-    if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values):
+    if sys.modules.get("fbgemm_gpu") is not None and _fbgemm_is_right(values, padding_value):
         return torch.ops.fbgemm.jagged_to_padded_dense(values, [offsets], [max_seqlen], padding_value)
     segments = offsets.shape[0] - 1
     segment, position = segments_and_positions(offsets, values.shape[0])
@@ -218,9 +219,11 @@ def jagged_split(
     return (head, first), (x.index_select(0, rows + first[segment + 1]), rest)
 
 
-def _fbgemm_is_right(values: Tensor) -> bool:
-    differentiated = torch.is_grad_enabled() and values.requires_grad or transforms_are_active()
-    return values.dim() == 2 and values.dtype in _FBGEMM_DTYPES and not differentiated
+def _fbgemm_is_right(values: Tensor, padding_value: float) -> bool:
+    if torch.is_grad_enabled() and values.requires_grad or transforms_are_active():
+        return False
+    exact = values.is_floating_point() or abs(padding_value) < 2**31  # as fp64, in every integer dtype
+    return values.dim() == 2 and values.dtype in _FBGEMM_DTYPES and exact
 
 
 def _checked_total(first_lengths: Tensor, offsets: Tensor, total: int | None) -> int:

@@ -15,7 +15,7 @@ from ..functional.attention import BLOCKS
 from ..rotary import Rotary, rotary_tables
 from ..scalars import check_size
 from ..tracing import one_module
-from ..validation import MAX_HEAD_DIM, resolve_head_dim
+from ..validation import MAX_HEAD_DIM, check_offsets, resolve_head_dim
 from .invariant import fixed_rows
 from .parameters import check_parameter_dtype, reset_all
 
@@ -100,6 +100,7 @@ class BlockDiagonalSelfAttention(nn.Module):
         qkv = self.qkv_proj(jagged.values).unflatten(1, (3, self.num_heads, self.head_dim))
         rotary = None
         if self.tables is not None and self.rotary is not None:
+            check_offsets("x's offsets", jagged.offsets, max_seqlen=self.max_seqlen)
             rotary = Rotary(self.tables.cos, self.tables.sin, self.rotary, linear=True)
         out = block_diagonal_attention_packed(qkv, jagged.offsets, block_size=self.block_size, rotary=rotary)
         return jagged.unwrap(self.out_proj(out.flatten(1)))

@@ -267,7 +267,7 @@ def test_a_worker_that_is_killed(start):
 
 
 def test_scores_that_are_not_finite_fail_alone(start):
-    """The embedding of item 40 is NaN: the request with it fails, another of the same batch does not."""
+    """The embedding of item 40 is NaN: the request with it fails and stores nothing, another of the same batch does not fail."""
     running = start()
     hold = Hold(running.service)
     with torch.no_grad():
@@ -277,11 +277,14 @@ def test_scores_that_are_not_finite_fail_alone(start):
         assert hold.entered.wait(30)
         seen = {user for user in range(25) if 40 in running.service.ranker.histories.window(user, _none(), 200).item}
         bad_user, good_user = [user for user in range(9) if user not in seen][:2]
-        bad, good = (threads.submit(running.rank, {"user": u, "candidates": c}) for u, c in ((bad_user, [5, 40]), (good_user, [5, 6])))
+        events, lengths = [{"item": 6, "rating": 4}], [running.service.ranker.histories.length(user) for user in (bad_user, good_user)]
+        bodies = ({"user": u, "candidates": c, "events": events} for u, c in ((bad_user, [5, 40]), (good_user, [5, 6])))
+        bad, good = (threads.submit(running.rank, body) for body in bodies)
         wait_until(lambda: len(running.service.batcher) == 2)
         hold.released.set()
         assert bad.result().status_code == 500 and bad.result().json()["error"] == "the model's scores are not finite"
         assert good.result().status_code == first.result().status_code == 200
+    assert [running.service.ranker.histories.length(user) for user in (bad_user, good_user)] == [lengths[0], lengths[1] + 1]
     assert_serves(running, {"user": bad_user, "candidates": [5, 6]})
 
 

@@ -255,3 +255,15 @@ def test_a_job_runs_between_batches(make, score):
     with pytest.raises(ZeroDivisionError):
         bad.result(timeout=30)
     results([first, *waiting])
+
+
+def test_a_cancelled_job_does_not_run(make, score):
+    """It would end the thread: a cancelled future takes no result."""
+    batcher, ran = make(), []
+    first = busy(batcher, score)
+    job, after = (batcher.between_batches(lambda name=name: ran.append(name)) for name in ("cancelled", "after"))
+    assert job.cancel()
+    score.hold.set()
+    after.result(timeout=30)
+    results([first])
+    assert ran == ["after"] and batcher.counts.restarts == 0

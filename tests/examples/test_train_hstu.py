@@ -204,6 +204,14 @@ def test_a_log_too_small_to_test_on_is_refused(tmp_path):
         train(tmp_path / "out", "--data", str(tmp_path / "u.data"))
 
 
+@pytest.mark.parametrize("arguments", [[], ["--batch-size", "4"]])
+def test_a_log_too_small_to_train_on_is_refused(tmp_path, arguments):
+    (tmp_path / "log.txt").write_text("1 5 6 7\n2 6 7 8\n3 9\n")
+    with pytest.raises(SystemExit, match="log.txt: nothing to train on: all users have 1 or 3 events"):
+        train(tmp_path / "out", "--data", str(tmp_path / "log.txt"), *arguments)
+    assert not (tmp_path / "out").exists()
+
+
 def test_settings_of_the_checkpoint_must_agree(tmp_path):
     train(tmp_path, "--epochs", "1")
     with pytest.raises(SystemExit, match="other settings: temperature 0.07 -> 0.2"):

@@ -59,6 +59,13 @@ def test_fbgemm_converts_what_needs_no_gradient(grad_enabled, offsets_of):
     assert any("fbgemm" in event.name for event in profile.events()) is not grad_enabled
 
 
+@pytest.mark.parametrize("padding_value", [2**63 - 1, 2**53 + 1, 2**31, -(2**31), -(2**63)])
+def test_large_integers_as_padding(conversions, offsets_of, padding_value):
+    """FBGEMM takes the padding value as fp64."""
+    offsets, values = offsets_of([1, 2]), torch.arange(6).view(3, 2)
+    assert torch.equal(F.jagged_to_padded(values, offsets, 2, padding_value), padded_loop(values, offsets, 2, padding_value))
+
+
 @pytest.mark.parametrize("lengths", ROW_LENGTHS)
 def test_gradients_of_conversions(lengths, conversions, offsets_of):
     offsets, longest = offsets_of(lengths), max([0, *lengths])
