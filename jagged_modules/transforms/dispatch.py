@@ -77,13 +77,18 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
     @functools.wraps(of_graph)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = vars(self).get("_model")
-        if model is not None and len(args) <= len(by_position) and not torch.compiler.is_exporting():
+        if model is not None and len(args) <= len(by_position) and not _is_exporting():
             given = inputs_of_model(dict(zip(by_position, args)) | kwargs)
             if given is not None:
                 return model(**given)
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
+
+
+def _is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or not it exports."""
+    return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
 
 
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
