@@ -81,9 +81,9 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
             given = kwargs.copy()
             if args:  # `dict(zip(...)) | kwargs` takes 3 µs more where all are given by name
                 given.update(zip(by_position, args))
-            given = inputs_of_model(given)
-            if given is not None:
-                return model(**given)
+            of_model = inputs_of_model(given)
+            if of_model is not None:
+                return model(**of_model)
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
