@@ -176,6 +176,14 @@ class CandidateIndex(Queries):
         _, users = rows_and_segments(self.offsets, num_candidates)
         return users if self.inverse is None else users[self.inverse]
 
+    def ungrouped(self, x: Tensor) -> Tensor:
+        """Rows of candidates that are grouped by user, `[num_candidates, ...]`, in the candidates' own order."""
+        if self.order is None or self.inverse is None:
+            return x
+        if torch.compiler.is_compiling():  # one kernel, which needs no `inverse`
+            return torch.empty_like(x).index_copy(0, self.order.long(), x)
+        return x.index_select(0, self.inverse)
+
     def query_offsets(self, rows_per_candidate: int) -> Tensor:
         """`[num_users + 1]` offsets of the query rows, `rows_per_candidate` for each candidate, grouped by user."""
         if rows_per_candidate == 1:

@@ -397,8 +397,7 @@ def target_attention(
         implementation=implementation,
         pages=pages,
     )
-    out = torch.unflatten(out, 0, (num_candidates, rows))
-    return out if candidates.inverse is None else out.index_select(0, candidates.inverse)
+    return candidates.ungrouped(torch.unflatten(out, 0, (num_candidates, rows)))
 
 
 def self_target_attention(

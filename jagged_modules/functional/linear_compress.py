@@ -85,16 +85,31 @@ def linear_compress(
     batch_invariant = is_batch_invariant(implementation)
     if implementation == "reference":
         return linear_compress_reference(weights, embeddings, maps)
-    refuse_transforms("linear_compress does")
-    if implementation in ("decomposed", "padded") or implementation == "auto" and device.type != "cuda":
-        return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
-
-    from jagged_kernels.linear_compress.op import triton_linear_compress
-
     grouped = [x.to(device) if isinstance(x, CandidateIndex) else None for x in indices]
     orders = [None if x is None else x.order for x in grouped]
     offsets = [None if x is None else x.offsets for x in grouped]
-    return triton_linear_compress(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
+    return _compress(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
+
+
+def compress_unchecked(weights: list[Tensor], embeddings: list[Tensor], indices: list[Tensor]) -> Tensor:
+    """`linear_compress` of operands on one device that are known to match."""
+    weights, embeddings = ([autocast(x) for x in tensors] for tensors in (weights, embeddings))
+    ungrouped: list[Tensor | None] = [None] * len(indices)
+    return _compress(weights, embeddings, indices, ungrouped, ungrouped, "auto", is_batch_invariant("auto"))
+
+
+def _compress(
+    weights: list[Tensor], embeddings: list[Tensor], maps: list[Tensor], orders: list[Tensor | None], offsets: list[Tensor | None],
+    implementation: str, batch_invariant: bool,
+) -> Tensor:  # fmt: skip
+    """All implementations but "reference". orders, offsets: as `CandidateIndex` has them, None for a map."""
+    refuse_transforms("linear_compress does")
+    if implementation in ("decomposed", "padded") or implementation == "auto" and embeddings[-1].device.type != "cuda":
+        return linear_compress_decomposed(weights, embeddings, maps, 8 if implementation == "padded" else 1, batch_invariant)
+
+    from jagged_kernels.linear_compress.op import linear_compress as launch
+
+    return launch(weights, embeddings, maps, orders, offsets, implementation, batch_invariant)
 
 
 def _levels(x: Any) -> list[Any]:

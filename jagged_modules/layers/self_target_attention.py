@@ -99,7 +99,7 @@ class JaggedSelfTargetAttention(nn.Module):
             q = q.index_select(0, candidates.order)
         values, out = self._attend(history, q.flatten(0, 1), candidates.query_offsets(q.shape[1]))
         out = torch.unflatten(out, 0, q.shape[:2])
-        return history.unwrap(values), out if candidates.inverse is None else out.index_select(0, candidates.inverse)
+        return history.unwrap(values), candidates.ungrouped(out)
 
     if TYPE_CHECKING:  # nn.Module declares that calls return Any
 

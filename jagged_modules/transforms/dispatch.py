@@ -77,13 +77,21 @@ def with_fallback(fused: fx.GraphModule, model: nn.Module, replication: Replicat
     @functools.wraps(of_graph)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         model = vars(self).get("_model")
-        if model is not None and len(args) <= len(by_position) and not torch.compiler.is_exporting():
-            given = inputs_of_model(dict(zip(by_position, args)) | kwargs)
-            if given is not None:
-                return model(**given)
+        if model is not None and len(args) <= len(by_position) and not _is_exporting():
+            given = kwargs.copy()
+            if args:  # `dict(zip(...)) | kwargs` takes 3 µs more where all are given by name
+                given.update(zip(by_position, args))
+            of_model = inputs_of_model(given)
+            if of_model is not None:
+                return model(**of_model)
         return of_graph(self, *args, **kwargs)
 
     type(fused).forward = forward
+
+
+def _is_exporting() -> bool:
+    """`torch.compiler.is_exporting()`, which torch.compile traces as True in torch 2.11 whether or not it exports."""
+    return torch.compiler._is_exporting_flag  # pyright: ignore[reportPrivateUsage]
 
 
 def _unchanged(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
@@ -98,23 +106,25 @@ def _size(given: Mapping[str, Any], rows: Rows) -> int:
 
 
 def _gathered(replication: Replication, given: dict[str, Any]) -> dict[str, Any] | None:
-    """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong."""
+    """The inputs of a model whose caller replicates rows, None if the graph is better or a number of rows is wrong. Writes to `given`."""
     index = given.pop(MAP_NAME, None)
     if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype not in INDEX_DTYPES:
         return None
-    num_candidates, num_users = index.shape[0], 0
+    num_candidates, num_users = index.size(0), 0
     for name in replication.shared:
         rows = _samples(given.get(name)) if name in replication.keyed else _rows(given.get(name))
         num_users = num_users or rows
         if rows < 1 or rows != num_users or (rows < num_candidates and not replication.nothing_moved):
             return None
-    if any(_rows(given.get(name)) != num_candidates for name in replication.per_candidate):
-        return None
+    for name in replication.per_candidate:
+        if _rows(given.get(name)) != num_candidates:
+            return None
     try:
-        shared = {name: select_rows(given[name], index) for name in replication.keyed}
-        return given | shared | {name: _select(given[name], index) for name in replication.shared if name not in shared}
+        for name in replication.shared:
+            given[name] = select_rows(given[name], index) if name in replication.keyed else _select(given[name], index)
     except IndexError:
         return None
+    return given
 
 
 def _samples(x: Any) -> int:
@@ -125,7 +135,7 @@ def _samples(x: Any) -> int:
 def _rows(x: Any) -> int:
     """The number of rows of an input; -1 if its tensors have different numbers."""
     if isinstance(x, Tensor):
-        return x.shape[0] if x.dim() else -1
+        return x.size(0) if x.dim() else -1
     rows = [_rows(leaf) for leaf in pytree.tree_leaves(x) if isinstance(leaf, Tensor)]  # not a set: torch.compile would take constants
     return rows[0] if rows and all(other == rows[0] for other in rows) else -1
 

@@ -76,6 +76,7 @@ def with_eager_form(fused: fx.GraphModule) -> None:
         return of_eager(eager, *args, **kwargs)
 
     type(fused).forward = forward
+    del type(fused).__call__  # that of fx shows the graph's code in tracebacks, and takes 4 µs more than nn.Module's
 
 
 def _eager_form(fused: fx.GraphModule) -> fx.GraphModule:

@@ -10,8 +10,9 @@ from jagged_kernels.attention.params import MaskParams
 from torch import Tensor
 
 from ..containers.candidates import CandidateIndex
-from ..functional import jagged_attention, linear_compress, target_attention
+from ..functional import jagged_attention, target_attention
 from ..functional.attention import attend_unchecked
+from ..functional.linear_compress import compress_unchecked
 from ..masks import AttentionMask
 from ..validation import check_integers, check_tensor, values_are_checkable
 
@@ -56,7 +57,7 @@ def without_negative(index: Tensor, name: str) -> Tensor:
 
 def compress(user_weight: Tensor, users: Tensor, weight: Tensor, candidates: Tensor, candidate_to_user: Tensor) -> Tensor:
     """user_weight @ users[candidate_to_user] + weight @ candidates."""
-    return linear_compress((user_weight, weight), (users, candidates), (candidate_to_user,))
+    return compress_unchecked([user_weight, weight], [users, candidates], [candidate_to_user])
 
 
 def group_candidates(candidate_to_user: Tensor, users: Tensor) -> CandidateIndex:
@@ -102,7 +103,7 @@ def attend_in_place(
     q = query.transpose(1, 2) if candidates.order is None else query.index_select(0, candidates.order).transpose(1, 2)
     out = attend_unchecked(q.flatten(0, 1), key, value, candidates.query_offsets(num_rows), offsets, scale)
     out = out.unflatten(0, (num_candidates, num_rows)).transpose(1, 2)
-    out = out if candidates.inverse is None else out.index_select(0, candidates.inverse)
+    out = candidates.ungrouped(out)
     if empty != 0:  # target_attention gives 0
         lost = (offsets.diff() == 0)[candidates.users(query.shape[0])]
         out = out.masked_fill(lost[:, None, None, None], empty)
@@ -168,8 +169,9 @@ def visible_first(hidden: Tensor) -> tuple[Tensor, Tensor]:
     Returns:
         rows `[U · T]`: the visible keys of each user, then any others. offsets `[U + 2]`: of the users, and of the others.
     """
-    visible = ~hidden
-    counts, ends = visible.flatten().cumsum(0), visible.sum(1).cumsum(0)
+    num_users, num_keys = hidden.shape
+    counts = (~hidden).flatten().cumsum(0)
+    ends = counts.view(num_users, num_keys)[:, -1] if num_keys else counts.new_zeros(num_users)
     total = counts.shape[0]
     rows = torch.searchsorted(counts[:-1], torch.arange(1, total + 1, device=counts.device))  # without the last one, the result is a row
     return rows, torch.cat([ends.new_zeros(1), ends, ends.new_full((1,), total)])

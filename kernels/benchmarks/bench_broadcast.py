@@ -1,6 +1,7 @@
 """Latency of ranking models whose callers repeat the rows of users for their candidates: as they are, split by hand, and fused.
 
     python kernels/benchmarks/bench_broadcast.py --only "^models" --rep 5 --warmup 2 --pause 0.02   # one table of all forms and modes
+    ... --only "^models" --impl "left in|fused" --rep 5 --warmup 2 --pause 0.02                     # without split: less to compile
     python kernels/benchmarks/bench_broadcast.py --impl "eager|graphs" --rep 10 --pause 0.05        # more ratios, nothing compiled
     python kernels/benchmarks/bench_broadcast.py --device cpu                                       # smaller models
     python kernels/benchmarks/bench_broadcast.py --tiny --device cpu
@@ -8,15 +9,17 @@
 "left in": the rows of users are gathered for the candidates, then the model runs. "split": a net of users and a net of candidates, cut by
 hand where the rows were repeated. "fused": jm.transforms.fuse_broadcasts of the model, placed for 1,024 candidates of 15 users in all
 cases. Each form is measured eager, under torch.compile with dynamic sizes, and as a CUDA graph of the eager call. Times are wall times of
-host and device together. The speed-ups in tables are over "left in, eager"; the table above them compares within each mode. Models come
-without embedding lookups.
+host and device together; the first table also has the time in which the host issues a call, with nothing else to do on the device. The
+speed-ups in tables are over "left in, eager"; the first table compares within each mode. Models come without embedding lookups.
 """
 
 import copy
 import functools
 import os
+import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -150,6 +153,18 @@ def graphed(call: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return replay
 
 
+def host_ms(call: Callable[[], Tensor], calls: int = 50) -> float:
+    """Median time in which the host issues a call, ms. The device has nothing else to do."""
+    times = []
+    with torch.no_grad():
+        for _ in range(calls):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(times[calls // 5 :])
+
+
 def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype: torch.dtype) -> Setup:
     """All forms of a model in all modes, for a number of users and of candidates."""
     net, inputs = made(name, scale, device, dtype)[0], given(name, scale, batch, device, dtype)
@@ -160,7 +175,9 @@ def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype:
             fill_caches(scale, device, dtype)
         module = (compiled_forms if mode == COMPILED else forms)(name, scale, device, dtype)[form]
         call = partial(module, **inputs)
-        return Implementation(graphed(call) if mode == GRAPHS else call, inputs, lambda _, x: {"sampled": x.reshape(-1, 1)[rows]})
+        host = {"host issues it in": host_ms(call)} if device == "cuda" and mode != GRAPHS else {}
+        call = graphed(call) if mode == GRAPHS else call
+        return Implementation(call, inputs, lambda _, x: {"sampled": x.reshape(-1, 1)[rows]}, host_ms=host)
 
     def reference(dtype: torch.dtype) -> dict[str, Tensor]:
         """On the host if the model repeats rows itself: this project's kernels have no fp64."""
@@ -197,16 +214,18 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
 
 
 def table_of_forms(rows: list[dict]) -> list[str]:
-    """One line per case: ms of each form in each mode, and what the fused form saves of the time of "left in"."""
-    times = {(row["table"], row["case"], *row["implementation"].rsplit(", ", 1)): row["forward_ms"] for row in rows if "forward_ms" in row}
-    modes = [mode for mode in (EAGER, GRAPHS, COMPILED) if any(key[3] == mode for key in times)]
+    """One line per case: ms of each form in each mode, and what the fused form saves of the time of "left in". On CUDA "wall / host"."""
+    measured = {(row["table"], row["case"], *row["implementation"].rsplit(", ", 1)): row for row in rows if "forward_ms" in row}
+    cells = {key: " / ".join(f"{ms:.3f}" for ms in (row["forward_ms"], *row.get("host_ms", {}).values())) for key, row in measured.items()}
+    modes = [mode for mode in (EAGER, GRAPHS, COMPILED) if any(key[3] == mode for key in measured)]
     lines = [["case", *(f"{form}, {mode}" for mode in modes for form in ("left in", "split", "fused", "saves"))]]
-    for table, case in dict.fromkeys(key[:2] for key in times):
+    for table, case in dict.fromkeys(key[:2] for key in measured):
         lines.append([f"{table.removeprefix(MODELS + ', ')}: {case}"])
         for mode in modes:
-            left, split, fused = (times.get((table, case, form, mode)) for form in (LEFT_IN, SPLIT, FUSED))
-            lines[-1] += ["" if ms is None else f"{ms:.3f}" for ms in (left, split, fused)]
-            lines[-1].append(f"{100 * (1 - fused / left):+.0f} %" if left and fused else "")
+            keys = [(table, case, form, mode) for form in (LEFT_IN, SPLIT, FUSED)]
+            left, _, fused = (measured.get(key, {}).get("forward_ms") for key in keys)
+            saved = [f"{100 * (1 - fused / left):+.0f} %" if left and fused else ""]
+            lines[-1] += [*(cells.get(key, "") for key in keys), *saved]
     lines.insert(1, ["---"] * len(lines[0]))
     return ["\n".join(f"| {' | '.join(line)} |" for line in lines)]
 

@@ -53,6 +53,8 @@ def test_the_table_compares_within_a_mode():
     ]
     (table,) = bench.table_of_forms(rows)
     assert table.splitlines()[2] == "| t: c | 4.000 | 2.000 | 1.000 | +75 % |  |  | 1.000 |  |"
+    (table,) = bench.table_of_forms([rows[0] | dict(host_ms={"host": 3.0}), rows[2]])
+    assert table.splitlines()[2] == "| t: c | 4.000 / 3.000 |  | 1.000 | +75 % |"
 
 
 @pytest.mark.parametrize("name", broadcast_models.NETS)

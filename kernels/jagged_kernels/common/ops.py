@@ -101,13 +101,14 @@ def direct(op: Callable, args: tuple, operands: Sequence[Tensor | None]) -> Call
     autograd, so `direct` is for calls below autograd.
 
     Args:
-        operands: those of the arguments that are floating-point tensors of a caller, which may be lazy. The first one is not None.
+        operands: those of the arguments, and the tensors in lists among them, that are floating-point tensors of a caller, which may be
+            lazy. The first one is not None.
     """
     if torch.compiler.is_compiling() or profiler._is_profiler_enabled or not operands[0].is_cuda:
         return op
     if _len_torch_dispatch_stack() or _len_torch_function_stack() or _are_functorch_transforms_active() or _is_tracing():
         return op
-    if not _PLAIN.issuperset(map(type, args)):
+    if not _PLAIN.issuperset(map(type, args)) or not _PLAIN.issuperset(map(type, operands)):
         return op
     for x in operands:
         if x is not None and (x.is_neg() or x._is_zerotensor()):

@@ -12,6 +12,7 @@ select.py chooses the kernels, configs.py has their launch configurations. trito
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from ..common.configs import GemmConfig, KernelChoice
 from ..common.descriptors import descriptor, has_descriptor
 from ..common.device import aligned_strides, cdiv, contiguous_last_dim, device_properties, precision
-from ..common.ops import below_autograd, differentiate, operator
+from ..common.ops import below_autograd, differentiate, direct, operator
 from .select import LinearCompressProblem, select_backward, select_forward, select_shared_gemm
 from .triton_kernels import align_rows_kernel, linear_compress_bwd_dw_kernel, linear_compress_fwd_kernel, sum_groups_kernel
 
@@ -122,16 +123,17 @@ def _gemm(
 
 def aligned_weights(weights: Sequence[Tensor], num_zeros: int = 0) -> tuple[list[Tensor], Tensor]:
     """The weights, and num_zeros int32 zeros. Weights whose rows do not start at 16-byte boundaries are copied to rows that do: otherwise
-    they would be loaded 4 bytes at a time, which would take most of the time. One launch, if any weight is copied or any zero wanted."""
+    they would be loaded 4 bytes at a time, which would take most of the time. One launch for the copies and the zeros."""
     aligned, copies = list(weights), []
-    zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
     for level, weight in enumerate(weights):
         if not has_descriptor(weight.unsqueeze(0)):
             (rows, columns), stride = weight.shape, cdiv(weight.shape[1], 8) * 8
             aligned[level] = weight.new_empty((rows, stride))[:, :columns]
             copies.append((weight, *weight.stride(), aligned[level], stride, columns))
-    if weights[0].shape[0] > 0 and (copies or num_zeros > 0):
-        align_rows_kernel[(weights[0].shape[0],)](tuple(copies), zeros, num_zeros, BLOCK=1024, num_warps=4)
+    if not copies or weights[0].shape[0] == 0:
+        return aligned, weights[0].new_zeros(num_zeros, dtype=torch.int32)  # less of the host's time
+    zeros = weights[0].new_empty(num_zeros, dtype=torch.int32)
+    align_rows_kernel[(weights[0].shape[0],)](tuple(copies), zeros, num_zeros, BLOCK=1024, num_warps=4)
     return aligned, zeros
 
 
@@ -263,6 +265,13 @@ def _unflatten(levels: int, tensors: Sequence[Tensor | None]) -> list[list[Tenso
 
 def _flatten(lists: Sequence[Sequence[Tensor | None]]) -> list[Tensor | None]:
     return [x for tensors in lists for x in tensors]
+
+
+def linear_compress(*args: Any) -> Tensor:
+    """`triton_linear_compress` in less host time."""
+    if torch.is_grad_enabled():
+        return triton_linear_compress(*args)
+    return direct(triton_linear_compress, args, _flatten(args[:5]))(*args)
 
 
 differentiate(triton_linear_compress, lambda *args: _LinearCompress.apply(len(args[0]), args[5:], *_flatten(args[:5])))
