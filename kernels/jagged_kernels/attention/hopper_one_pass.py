@@ -41,7 +41,8 @@ Shared memory in KiB, plus 1.5 for the tile queue, the barriers and the argument
 The epilogue uses the buffers of v.
 
 An MMA that is under way at the end of a loop's body, or too many at a time, make ptxas wait after every MMA. So the MMA of the next block's
-scores begins behind the others and ends with the body, and dK reads dS from shared memory. test_attention_gluon.py checks it.
+scores begins behind the others and ends with the body. test_attention_gluon.py checks it. dK takes dS from shared memory, but at head dim
+128, where shared memory limits the kernel, from registers.
 """
 
 from __future__ import annotations
@@ -334,8 +335,14 @@ def _block(
     if keys.num_keys < WARPGROUP_ROWS:  # dq sums over keys
         lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
         ds = gl.where((lanes < keys.num_keys)[:, None], ds, 0.0)
-    _share_ds(exchange, step, ds.to(do.dtype), consumer)
-    dk = warpgroup_mma(exchange.ds.index(2 * (step % 2) + consumer), ring_rows(rings.q, step % STAGES), dk, is_async=True)
+    shared_ds, q = ds.to(do.dtype), ring_rows(rings.q, step % STAGES)
+    if WIDTH == 128:
+        ds = to_mma_operand(ds, do.dtype, WIDTH)
+        dk = warpgroup_mma(ds, q, dk, is_async=True)
+        _share_ds(exchange, step, shared_ds, consumer)
+    else:
+        _share_ds(exchange, step, shared_ds, consumer)
+        dk = warpgroup_mma(exchange.ds.index(2 * (step % 2) + consumer), q, dk, is_async=True)
     dv, p = warpgroup_mma_wait(1, deps=(dv, p))
     if OPTIONS.splits:
         _wait_for_ds(exchange, step - 1, follows)
@@ -343,7 +350,9 @@ def _block(
     consumer_wait_ahead(rings.q, step + 1, more)
     next_q = ring_rows(rings.q, (step + more.to(gl.int32)) % STAGES)
     scores = mma_abt(ring_rows(rings.k[consumer], slot), next_q)
-    if OPTIONS.splits:
+    if WIDTH == 128:
+        dk, ds = warpgroup_mma_wait(3, deps=(dk, ds))
+    elif OPTIONS.splits:
         dk = warpgroup_mma_wait(3, deps=(dk,))
     else:
         dk = warpgroup_mma_wait(1, deps=(dk,))
