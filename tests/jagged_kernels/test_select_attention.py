@@ -252,7 +252,7 @@ def test_ds_is_stored_where_that_is_faster():
 
 def test_equal_problems_give_one_selection():
     """This saves host time at each launch. The cache does not grow with the number of batches."""
-    assert select(problem(**sizes(400, 500))) is select(problem(**sizes(600, 700)))
+    assert select(problem(**sizes(400, 500))) is select(problem(**sizes(500, 600)))
     assert select(problem(capability=A100, **sizes(400, 500))) is select(problem(capability=A100, **sizes(401, 501)))
 
 
@@ -289,6 +289,23 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
     assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
         problem(**SHORT_BATCH | change | dict(self_attention=False))
     )
+
+
+@pytest.mark.parametrize(
+    "change, expected",
+    [
+        (dict(), True),
+        (sizes(640, 639), False),
+        (sizes(639, 640), False),  # small tiles
+        (sizes(639, 640) | dict(head_dim=128, v_dim=128), True),
+        (dict(masked=True), True),
+        (dict(batch_invariant=True), False),
+        (dict.fromkeys(LONG), False),
+    ],
+    ids=str,
+)
+def test_thread_blocks_take_the_tiles_of_long_segments(change, expected):
+    assert select(problem(64, **sizes(640, 640))._replace(**change)).fwd.takes_tiles == expected
 
 
 LONGEST = 2560  # rows of a segment from which on one kernel is faster for all head dims

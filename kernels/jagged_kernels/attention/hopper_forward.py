@@ -93,8 +93,8 @@ from .hopper_common import (
     push_tile,
     release_tile,
     result_descriptor,
-    visited_block,
     take_tile,
+    visited_block,
 )
 from .hopper_softmax import SUMS, SoftmaxState, attention_weights, log2_approx, rescale_rows
 from .mask import Blocks, num_masked_blocks
@@ -514,7 +514,9 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 
 @safe_ptxas
-@gluon.jit(do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr", "next_tile_ptr"])
+@gluon.jit(
+    do_not_specialize=["num_segments", "stride_lse"], do_not_specialize_on_alignment=["num_tiles_ptr", "page_table_ptr", "next_tile_ptr"]
+)
 def attention_fwd_hopper_kernel(
     q_desc, k_desc, v_desc, out_desc, out_ptr, lse_ptr,
     q_offsets_ptr, kv_offsets_ptr, num_segments, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr, bias,

@@ -37,7 +37,7 @@ LONG = 768  # larger blocks are faster if a tile loops over at least this many r
 SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster: rows of a segment on average, by padded head dim
 SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}  # short_query_consumers: mean query rows for 1, 2, 3 consumers, by padded head dim
 SHORT_QUERIES_ROWS = 2**18  # of the keys of all heads: with fewer, the time of more launches counts
-TAKEN_TILES = 1024  # mean keys of a segment from which on each share of the forward's list is a few tiles, and shares differ too much
+TAKEN_TILES = 640  # mean keys from which on the shares of the forward's list differ too much, as each is a few large tiles
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
@@ -142,7 +142,7 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
             selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
-        if kv_seqlen is not None and kv_seqlen >= TAKEN_TILES:
+        elif kv_seqlen is not None and kv_seqlen >= TAKEN_TILES:
             selection = _with_taken_tiles(selection)
         if one_pass_is_faster(p, q_seqlen, kv_seqlen):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))

@@ -1,5 +1,6 @@
 """Attention's Gluon kernels, for compute capability 9.0, and the Triton kernels that run between them compile."""
 
+import dataclasses
 import re
 
 import pytest
@@ -229,6 +230,19 @@ def test_hopper_attention_kernels_with_a_bias_compile(name, dim, dtype, bias, ac
 def test_hopper_attention_kernels_with_shared_operands_compile(name, dim, mask, group):
     compiled = compile_hopper_attention(name, dim, "bf16", "softmax", MASKS[mask], shared=True, group=group)
     assert compiled.metadata.shared <= 227 * 1024
+
+
+@slow_after(
+    1, "dim, activation, mask", [(128, "softmax", "hstu"), (64, "silu", "none"), (64, "softmax", "window"), (128, "gelu_tanh", "none")]
+)
+def test_hopper_forward_that_takes_tiles_compiles(dim, activation, mask):
+    config = hopper_attention_config("fwd", dim, activation, mask != "none", long=True)
+    taken, shares = (
+        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], config=dataclasses.replace(config, takes_tiles=x))
+        for x in (True, False)
+    )
+    assert "atom.global" in taken.asm["ptx"] and "atom.global" not in shares.asm["ptx"]
+    assert spilled_bytes(taken.asm["cubin"]) <= spilled_bytes(shares.asm["cubin"]) + 16
 
 
 @slow_after(

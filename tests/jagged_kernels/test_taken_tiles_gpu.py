@@ -1,0 +1,101 @@
+"""Hopper's forward whose thread blocks take tiles through a counter: it is for long segments; here it also gets short ones."""
+
+import pytest
+import torch
+from jagged_kernels.attention import hopper_forward
+
+import jagged_modules as jm
+from jagged_modules import functional as F
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0), reason="needs compute capability 9.0"),
+]
+SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400, 1000]
+
+
+@pytest.fixture
+def taken(monkeypatch, change_selection):
+    """Selects it for all lengths. Returns a list of whether each launch took tiles."""
+    change_selection("TAKEN_TILES", 0)
+    change_selection("small_tiles_are_faster", lambda *_: (False, False))
+    launches, launch = [], hopper_forward.forward
+
+    def recorded(operands, segments, params, config):
+        launches.append(config.takes_tiles)
+        return launch(operands, segments, params, config)
+
+    monkeypatch.setattr(hopper_forward, "forward", recorded)
+    return launches
+
+
+@pytest.fixture
+def check(check_attention, taken):
+    def check(lengths, dims=(64, 64), dtype=torch.bfloat16, **options):
+        check_attention(lengths, dtype, "cuda", dims=dims, kernels="hopper", **options)
+        assert all(taken) and taken
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "lengths", ["mixed", "empty-ends", "no-keys", "no-queries", "nothing", ([3000], [2500]), ([4, 130, 5], [0, 0, 70])], ids=str
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lengths(check_attention, taken, lengths, dim):
+    check_attention(lengths, torch.bfloat16, "cuda", dims=(dim, dim), kernels="hopper")
+    assert all(taken)
+
+
+@pytest.mark.parametrize("mask", ["causal", "hstu", "semi-local", "band"])
+@pytest.mark.parametrize("dim, activation", [(64, "softmax"), (72, "silu"), (128, "softmax"), (64, "gelu_tanh")])
+def test_masks_and_activations(check, dim, activation, mask):
+    check((SELF, SELF), (dim, dim), torch.float16 if dim == 72 else torch.bfloat16, mask=mask, activation=activation, scale=0.2)
+
+
+@pytest.mark.parametrize("shared", ["q", "kv"])
+def test_shared_operands(check, shared):
+    check((SELF, SELF), (128, 128), shared=shared)
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_query_groups(check, dim):
+    """The segments b, B + b, ... read the keys of segment b."""
+    check((SELF + SELF[::-1], [5, 0, 70, 300, 64, 1, 0, 128, 129, 1000, 2, 9]), (dim, dim))
+
+
+@pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None), (128, "causal")])
+def test_the_same_bits_as_with_shares(offsets, taken, change_selection, check_bits_beside_other_kernels, dim, mask):
+    """Beside other kernels, where thread blocks run in any number and order."""
+    q, k, v = (torch.randn(sum(SELF), heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    segments, mask = offsets(SELF, "cuda"), mask and jm.AttentionMask(causal=True)
+
+    def step(number=0):
+        return (F.jagged_attention(q, k, v, segments, mask=mask, implementation="hopper"),)
+
+    (out,) = step()
+    check_bits_beside_other_kernels(step, 20)
+    assert all(taken)
+    change_selection("TAKEN_TILES", 2**30)
+    assert torch.equal(out, step()[0]) and not taken[-1]
+
+
+def test_a_graph_serves_other_lengths(offsets, taken):
+    """Each replay begins at the first tile."""
+    q, k, v = (torch.randn(300, heads, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
+    segments = offsets([70, 100, 130], "cuda")
+
+    def step():
+        return F.jagged_attention(q, k, v, segments, implementation="hopper")
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([70, 100, 130], [0, 300, 0], [299, 0, 1]):
+        segments.copy_(offsets(lengths, "cuda"))
+        graph.replay()
+        assert torch.equal(captured, step())
+    assert all(taken) and len(taken) == 5
