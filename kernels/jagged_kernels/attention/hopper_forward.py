@@ -562,6 +562,6 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,
             params.segment_scale, kernel_bias(params, segments, q.shape[0]), params.scale, act_factor, params.output_scale, lse.stride(0),
-            pages and pages.table, next_tile, Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind, PAGE_ROWS=pages and pages.page_rows,
-            **constants,
+            pages and pages.table, next_tile, Q_REGISTERS=config.rows_in_registers, BIAS=params.bias_kind,
+            PAGE_ROWS=pages and pages.page_rows, **constants,
         )  # fmt: skip

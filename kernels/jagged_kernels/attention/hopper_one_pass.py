@@ -17,8 +17,9 @@ Roles:
     warps 0–3, 4–7   consumers: MMA, P and dS, dq, epilogue. `_consume`
     warp 8           producer: tiles, TMA loads, lse and delta. `_produce`
     warps 9, 10      writers: each adds a consumer's dq to global memory. `_write`
-    warp 11          publisher: counts what both writers have added, `_publish`. The release takes about a microsecond. A writer that waited for
-                     it could not keep up with its consumer; without it, another tile may add its term first.
+    warp 11          publisher: counts what the writers have added. `_publish`
+A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with its consumer, and without a release
+another tile may add its term first.
 Registers per thread: consumers 240, others 24.
 
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask. Blocks are visited in

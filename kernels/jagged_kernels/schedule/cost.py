@@ -68,7 +68,7 @@ class Grouping(NamedTuple):
 
 
 def one_pass_elements(num_keys: float, head_dim: int, masked: bool) -> int:
-    """GROUP_ELEMENTS of the one-pass backward, whose key tiles read q and dO, and add to sums of dq in fp32. num_keys: mean of a segment."""
+    """GROUP_ELEMENTS of the one-pass backward, whose key tiles read q and dO and add to fp32 sums of dq. num_keys: mean of a segment."""
     if masked:  # a key tile reads half of the rows on average
         return 2**23 if num_keys >= 4096 else 6 * 2**20
     return 3 * 2**20 if padded_dim(head_dim) <= 64 else 2**21
