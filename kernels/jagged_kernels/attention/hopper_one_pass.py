@@ -18,7 +18,7 @@ Roles:
     warp 8           producer: tiles, TMA loads, lse and delta. `_produce`
     warps 9, 10      writers: each adds a consumer's dq to global memory. `_write`
     warp 11          publisher: counts what the writers have added. `_publish`
-A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with its consumer, and without a release
+A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with its consumer. Without a release,
 another tile may add its term first.
 Registers per thread: consumers 240, others 24.
 
