@@ -75,6 +75,10 @@ class Histories:
         if len(events.item):
             self._added[user] = _joined(self._added.get(user, NONE), events)
 
+    def forget(self) -> None:
+        """Forget the events of all requests."""
+        self._added.clear()
+
     def replace(self, user: int, events: NewEvents) -> None:
         """Replace the events that were added."""
         self._added[user] = events
@@ -188,6 +192,12 @@ class Ranker(ABC):
         self.histories.replace(user, events)
         if self.cache is not None:
             self.cache.evict([user])
+
+    def forget(self) -> None:
+        """Forget the events of all requests, and what is cached."""
+        self.histories.forget()
+        if self.cache is not None:
+            self.cache.clear()
 
     def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of it."""

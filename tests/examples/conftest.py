@@ -62,7 +62,8 @@ def assert_equal_checkpoints():
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """The files of weights of a ranking model, "attention", and a next-item model, "hstu"."""
+    """The files of weights of two ranking models, "attention" and "padded", and a next-item model, "hstu"."""
     from .serving import PROGRAMS, train
 
-    return {name: train(tmp_path_factory.mktemp("served"), name) for name in PROGRAMS}
+    files = {name: train(tmp_path_factory.mktemp("served"), name) for name in PROGRAMS}
+    return files | {"padded": train(tmp_path_factory.mktemp("served"), "padded", "--interaction", "padded")}

@@ -17,7 +17,7 @@ CPU = torch.device("cpu")
 
 def train(out: Path, name: str, *arguments: str) -> Path:
     """The file of weights of a small model."""
-    PROGRAMS[name].main([*TINY, "--out", str(out), *arguments])
+    PROGRAMS.get(name, train_dlrm).main([*TINY, "--out", str(out), *arguments])
     return out / name / "weights.pt"
 
 
