@@ -240,10 +240,10 @@ def measure(service: Service, workload: Workload, way: str, rate: float, seconds
 
 
 def throughput(service: Service, workload: Workload, seconds: float) -> float:
-    """Requests per second with a full queue. Refused requests are sent again."""
+    """Requests per second with a full queue, of at least one answer. Refused requests are sent again."""
     waiting, answered, begin = None, [], time.monotonic()
     for request in cycle(workload.requests(4 * service.limits.batches.max_queue)):
-        while (taken := time.monotonic() - begin) < seconds:
+        while (taken := time.monotonic() - begin) < seconds or not answered:
             try:
                 waiting = service.batcher.submit(request, FOREVER)
                 waiting.future.add_done_callback(answered.append)
@@ -291,7 +291,7 @@ class Way:
 
 
 def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
-    """The ways that the options compare, by name: "cache", "no cache", "padded"; with several budgets or sizes of pages, their names too."""
+    """The ways that the options compare: "cache", "no cache", "padded". With several budgets or sizes of pages, their names have them."""
     ways = {}
     for cache_mb in options.cache_mb:
         for page_rows in options.page_rows or [None]:
@@ -301,7 +301,9 @@ def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
     return ways | ({"padded": Way(options.padded, 0, None)} if options.padded else {})
 
 
-COLUMNS = "| candidates | served with | offered/s | p50 ms | p95 ms | p99 ms | refused | late | candidates/s | hit rate | users per batch | MB |"
+COLUMNS = (
+    "| candidates | served with | offered/s | p50 ms | p95 ms | p99 ms | refused | late | candidates/s | hit rate | users per batch | MB |"
+)
 COLUMNS += " GPU's MB | queue, lookup, cache, score ms |"
 
 
@@ -442,7 +444,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=5, help="of each rate")
     parser.add_argument("--warm-up", type=float, default=2.0, help="seconds with a full queue before")
     parser.add_argument("--cache-mb", type=float, nargs="+", default=[256, 0], help="budgets of the cache to compare; 0: no cache")
-    parser.add_argument("--page-rows", type=int, nargs="+", help="rows of the cache's pages to compare; 128 on a GPU, else 16, if not given")
+    parser.add_argument("--page-rows", type=int, nargs="+", help="rows of a page to compare; 128 on a GPU, else 16, if not given")
     parser.add_argument("--new-events", type=float, default=0.2, help="fraction of requests with a new event")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
     parser.add_argument("--limit-ms", type=float, default=80, help="limit of p99 that defines the knee")

@@ -370,9 +370,7 @@ def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argp
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
 
 
-def make_ranker(
-    weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None, page_rows: int | None = None
-) -> Ranker:
+def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None, page_rows: int | None = None) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
     Args:

@@ -281,8 +281,9 @@ class Jagged(Queries):
             return schedule
         if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
+            has_backward = by_prepare or torch.is_grad_enabled()
             with torch.inference_mode(False):  # a later call may save it for its backward
-                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype, by_prepare)
+                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype, has_backward)
             if schedule is None:
                 return None
         schedule = schedule.to(self.device, non_blocking=True)
@@ -290,7 +291,13 @@ class Jagged(Queries):
         return schedule
 
     def _build_schedule(
-        self, queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes, dtype: torch.dtype, by_prepare: bool
+        self,
+        queries: Queries | int,
+        rows_per_candidate: int,
+        mask: AttentionMask | None,
+        sizes: _Sizes,
+        dtype: torch.dtype,
+        has_backward: bool,
     ) -> TileSchedule | None:
         if sizes.num_heads % sizes.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {sizes.num_heads} and {sizes.num_kv_heads}")
@@ -307,7 +314,6 @@ class Jagged(Queries):
             raise ValueError(f"queries must have as many segments as the keys, {self.num_segments}, or a multiple, got {num_segments}")
         if mask is not None:
             check_num_targets("mask.num_targets", mask.num_targets, self.offsets, self.device, "the values'")
-        has_backward = by_prepare or torch.is_grad_enabled()
         if segments.host_lengths is not None and self.host_lengths is not None and has_backward:
             return host_schedule(
                 segments.host_lengths,

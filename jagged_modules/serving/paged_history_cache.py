@@ -175,6 +175,11 @@ class PagedHistoryCache:
         """
         with self._writer:
             weights = self._current_weights()
+            if self._table is not None and isinstance(history, Jagged) and not history.num_rows:  # nothing to compute
+                self._check_users(users, history.num_segments, "history")
+                with self._ordered():
+                    self._table.replace(users, [0] * len(users), weights)
+                return
             rows = self.layer.cache(history, **timestamps)
             self._check_users(users, rows.num_segments, "history")
             with self._ordered():

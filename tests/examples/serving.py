@@ -21,8 +21,8 @@ def train(out: Path, name: str, *arguments: str) -> Path:
     return out / name / "weights.pt"
 
 
-def ranker_of(weights: Path, cache_bytes: int = CACHE) -> Ranker:
-    return make_ranker(load_weights(weights), CPU, cache_bytes)
+def ranker_of(weights: Path, cache_bytes: int = CACHE, page_rows: int | None = None, device: torch.device = CPU) -> Ranker:
+    return make_ranker(load_weights(weights), device, cache_bytes, page_rows=page_rows)
 
 
 class Requests:

@@ -52,6 +52,7 @@ def test_users_follow_a_zipf_law(ranker):
 
 def test_latency_counts_from_the_planned_arrival():
     """A sender that blocks the loop delays the next requests: their latency has the delay."""
+
     async def send(request):
         time.sleep(0.1)
         return 200
@@ -71,11 +72,12 @@ def test_the_queue_is_driven_at_the_planned_times(ranker):
         return [x.candidates for x in requests]
 
     service.score = score
+    begin = time.perf_counter()
     statuses, seconds = drive_queue(service, requests, np.array([0.0, 0.01, 0.02, 0.03, 0.04, 0.3]))
     service.batcher.close()
     assert statuses == [200, 200, 200, 429, 429, 200] and len(times) == 4
     assert seconds[1] >= 0.09 and seconds[2] >= 0.13 and max(seconds[3:5]) < 0.04
-    assert times[3] - times[0] >= 0.3
+    assert times[3] - begin >= 0.3
 
 
 def test_the_knee():
