@@ -293,6 +293,47 @@ class RankingRanker(Ranker):
         return scores.softmax(dim=2).mean(dim=0).float().cpu()
 
 
+class UserRows:
+    """A row [width] of each user, all in one tensor. Views of the batches that computed them would keep whole batches."""
+
+    def __init__(self) -> None:
+        self._row: dict[int, int] = {}  # of the user
+        self._free: list[int] = []
+        self._rows = torch.empty(0, 0)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def __contains__(self, user: int) -> bool:
+        return user in self._row
+
+    def write(self, users: Sequence[int], rows: torch.Tensor) -> None:
+        """Keep the rows [users, width], in place of those that the users have."""
+        known = len(self._rows)
+        if len(users) > len(self._free):
+            more = rows.new_empty(known + max(known, len(users), 64), rows.shape[1])
+            if known:
+                more[:known] = self._rows
+            self._free += range(known, len(more))
+            self._rows = more
+        for user in users:
+            if user not in self._row:
+                self._row[user] = self._free.pop()
+        self._rows.index_copy_(0, self._index(users), rows)
+
+    def read(self, users: Sequence[int]) -> torch.Tensor:
+        """The users' rows [users, width]."""
+        return self._rows.index_select(0, self._index(users))
+
+    def keep(self, users: Container[int]) -> None:
+        """Drop the rows of all other users."""
+        for user in [user for user in self._row if user not in users]:
+            self._free.append(self._row.pop(user))
+
+    def _index(self, users: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([self._row[user] for user in users], dtype=torch.int64).to(self._rows.device, non_blocking=True)
+
+
 class SequenceRanker(Ranker):
     """Serves a SequenceModel with the encoder hstu. The score is the dot product of the query of the last event and the candidate."""
 
@@ -300,7 +341,7 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, **options: Any):
         super().__init__(model, model.encoder.encoder, **options)
-        self._encoded: dict[int, torch.Tensor] = {}  # of cached users, the encoder's output [width] for the last event
+        self._encoded = UserRows()  # of cached users, the encoder's output for the last event
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
         begins, events = self._to_encode(requests)
@@ -312,7 +353,7 @@ class SequenceRanker(Ranker):
         else:
             with self.stages("cache"):
                 self._update(self.cache, [x.user for x in requests], begins, lengths, rows)
-                encoded = torch.stack([self._encoded[x.user] for x in requests])
+                encoded = self._encoded.read([x.user for x in requests])
         vectors = self.model.encoder.vectors(encoded, embedded)
         counts = embedded["target"].lengths()
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
@@ -352,9 +393,9 @@ class SequenceRanker(Ranker):
             cache.put(anew, _jagged(rows[:0], [0] * len(anew)))
         if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
             outputs = cache.append(list(grown), _jagged(rows, list(grown.values())))
-            self._encoded.update(zip(grown, _last_rows(outputs).unbind(), strict=True))
+            self._encoded.write(list(grown), _last_rows(outputs))
         if len(self._encoded) > 2 * len(cache) + 1024:
-            self._encoded = {user: self._encoded[user] for user in cache.users() if user in self._encoded}
+            self._encoded.keep(set(cache.users()))
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""

@@ -13,7 +13,7 @@ import train_dlrm  # noqa: E402
 import train_hstu  # noqa: E402
 from checkpoints import export_weights, load_weights  # noqa: E402
 from ranking_data import RankingDataset  # noqa: E402
-from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, _merged, options_of  # noqa: E402
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, _merged, options_of  # noqa: E402
 from training import rank_unseen  # noqa: E402
 
 import jagged_modules as jm  # noqa: E402
@@ -92,18 +92,33 @@ def test_a_ranker_that_forgets(served, name):
     assert ranker.counts["encoded"] == 4 and not ranker.counts["reused"]
 
 
-@every_model
-def test_encoder_outputs_of_evicted_users_are_dropped(served, name):
-    """They are at most those of the cached users, and a constant."""
-    if name != "hstu":
-        pytest.skip("keeps no outputs")
-    ranker, whole = ranker_of(served[name], 200_000), ranker_of(served[name], 0)
+def test_encoder_outputs_of_evicted_users_are_dropped(served):
+    """Only those of the cached users are kept, when there are many others."""
+    ranker, whole = ranker_of(served["hstu"], 200_000), ranker_of(served["hstu"], 0)
     requests = Requests(ranker)
-    ranker._encoded = {user: None for user in range(100, 1500)}
+    ranker._encoded.write(list(range(100, 1500)), torch.zeros(1400, 16))
     for user in range(12):
         batch = [requests.of(user)]
         assert_same_scores(ranker.score(batch), whole.score(batch))
-    assert set(ranker._encoded) <= set(range(12)) and len(ranker._encoded) >= len(ranker.cache)
+    assert len(ranker._encoded) == len(ranker.cache) and all(user in ranker._encoded for user in ranker.cache.users())
+
+
+def test_rows_of_users():
+    """As a dictionary has them, with users who come, are written again and go."""
+    rows, expected, random = UserRows(), {}, np.random.default_rng(0)
+    for _ in range(200):
+        users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
+        new = torch.randn(len(users), 3)
+        rows.write(users, new)
+        expected.update(zip(users, new, strict=True))
+        if random.random() < 0.1:
+            kept = set(random.choice(300, 100, replace=False).tolist())
+            rows.keep(kept)
+            expected = {user: x for user, x in expected.items() if user in kept}
+        assert len(rows) == len(expected) and all(user in rows for user in expected)
+        if expected:
+            assert torch.equal(rows.read(list(expected)), torch.stack(list(expected.values())))
+    assert len(rows._rows) < 700
 
 
 @every_model
