@@ -358,7 +358,7 @@ def draw(results: list[Result], limit_ms: float) -> Figure:
         axis.set(title=f"{candidates:,} candidate{'s' if candidates > 1 else ''}", xlabel="offered requests/s", yscale="log")
         axis.set_xlim(left=0)
     figure.axes[0].set_ylabel("latency, ms")
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
     return figure
 
 

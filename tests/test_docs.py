@@ -57,7 +57,7 @@ def test_tests_that_pages_name_exist():
     code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
     pages = [ROOT / "CONTRIBUTING.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
     named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
-    assert len(named) > 20
+    assert len(named) > 10
     assert named <= set(re.findall(r"def (test_\w+)\(", code))
 
 
