@@ -206,6 +206,7 @@ def measure(service: Service, workload: Workload, way: str, rate: float, seconds
         statuses, latencies = asyncio.run(drive_http(service, requests, arrivals))
     else:
         statuses, latencies = drive_queue(service, requests, arrivals)
+    finish_metrics(service)
     after = read_metrics(service)
 
     def change(name: str) -> float:
@@ -255,7 +256,13 @@ def throughput(service: Service, workload: Workload, seconds: float) -> float:
     rate = len(answered) / taken
     if waiting is not None:
         waiting.future.exception()  # the last one
+    finish_metrics(service)
     return rate
+
+
+def finish_metrics(service: Service) -> None:
+    """Wait until the metrics have the last batch: its requests are answered before."""
+    service.batcher.between_batches(lambda: None).result()
 
 
 def run(ranker: Ranker, options: argparse.Namespace, way: str, candidates: int) -> list[Result]:

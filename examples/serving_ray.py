@@ -63,7 +63,9 @@ class EventStore:
 class Replica:
     """The service, with the histories of the users whose requests come here."""
 
-    def __init__(self, store: Any, weights: str, data: str | None, device: str, cache_bytes: int, page_rows: int | None, threads: int):
+    def __init__(
+        self, store: Any, weights: str, data: str | None, device: str, cache_bytes: int, threads: int, page_rows: int | None = None
+    ):
         torch.set_num_threads(threads)
         ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data, page_rows)
         self.service = Service(ranker, ServiceLimits(), reload=lambda: ranker.load(load_weights(Path(weights))))
@@ -141,8 +143,8 @@ class Ingress:
 
 def make_application(options: argparse.Namespace) -> Any:
     """The ingress, the replicas and the store, for `serve.run`."""
-    cache = int(options.cache_mb * 1e6), options.page_rows
-    settings = (str(options.weights.resolve()), options.data, options.device, *cache, options.threads)
+    weights, cache_bytes = str(options.weights.resolve()), int(options.cache_mb * 1e6)
+    settings = (weights, options.data, options.device, cache_bytes, options.threads, options.page_rows)
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,
         max_replicas=options.max_replicas,
