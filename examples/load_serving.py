@@ -1,9 +1,14 @@
 """Measures a ranker under load: python examples/load_serving.py --weights FILE [--rates 50 100 ... | --soak SECONDS] [--out FOLDER]
 
+--from-json FILE prints the table and draws the picture of an earlier run again.
+
 An open loop: requests arrive as a Poisson process, whether or not earlier ones are answered, and latency counts from a request's planned
 arrival. Users are drawn by a Zipf law, their histories are those of the log. Some requests bring a new event. For each number of candidates
 and each rate, a row has latencies, refused and late requests, hit rate, memory, and time by stage. Without --rates they are fractions of
 the throughput of a full queue, which is measured first.
+
+The ways to serve that are compared: with each budget of --cache-mb, with pages of each --page-rows, and with --padded FILE, a model of
+train_dlrm.py --interaction padded, which replicates the user's history per candidate.
 
 The queue, batches and the model are in this process, without HTTP; --http adds a server and a client in this process.
 """
@@ -11,29 +16,35 @@ The queue, batches and the model are in this process, without HTTP; --http adds 
 import argparse
 import asyncio
 import json
+import platform
 import re
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, wait
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import httpx
 import numpy as np
 import torch
 import uvicorn
-from checkpoints import Weights, load_weights
+from checkpoints import load_weights
 from matplotlib import style
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
 from serving_app import STATUS, Service, ServiceLimits, exclude_from_collection, make_app
 from serving_batcher import Limits, Overloaded
 from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
-from training import PICTURE_STYLE, pick_device, save_json, write_atomically
+from training import PICTURE_STYLE, pick_device, write_atomically
 
 FRACTIONS = (0.2, 0.4, 0.6, 0.8, 0.9, 1.0, 1.2)  # of the throughput of a full queue
+FOREVER = 1e9  # a deadline
 STAGES = ("queue", "lookup", "cache", "score")
 Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
 
@@ -42,11 +53,13 @@ Send = Callable[[Request], Awaitable[int]]  # the HTTP status of the answer
 class Result:
     """What was measured at one rate. Latencies are of answers with scores. hit_rate: requests whose history was reused or appended to.
 
+    way: how the model was served, see `ways_to_serve`.
+    device_mb: the most memory that tensors took on the GPU.
     stage_ms: mean milliseconds, of queue per request, of the others per batch.
     """
 
     model: str
-    cache: bool
+    way: str
     candidates: int
     rate: float
     seconds: float
@@ -61,6 +74,7 @@ class Result:
     hit_rate: float
     batch_users: float
     memory_mb: float
+    device_mb: float
     cache_mb: float
     stage_ms: dict[str, float]
 
@@ -108,18 +122,34 @@ def read_metrics(service: Service) -> dict[str, float]:
     return {name: float(value) for name, value in re.findall(r"^([^#\s]\S*) (\S+)$", text, re.MULTILINE)}
 
 
-def queue_sender(service: Service) -> Send:
-    """Sends requests to the queue of the service."""
+def status_of(error: BaseException | None) -> int:
+    """The HTTP status of an answer with this error."""
+    return 200 if error is None else next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
 
-    async def send(request: Request) -> int:
+
+def drive_queue(service: Service, requests: list[Request], arrivals: np.ndarray) -> tuple[list[int], list[float]]:
+    """Put each request into the queue at its time. Returns the statuses, and the seconds from arrival to answer."""
+    statuses, seconds, answered = [0] * len(requests), [0.0] * len(requests), threading.Semaphore(0)
+    begin = time.perf_counter()
+
+    def note(index: int, error: BaseException | None) -> None:
+        statuses[index], seconds[index] = status_of(error), time.perf_counter() - begin - arrivals[index]
+        answered.release()
+
+    def note_answer(index: int, future: Future) -> None:
+        note(index, future.exception())
+
+    for index, request in enumerate(requests):
+        time.sleep(max(0.0, arrivals[index] - (time.perf_counter() - begin)))
         try:
             waiting = service.batcher.submit(request, time.monotonic() + service.limits.deadline)
-            await asyncio.wrap_future(waiting.future)
-            return 200
         except Exception as error:
-            return next((status for kind, status in STATUS.items() if isinstance(error, kind)), 500)
-
-    return send
+            note(index, error)
+        else:
+            waiting.future.add_done_callback(partial(note_answer, index))
+    for _ in requests:
+        answered.acquire()
+    return statuses, seconds
 
 
 @asynccontextmanager
@@ -160,15 +190,23 @@ async def drive(send: Send, requests: list[Request], arrivals: np.ndarray) -> tu
     return [status for status, _ in answers], [seconds for _, seconds in answers]
 
 
-async def measure(service: Service, workload: Workload, rate: float, seconds: float, http: bool) -> Result:
+async def drive_http(service: Service, requests: list[Request], arrivals: np.ndarray) -> tuple[list[int], list[float]]:
+    """`drive` over HTTP to a server in this process."""
+    async with http_sender(service) as send:
+        return await drive(send, requests, arrivals)
+
+
+def measure(service: Service, workload: Workload, way: str, rate: float, seconds: float, http: bool) -> Result:
     arrivals = workload.arrivals(rate, seconds)
     requests = workload.requests(len(arrivals))
-    before = read_metrics(service)
+    before, on_gpu = read_metrics(service), service.ranker.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     if http:
-        async with http_sender(service) as send:
-            statuses, latencies = await drive(send, requests, arrivals)
+        statuses, latencies = asyncio.run(drive_http(service, requests, arrivals))
     else:
-        statuses, latencies = await drive(queue_sender(service), requests, arrivals)
+        statuses, latencies = drive_queue(service, requests, arrivals)
+    finish_metrics(service)
     after = read_metrics(service)
 
     def change(name: str) -> float:
@@ -183,7 +221,7 @@ async def measure(service: Service, workload: Workload, rate: float, seconds: fl
     refused, late = statuses.count(429), statuses.count(504)
     return Result(
         type(service.ranker).__name__,
-        service.ranker.cache is not None,
+        way,
         workload.num_candidates,
         rate,
         seconds,
@@ -196,55 +234,92 @@ async def measure(service: Service, workload: Workload, rate: float, seconds: fl
         (kinds["reused"] + kinds["appended"]) / max(1.0, sum(kinds.values())),
         mean("rank_batch_users"),
         after["process_resident_memory_bytes"] / 1e6,
+        torch.cuda.max_memory_allocated() / 1e6 if on_gpu else 0.0,
         after.get("history_cache_bytes", 0.0) / 1e6,
         {stage: 1e3 * mean("rank_stage_seconds", f'{{stage="{stage}"}}') for stage in STAGES},
     )
 
 
 def throughput(service: Service, workload: Workload, seconds: float) -> float:
-    """Requests per second with a full queue. Refused requests are sent again."""
-    futures, answered, begin = set(), 0, time.monotonic()
-    pending = workload.requests(4 * service.limits.batches.max_queue)
-    while time.monotonic() - begin < seconds:
-        try:
-            request = pending[(answered + len(futures)) % len(pending)]
-            futures.add(service.batcher.submit(request, begin + 1e6).future)
-        except Overloaded:
-            done, futures = wait(futures, return_when=FIRST_COMPLETED)
-            answered += len(done)
-    taken = time.monotonic() - begin
-    answered += sum(future.done() for future in futures)
-    wait(futures)
-    return answered / taken
+    """Requests per second with a full queue, of at least one answer. Refused requests are sent again."""
+    waiting, answered, begin = None, [], time.monotonic()
+    for request in cycle(workload.requests(4 * service.limits.batches.max_queue)):
+        while (taken := time.monotonic() - begin) < seconds or not answered:
+            try:
+                waiting = service.batcher.submit(request, FOREVER)
+                waiting.future.add_done_callback(answered.append)
+                break
+            except Overloaded:
+                time.sleep(0.0005)
+        else:
+            break
+    rate = len(answered) / taken
+    if waiting is not None:
+        waiting.future.exception()  # the last one
+    finish_metrics(service)
+    return rate
 
 
-def run(ranker: Ranker, options: argparse.Namespace, candidates: int) -> list[Result]:
+def finish_metrics(service: Service) -> None:
+    """Wait until the metrics have the last batch: its requests are answered before."""
+    service.batcher.between_batches(lambda: None).result()
+
+
+def run(ranker: Ranker, options: argparse.Namespace, way: str, candidates: int) -> list[Result]:
     """The results at all rates."""
-    batches = Limits(max_users=options.max_users, max_candidates=max(20_000, 2 * candidates), max_wait=options.max_wait_ms / 1e3)
+    batch_candidates = max(options.batch_candidates, 2 * candidates)
+    batches = Limits(max_users=options.max_users, max_candidates=batch_candidates, max_wait=options.max_wait_ms / 1e3)
     service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
     workload = Workload(ranker, candidates, options.new_events, options.zipf)
     exclude_from_collection()
     throughput(service, workload, options.warm_up)  # fills the cache
     capacity = throughput(service, workload, options.warm_up)
-    rates = options.rates or [fraction * capacity for fraction in FRACTIONS]
+    rates = options.rates or [fraction * capacity for fraction in options.fractions]
     if options.soak:
-        rates = [options.soak_fraction * capacity] * (options.soak // options.seconds)
-    results = [asyncio.run(measure(service, workload, rate, options.seconds, options.http)) for rate in rates]
+        rates = [options.soak_fraction * capacity] * round(options.soak / options.seconds)
+    results = [measure(service, workload, way, rate, options.seconds, options.http) for rate in rates]
     service.batcher.close()
     for result in results:
         print(format_row(result), flush=True)
     return results
 
 
-COLUMNS = "| candidates | cache | offered/s | p50 ms | p95 ms | p99 ms | refused | late | candidates/s | hit rate | users per batch | MB |"
-COLUMNS += " queue, lookup, cache, score ms |"
+@dataclass(frozen=True)
+class Way:
+    """A way to serve: the ranker's file of weights, the budget of its cache, and the rows of the cache's pages."""
+
+    weights: Path
+    cache_mb: float
+    page_rows: int | None
+
+    def make_ranker(self, options: argparse.Namespace) -> Ranker:
+        weights, device = load_weights(self.weights), pick_device(options.device)
+        return make_ranker(weights, device, int(self.cache_mb * 1e6), options.data, self.page_rows)
+
+
+def ways_to_serve(options: argparse.Namespace) -> dict[str, Way]:
+    """The ways that the options compare: "cache", "no cache", "padded". With several budgets or sizes of pages, their names have them."""
+    ways = {}
+    for cache_mb in options.cache_mb:
+        for page_rows in options.page_rows or [None]:
+            budget = f" of {cache_mb:g} MB" if sum(map(bool, options.cache_mb)) > 1 else ""
+            pages = f", pages of {page_rows}" if len(options.page_rows or []) > 1 else ""
+            ways |= {f"cache{budget}{pages}" if cache_mb else "no cache": Way(options.weights, cache_mb, page_rows)}
+    return ways | ({"padded": Way(options.padded, 0, None)} if options.padded else {})
+
+
+COLUMNS = (
+    "| candidates | served with | offered/s | p50 ms | p95 ms | p99 ms | refused | late | candidates/s | hit rate | users per batch | MB |"
+)
+COLUMNS += " GPU's MB | queue, lookup, cache, score ms |"
 
 
 def format_row(x: Result) -> str:
     stages = ", ".join(f"{x.stage_ms[stage]:.1f}" for stage in STAGES)
     cells = (
-        f"{x.candidates:,}", "yes" if x.cache else "no", f"{x.rate:,.0f}", *(f"{y:.1f}" for y in (x.p50_ms, x.p95_ms, x.p99_ms)),
-        x.refused, x.late, f"{x.candidates_per_second:,.0f}", f"{x.hit_rate:.2f}", f"{x.batch_users:.1f}", f"{x.memory_mb:,.0f}", stages,
+        f"{x.candidates:,}", x.way, f"{x.rate:,.0f}", *(f"{y:.1f}" for y in (x.p50_ms, x.p95_ms, x.p99_ms)),
+        x.refused, x.late, f"{x.candidates_per_second:,.0f}", f"{x.hit_rate:.2f}", f"{x.batch_users:.1f}", f"{x.memory_mb:,.0f}",
+        f"{x.device_mb:,.0f}", stages,
     )  # fmt: skip
     return f"| {' | '.join(map(str, cells))} |"
 
@@ -260,37 +335,77 @@ def knee(results: list[Result], limit_ms: float) -> Result | None:
 
 
 def format_knees(results: list[Result], limit_ms: float) -> str:
-    """A table of the knees, by candidates, with and without a cache."""
-    lines = [
-        f"| candidates | requests/s at p99 ≤ {limit_ms:g} ms | p50 ms | p99 ms | candidates/s | without a cache | p99 ms |",
-        "|" + "---|" * 7,
-    ]
+    """A table of the knees, by candidates: all about the first way to serve, and rate and p99 of the others."""
+    first, *others = ways = list(dict.fromkeys(x.way for x in results))
+    header = ["candidates", f"requests/s at p99 ≤ {limit_ms:g} ms, {first}", "p50 ms", "p99 ms", "candidates/s"]
+    header += [title for way in others for title in (way, "p99 ms")]
+    lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for candidates in sorted({x.candidates for x in results}):
-        knees = [knee([x for x in results if x.candidates == candidates and x.cache is cache], limit_ms) for cache in (True, False)]
-        cells = []
-        for x, columns in zip(knees, (4, 2), strict=True):
-            found = () if x is None else (f"{x.rate:,.0f}", f"{x.p50_ms:.1f}", f"{x.p99_ms:.1f}", f"{x.candidates_per_second:,.0f}")
-            cells += ["-"] * columns if x is None else found if columns == 4 else [found[0], found[2]]
-        lines.append(f"| {candidates:,} | {' | '.join(cells)} |")
+        cells = [f"{candidates:,}"]
+        for way in ways:
+            x = knee([x for x in results if x.candidates == candidates and x.way == way], limit_ms)
+            found = ["-"] * 4 if x is None else [f"{x.rate:,.0f}", f"{x.p50_ms:.1f}", f"{x.p99_ms:.1f}", f"{x.candidates_per_second:,.0f}"]
+            cells += found if way == first else [found[0], found[2]]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 @style.context(PICTURE_STYLE)
 def draw(results: list[Result], limit_ms: float) -> Figure:
     """p50 and p99 against offered load, one panel per number of candidates."""
-    counts = sorted({x.candidates for x in results})
-    figure = Figure(figsize=(3.6 * len(counts), 3.6))
-    for axis, candidates in zip(np.atleast_1d(figure.subplots(1, len(counts))), counts, strict=True):
-        for cache, color in ((True, "C0"), (False, "C1")):
-            rows = sorted((x for x in results if x.candidates == candidates and x.cache is cache), key=lambda x: x.rate)
+    counts, ways = sorted({x.candidates for x in results}), dict.fromkeys(x.way for x in results)
+    figure = Figure(figsize=(3.0 * len(counts), 3.2))
+    for axis, candidates in zip(np.atleast_1d(figure.subplots(1, len(counts), sharey=True)), counts, strict=True):
+        for number, way in enumerate(ways):
+            rows = sorted((x for x in results if x.candidates == candidates and x.way == way), key=lambda x: x.rate)
             for name, line in (("p50_ms", "--"), ("p99_ms", "-")):
-                label = f"{name[:3]}, {'cache' if cache else 'no cache'}"
-                axis.plot([x.rate for x in rows], [getattr(x, name) for x in rows], line, color=color, marker=".", label=label)
+                values = [getattr(x, name) for x in rows]
+                axis.plot([x.rate for x in rows], values, line, color=f"C{number}", marker=".", label=f"{way}, {name[:3]}")
         axis.axhline(limit_ms, color="gray", linewidth=0.8)
-        axis.set(title=f"{candidates:,} candidates", xlabel="offered requests/s", yscale="log")
+        axis.set(title=f"{candidates:,} candidate{'s' if candidates > 1 else ''}", xlabel="offered requests/s", yscale="log")
+        axis.set_xlim(left=0)
     figure.axes[0].set_ylabel("latency, ms")
-    figure.axes[0].legend()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside right center")
     return figure
+
+
+# -- files -------------------------------------------------------------------------------------------------------------------------------
+
+
+def machine(device: torch.device) -> dict[str, str]:
+    """What the figures depend on."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def save_results(path: Path, settings: dict[str, Any], results: list[Result]) -> None:
+    """Write what `load_results` reads: JSON with a line for each result."""
+    lines = ",\n".join(f"  {json.dumps(_rounded(asdict(x)))}" for x in results)
+    text = f'{{\n"settings": {json.dumps(settings)},\n"results": [\n{lines}\n]\n}}\n'
+    write_atomically(path, lambda file: file.write_text(text))
+
+
+def load_results(path: Path) -> tuple[dict[str, Any], list[Result]]:
+    """The settings and the results of a run."""
+    content = json.loads(path.read_text())
+    return content["settings"], [Result(**x) for x in content["results"]]
+
+
+def _rounded(x: Any) -> Any:
+    """With 5 significant digits."""
+    if isinstance(x, dict):
+        return {name: _rounded(value) for name, value in x.items()}
+    return float(f"{x:.5g}") if isinstance(x, float) else x
+
+
+def show(results: list[Result], limit_ms: float, picture: Path) -> None:
+    """Print the table of the knees and draw the picture."""
+    print(f"\n{format_knees(results, limit_ms)}")
+    write_atomically(picture, lambda file: draw(results, limit_ms).savefig(file, dpi=100))
+    print(f"\nwritten to {picture}")
+
+
+# -- batches without a queue -------------------------------------------------------------------------------------------------------------
 
 
 def time_batches(rankers: Sequence[Ranker], workload: Workload, users: int, rounds: int) -> list[float]:
@@ -306,11 +421,14 @@ def time_batches(rankers: Sequence[Ranker], workload: Workload, users: int, roun
     return [median(times) for times in milliseconds]
 
 
-def print_batches(weights: Weights, device: torch.device, options: argparse.Namespace) -> None:
-    """A table of the time of a batch, by candidates, with each budget of the cache."""
-    print(f"| candidates | {' | '.join(f'cache of {mb:g} MB, ms' for mb in options.cache_mb)} |\n|{'---|' * (1 + len(options.cache_mb))}")
+def print_batches(options: argparse.Namespace) -> None:
+    """A table of the time of a batch, by candidates, of each way to serve."""
+    ways = ways_to_serve(options)
+    rankers = [way.make_ranker(options) for way in ways.values()]
+    print(f"| candidates | {' | '.join(f'{way}, ms' for way in ways)} |\n|{'---|' * (1 + len(ways))}")
     for candidates in options.candidates:
-        rankers = [make_ranker(weights, device, int(mb * 1e6), options.data) for mb in options.cache_mb]
+        for ranker in rankers:
+            ranker.forget()
         workload = Workload(rankers[0], candidates, options.new_events, options.zipf)
         exclude_from_collection()
         times = time_batches(rankers, workload, options.max_users, options.batches)
@@ -319,49 +437,62 @@ def print_batches(weights: Weights, device: torch.device, options: argparse.Name
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--weights", type=Path, required=True, help="weights.pt of a training run")
+    parser.add_argument("--weights", type=Path, help="weights.pt of a training run")
+    parser.add_argument("--padded", type=Path, help="weights.pt of a ranking model with --interaction padded, to compare")
+    parser.add_argument("--from-json", type=Path, metavar="FILE", help="results.json of a run, whose table and picture are made again")
     parser.add_argument("--data", help="log of the users' histories; that of the training run if not given")
-    parser.add_argument("--out", type=Path, default=Path("runs/load"), help="folder for results and picture")
+    parser.add_argument("--out", type=Path, default=Path("runs/load"), help="folder for results.json and the picture")
+    parser.add_argument("--picture", type=Path, help="file of the picture; OUT/latency.png if not given")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--candidates", type=int, nargs="+", default=[1, 10, 70, 1000, 10_000], help="candidates of a request")
     parser.add_argument("--rates", type=float, nargs="+", help="requests per second; fractions of the throughput if not given")
-    parser.add_argument("--seconds", type=int, default=5, help="of each rate")
+    parser.add_argument("--fractions", type=float, nargs="+", default=FRACTIONS, help="fractions of the throughput")
+    parser.add_argument("--seconds", type=float, default=5, help="of each rate")
     parser.add_argument("--warm-up", type=float, default=2.0, help="seconds with a full queue before")
     parser.add_argument("--cache-mb", type=float, nargs="+", default=[256, 0], help="budgets of the cache to compare; 0: no cache")
+    parser.add_argument("--page-rows", type=int, nargs="+", help="rows of a page to compare; 128 on a GPU, else 16, if not given")
     parser.add_argument("--new-events", type=float, default=0.2, help="fraction of requests with a new event")
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
     parser.add_argument("--limit-ms", type=float, default=80, help="limit of p99 that defines the knee")
     parser.add_argument("--deadline-ms", type=float, default=1000, help="deadline of each request")
     parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
+    parser.add_argument("--batch-candidates", type=int, default=20_000, help="candidates of a batch, or twice those of a request")
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
     parser.add_argument("--http", action="store_true", help="send the requests over HTTP")
-    parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, with each --cache-mb in turn")
+    parser.add_argument("--batches", type=int, default=0, help="only time so many batches, without a queue, of each way in turn")
     parser.add_argument("--soak", type=int, default=0, help="seconds at one rate, to see whether the memory grows")
     parser.add_argument("--soak-fraction", type=float, default=0.5, help="rate of a soak as a fraction of the throughput")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if (options.weights is None) == (options.from_json is None):
+        parser.error("give either --weights or --from-json")
+    return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
+    picture = options.picture or options.out / "latency.png"
+    if options.from_json:
+        settings, results = load_results(options.from_json)
+        return show(results, settings["limit_ms"], picture)
     torch.set_num_threads(options.threads)
-    device, weights, results = pick_device(options.device), load_weights(options.weights), []
     if options.batches:
-        return print_batches(weights, device, options)
+        return print_batches(options)
+    device, results = pick_device(options.device), []
+    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()} | machine(device)
     print(f"{COLUMNS}\n|{'---|' * (COLUMNS.count('|') - 1)}")
-    for cache_mb in options.cache_mb:
+    for name, way in ways_to_serve(options).items():
+        ranker = way.make_ranker(options)
         for candidates in options.candidates:
-            ranker = make_ranker(weights, device, int(cache_mb * 1e6), options.data)
-            results += run(ranker, options, candidates)
+            ranker.forget()
+            results += run(ranker, options, name, candidates)
+            save_results(options.out / "results.json", settings, results)
     if options.soak:
         memory = [x.memory_mb for x in results]
         print(f"\nmemory: {memory[0]:,.0f} MB first, {memory[-1]:,.0f} MB last, {fmean(memory):,.0f} MB on average")
     else:
-        print(f"\n{format_knees(results, options.limit_ms)}")
-        write_atomically(options.out / "latency.png", lambda file: draw(results, options.limit_ms).savefig(file, dpi=100))
-    settings = {name: str(value) if isinstance(value, Path) else value for name, value in vars(options).items()}
-    save_json(options.out / "results.json", {"settings": settings, "results": [asdict(x) for x in results]})
-    print(f"written to {options.out}: {', '.join(sorted(json.dumps(path.name) for path in options.out.iterdir()))}")
+        show(results, options.limit_ms, picture)
+    print(f"results: {options.out / 'results.json'}")
 
 
 if __name__ == "__main__":

@@ -12,13 +12,12 @@ from typing import Any
 
 import torch
 from checkpoints import load_weights
-from load_serving import Workload
+from load_serving import FOREVER, Workload
 from serving_app import Service, ServiceLimits, exclude_from_collection
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
 from training import pick_device
 
-FOREVER = 1e9  # seconds: LoadGen judges the latency of all queries, so none is refused
 SUMMARY = {
     "result": r"Result is : (\w+)",
     "scheduled queries/s": r"Scheduled samples per second : (\S+)",
@@ -37,7 +36,7 @@ class SystemUnderTest:
 
     def issue(self, samples: list[Any]) -> None:
         for sample in samples:
-            waiting = self.service.batcher.submit(self.requests[sample.index], FOREVER)
+            waiting = self.service.batcher.submit(self.requests[sample.index], FOREVER)  # LoadGen judges the latency of all queries
             waiting.future.add_done_callback(lambda future, id=sample.id: self._complete(id, future.exception()))
 
     def _complete(self, id: int, error: BaseException | None) -> None:
@@ -86,13 +85,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--zipf", type=float, default=1.0, help="exponent of the users' popularity")
     parser.add_argument("--max-users", type=int, default=8, help="queries of a batch")
     parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
+    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
     return parser.parse_args(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse_arguments(arguments)
     torch.set_num_threads(options.threads)
-    ranker = make_ranker(load_weights(options.weights), pick_device(options.device), int(options.cache_mb * 1e6), options.data)
+    weights, device = load_weights(options.weights), pick_device(options.device)
+    ranker = make_ranker(weights, device, int(options.cache_mb * 1e6), options.data, options.page_rows)
     exclude_from_collection()
     for name, value in measure(ranker, options).items():
         print(f"{name}: {value}")

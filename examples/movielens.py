@@ -14,6 +14,7 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,11 @@ class Categorical:
     values: np.ndarray
     offsets: np.ndarray
     cardinality: int
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether each user or item has one category."""
+        return np.array_equal(self.offsets, np.arange(len(self.values) + 1))
 
     @classmethod
     def single(cls, categories: np.ndarray) -> "Categorical":

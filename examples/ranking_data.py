@@ -231,6 +231,8 @@ def ranges(start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def bags(feature: Categorical, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if feature.is_single:
+        return feature.values[entities], np.ones(len(entities), np.int64)
     rows, lengths = ranges(feature.offsets[entities], feature.offsets[entities + 1])
     return feature.values[rows], lengths
 

@@ -30,6 +30,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch")
     parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache; 0: no cache")
+    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
     parser.add_argument("--max-queue", type=int, default=Limits.max_queue, help="requests that wait; more are answered with 429")
     parser.add_argument("--max-users", type=int, default=Limits.max_users, help="requests of a batch")
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
@@ -49,7 +50,7 @@ def train_small_model(out: Path) -> Path:
 
 def make_service(options: argparse.Namespace, device: torch.device) -> Service:
     path = options.weights or train_small_model(options.out)
-    ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data)
+    ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data, options.page_rows)
     batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
     return Service(ranker, limits, reload=lambda: ranker.load(load_weights(path)))

@@ -96,6 +96,8 @@ class Batcher:
         self.score, self.limits, self.on_batch, self.version = score, limits, on_batch, version
         self.counts = Counts()
         self._queue: deque[Waiting] = deque()
+        self._queued_candidates = 0
+        self._closes = 0.0  # when the batch that the thread collects closes, unless it is full before
         self._jobs: deque[tuple[Callable[[], Any], Future]] = deque()
         self._changed = threading.Condition()
         self._closing = False
@@ -119,7 +121,9 @@ class Batcher:
                 raise Overloaded(f"{self.limits.max_queue} requests wait")
             waiting = Waiting(request, deadline)
             self._queue.append(waiting)
-            self._changed.notify_all()
+            self._queued_candidates += len(request.candidates)
+            if len(self._queue) == 1 or self._is_full() or self._closing_time(waiting) < self._closes:
+                self._changed.notify_all()  # otherwise the thread need not wake up
             return waiting
 
     def between_batches(self, job: Callable[[], Any]) -> Future:
@@ -182,10 +186,8 @@ class Batcher:
     def _collect(self) -> list[Waiting]:
         """Wait until the batch closes, and take it from the queue."""
         while not (self._closing or self._jobs):
-            closes = min(
-                self._queue[0].arrived + self.limits.max_wait, min(waiting.deadline for waiting in self._queue) - 2 * self._batch_seconds
-            )
-            left = closes - time.monotonic()
+            self._closes = min(map(self._closing_time, self._queue))
+            left = self._closes - time.monotonic()
             if left <= 0 or self._is_full():
                 break
             self._changed.wait(left)
@@ -202,11 +204,15 @@ class Batcher:
             users.add(request.user)
             candidates = total
         self._queue = deque(later)
+        self._queued_candidates -= candidates
         return batch
 
+    def _closing_time(self, waiting: Waiting) -> float:
+        """When a batch with this request closes at the latest."""
+        return min(waiting.arrived + self.limits.max_wait, waiting.deadline - 2 * self._batch_seconds)
+
     def _is_full(self) -> bool:
-        candidates = sum(len(waiting.request.candidates) for waiting in self._queue)
-        return len(self._queue) >= self.limits.max_users or candidates >= self.limits.max_candidates
+        return len(self._queue) >= self.limits.max_users or self._queued_candidates >= self.limits.max_candidates
 
     def _answer(self, batch: list[Waiting]) -> None:
         begin = time.monotonic()

@@ -12,7 +12,7 @@ import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -24,13 +24,14 @@ import train_hstu
 from checkpoints import Weights
 from movielens import EventLog
 from ranking_data import Events, RankingDataset, keyed, ranges
-from ranking_model import INTERACTIONS, RankingModel
+from ranking_model import INTERACTIONS, Inputs, RankingModel
 from sequence_model import ENCODERS, SequenceModel
 from torch import nn
 
 import jagged_modules as jm
 
 CACHED_PARTS = {"compress", "gdpa"}  # the user's vectors of the other parts depend on the history
+PAGE_ROWS = {"cuda": 128, "cpu": 16}  # of a cache's pages: on a GPU attention reads those of 128 rows without a copy
 
 
 class NewEvents(NamedTuple):
@@ -74,6 +75,10 @@ class Histories:
         if len(events.item):
             self._added[user] = _joined(self._added.get(user, NONE), events)
 
+    def forget(self) -> None:
+        """Forget the events of all requests."""
+        self._added.clear()
+
     def replace(self, user: int, events: NewEvents) -> None:
         """Replace the events that were added."""
         self._added[user] = events
@@ -116,6 +121,7 @@ class Ranker(ABC):
         max_history: events of a history that the model takes.
         cache_bytes: budget of the cache; 0: none, each request computes its history.
         held_out: items by user that the log has after the histories, for demonstrations.
+        page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
     """
 
     needs_history: bool  # whether a user without events cannot be scored
@@ -128,10 +134,12 @@ class Ranker(ABC):
         max_history: int,
         cache_bytes: int,
         held_out: dict[int, list[int]],
+        page_rows: int | None = None,
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
         self.device = next(model.parameters()).device
-        self.cache = jm.PagedHistoryCache(layer, cache_bytes) if cache_bytes else None
+        page_rows = page_rows or PAGE_ROWS.get(self.device.type, 128)
+        self.cache = jm.PagedHistoryCache(layer, cache_bytes, page_rows) if cache_bytes else None
         self.ratings: list[float] = []
         self.stages = Stages()
         self.counts = {"reused": 0, "appended": 0, "encoded": 0}  # requests by what happened to their histories
@@ -187,6 +195,12 @@ class Ranker(ABC):
         if self.cache is not None:
             self.cache.evict([user])
 
+    def forget(self) -> None:
+        """Forget the events of all requests, and what is cached."""
+        self.histories.forget()
+        if self.cache is not None:
+            self.cache.clear()
+
     def _select(self, users: list[int]) -> jm.HistoryCache:
         """The cached rows. CacheFull if writes for some users of this batch evicted others of it."""
         try:
@@ -206,8 +220,14 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
     return np.concatenate([x.candidates for x in requests]), np.array([len(x.candidates) for x in requests], dtype=np.int64)
 
 
-def _offsets(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> jm.Jagged:
+    """Segments of these lengths, which the host then knows: no layer waits for the device to learn them."""
+    return jm.Jagged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])))
+
+
+def _last_rows(x: jm.Jagged) -> torch.Tensor:
+    """The last row [B, width] of each segment, of which none is empty."""
+    return x.values[x.offsets[1:] - 1]
 
 
 class RankingRanker(Ranker):
@@ -223,39 +243,42 @@ class RankingRanker(Ranker):
         head, users = self.model.head, [request.user for request in requests]
         fresh = self._users_to_encode(requests)
         with self.stages("lookup"):
-            x = self._inputs(requests, fresh)
+            x, lengths = self._inputs(requests, fresh)
         if self.cache is None:
             return head(x)
         with self.stages("cache"):
-            history, vectors = head.encode(x)
+            vectors = x.users  # `CACHED_PARTS` leave them as they are
             if fresh:
-                lengths = x.history_offsets.diff()[[users.index(user) for user in fresh]]
-                self.cache.put(fresh, jm.Jagged(history.values, _offsets(lengths.tolist()).to(self.device)))
+                history, vectors = head.encode(x)
+                lengths = [length for user, length in zip(users, lengths, strict=True) if user in fresh]
+                self.cache.put(list(fresh), _jagged(history.values, lengths))
             kept = self._select(users)
         targets = head.targets(x)
         return head.logits(x, vectors, targets.values, head.interaction.score(targets, kept).values)
 
-    def _users_to_encode(self, requests: Sequence[Request]) -> list[int]:
+    def _users_to_encode(self, requests: Sequence[Request]) -> dict[int, None]:
+        """The users whose histories are encoded, in the order of the requests."""
         if self.cache is None:
-            fresh = [request.user for request in requests]
+            fresh = dict.fromkeys(request.user for request in requests)
         else:
             missing = set(self.cache.missing([request.user for request in requests]))
-            fresh = [request.user for request in requests if request.user in missing or len(request.events.item)]
+            fresh = dict.fromkeys(request.user for request in requests if request.user in missing or len(request.events.item))
         self.counts["encoded"] += len(fresh)
         self.counts["reused"] += len(requests) - len(fresh)
         return fresh
 
-    def _inputs(self, requests: Sequence[Request], fresh: list[int]) -> Any:
-        """The model's embeddings, with the histories of the users in `fresh`; those of the others are empty."""
-        users, fresh = np.array([request.user for request in requests]), set(fresh)
+    def _inputs(self, requests: Sequence[Request], fresh: Container[int]) -> tuple[Inputs, list[int]]:
+        """The model's embeddings, with the histories of the users in `fresh`; those of the others are empty. And the histories' lengths."""
+        users = np.array([request.user for request in requests])
         history = self._events(requests, self.max_history, fresh)
         stream = self._events(requests, self.dataset.max_stream, fresh) if self.dataset.max_stream else None
         targets, lengths = _targets(requests)
         batch = self.dataset.make_batch(users, history, targets, lengths, np.zeros(len(targets), np.float32), stream).to(self.device)
         model = self.model
-        return model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
+        inputs = model.unpack(model.sequences(batch.ids), model.user_bags(batch.users), model.item_bags(batch.items))
+        return inputs, history.lengths.tolist()
 
-    def _events(self, requests: Sequence[Request], count: int, users: set[int]) -> Events:
+    def _events(self, requests: Sequence[Request], count: int, users: Container[int]) -> Events:
         windows = [self.histories.window(x.user, x.events, count) if x.user in users else NONE for x in requests]
         return Events(*_joined(*windows), np.array([len(window.item) for window in windows], dtype=np.int64))
 
@@ -264,12 +287,53 @@ class RankingRanker(Ranker):
         head, request = self.model.head, Request(user, candidates)
         if not isinstance(head.interaction, jm.JaggedTargetAttention):
             return None
-        x = self._inputs([request], [user])
+        x, _ = self._inputs([request], [user])
         history, _ = head.encode(x)
         k, _ = head.interaction.cache(history).layers[0].values.chunk(2, dim=2)
         q = head.interaction.q_proj(head.targets(x).values).unflatten(1, k.shape[1:])
         scores = torch.einsum("chd,lhd->hcl", q, k) * k.shape[2] ** -0.5
         return scores.softmax(dim=2).mean(dim=0).float().cpu()
+
+
+class UserRows:
+    """A row [width] of each user, all in one tensor. Views of the batches that computed them would keep whole batches."""
+
+    def __init__(self) -> None:
+        self._row: dict[int, int] = {}  # of the user
+        self._free: list[int] = []
+        self._rows = torch.empty(0, 0)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def __contains__(self, user: int) -> bool:
+        return user in self._row
+
+    def write(self, users: Sequence[int], rows: torch.Tensor) -> None:
+        """Keep the rows [users, width], in place of those that the users have."""
+        known = len(self._rows)
+        if len(users) > len(self._free):
+            more = rows.new_empty(known + max(known, len(users), 64), rows.shape[1])
+            if known:
+                more[:known] = self._rows
+            self._free += range(known, len(more))
+            self._rows = more
+        for user in users:
+            if user not in self._row:
+                self._row[user] = self._free.pop()
+        self._rows.index_copy_(0, self._index(users), rows)
+
+    def read(self, users: Sequence[int]) -> torch.Tensor:
+        """The users' rows [users, width]."""
+        return self._rows.index_select(0, self._index(users))
+
+    def keep(self, users: Container[int]) -> None:
+        """Drop the rows of all other users."""
+        for user in [user for user in self._row if user not in users]:
+            self._free.append(self._row.pop(user))
+
+    def _index(self, users: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([self._row[user] for user in users], dtype=torch.int64).to(self._rows.device, non_blocking=True)
 
 
 class SequenceRanker(Ranker):
@@ -279,68 +343,61 @@ class SequenceRanker(Ranker):
 
     def __init__(self, model: SequenceModel, **options: Any):
         super().__init__(model, model.encoder.encoder, **options)
-        self._encoded: dict[int, torch.Tensor] = {}  # of cached users, the encoder's output [width] for the last event
+        self._encoded = UserRows()  # of cached users, the encoder's output for the last event
 
     def _score(self, requests: Sequence[Request]) -> torch.Tensor:
-        windows = [self.histories.window(x.user, x.events, self.max_history) for x in requests]
-        begins = self._first_rows(requests, [len(window.item) for window in windows])
+        begins, events = self._to_encode(requests)
+        lengths = [len(x.item) for x in events]
         with self.stages("lookup"):
-            embedded, rows, offsets = self._lookup(requests, windows, begins)
+            embedded, rows = self._lookup(requests, begins, events)
         if self.cache is None:
-            encoded = self.model.encoder.encoder((rows, torch.from_numpy(offsets).to(self.device)))[0][offsets[1:] - 1]
+            encoded = _last_rows(self.model.encoder.encoder(_jagged(rows, lengths)))
         else:
             with self.stages("cache"):
-                self._update(self.cache, requests, begins, rows, offsets)
-                encoded = torch.stack([self._encoded[x.user] for x in requests])
+                self._update(self.cache, [x.user for x in requests], begins, lengths, rows)
+                encoded = self._encoded.read([x.user for x in requests])
         vectors = self.model.encoder.vectors(encoded, embedded)
-        counts = torch.tensor([len(x.candidates) for x in requests], device=self.device)
+        counts = embedded["target"].lengths()
         queries = vectors.queries.repeat_interleave(counts, dim=0, output_size=len(vectors.targets))
         return (queries * vectors.targets).sum(dim=1)
 
-    def _first_rows(self, requests: Sequence[Request], lengths: list[int]) -> list[int]:
-        """The first row of each window that is not cached: 0 if none is, its length if all are."""
-        if self.cache is None:
-            self.counts["encoded"] += len(requests)
-            return [0] * len(requests)
-        missing, begins = set(self.cache.missing([x.user for x in requests])), []
-        for request, length in zip(requests, lengths, strict=True):
-            new = len(request.events.item)
-            outgrown = new > 0 and self.histories.length(request.user) + new > self.max_history  # all positions change
-            encoded = request.user in missing or outgrown
-            begins.append(0 if encoded else length - new)
+    def _to_encode(self, requests: Sequence[Request]) -> tuple[list[int], list[NewEvents]]:
+        """The events of each request's user that are not cached, and the position of the first of them in the model's window."""
+        users = [request.user for request in requests]
+        missing = set(users if self.cache is None else self.cache.missing(users))
+        begins, events = [], []
+        for request in requests:
+            user, new = request.user, len(request.events.item)
+            length = self.histories.length(user)
+            outgrown = new > 0 and length + new > self.max_history  # all positions change
+            encoded = user in missing or outgrown
+            begins.append(0 if encoded else length)
+            events.append(self.histories.window(user, request.events, self.max_history) if encoded else request.events)
             self.counts["encoded" if encoded else "appended" if new else "reused"] += 1
-        return begins
+        return begins, events
 
-    def _lookup(self, requests: Sequence[Request], windows: list[NewEvents], begins: list[int]) -> tuple[Any, torch.Tensor, np.ndarray]:
-        """The embeddings, the encoder's input rows from the first row on, and their offsets [B + 1]."""
-        item = np.concatenate([window.item[begin:] for window, begin in zip(windows, begins, strict=True)])
-        position, lengths = ranges(np.array(begins), np.array([len(window.item) for window in windows]))
+    def _lookup(self, requests: Sequence[Request], begins: list[int], events: list[NewEvents]) -> tuple[Any, torch.Tensor]:
+        """The embeddings, and the encoder's input rows of these events."""
+        item = np.concatenate([x.item for x in events])
+        begin = np.array(begins)
+        position, lengths = ranges(begin, begin + [len(x.item) for x in events])
         nothing = np.zeros(0, np.int64), np.zeros(len(requests), np.int64)
         ids = keyed({"item": (item, lengths), "position": (position, lengths), "target": _targets(requests), "rival": nothing})
-        embedded = self.model.embeddings(ids.to(self.device))
-        return embedded, self.model.encoder.inputs(embedded), np.concatenate([[0], lengths.cumsum()])
+        embedded = self.model.embeddings(ids.to(self.device, non_blocking=True))
+        return embedded, self.model.encoder.inputs(embedded)
 
-    def _update(
-        self, cache: jm.PagedHistoryCache, requests: Sequence[Request], begins: list[int], rows: torch.Tensor, offsets: np.ndarray
-    ) -> None:
-        """Write the rows from the first ones on, and keep the encoder's output for each user's last one.
+    def _update(self, cache: jm.PagedHistoryCache, users: list[int], begins: list[int], lengths: list[int], rows: torch.Tensor) -> None:
+        """Append the rows, `lengths` of each user, and keep the encoder's output for each user's last one.
 
-        `put` returns no output, so the last event of a history that is encoded anew is appended, with the new events of the others.
+        A history that is encoded anew is appended to an empty one, because `put` returns no output. So one pass of the encoder does all.
         """
-        anew = np.array(begins) == 0
-        firsts = np.where(anew, offsets[1:] - 1, offsets[:-1])  # of the rows to append
-        for chosen, begin, end in ((anew, offsets[:-1], firsts), (offsets[1:] > offsets[:-1], firsts, offsets[1:])):
-            if chosen.any():
-                users = [x.user for x, is_chosen in zip(requests, chosen, strict=True) if is_chosen]
-                index, lengths = ranges(begin[chosen], end[chosen])
-                part = jm.Jagged(rows[index], _offsets(lengths).to(self.device))
-                if chosen is anew:
-                    cache.put(users, part)
-                else:
-                    output = cache.append(users, part).values[np.cumsum(lengths) - 1]
-                    self._encoded.update(zip(users, output.unbind(), strict=True))
+        if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
+            cache.put(anew, _jagged(rows[:0], [0] * len(anew)))
+        if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
+            outputs = cache.append(list(grown), _jagged(rows, list(grown.values())))
+            self._encoded.write(list(grown), _last_rows(outputs))
         if len(self._encoded) > 2 * len(cache) + 1024:
-            self._encoded = {user: x for user, x in self._encoded.items() if user in cache}
+            self._encoded.keep(set(cache.users()))
 
     def attention(self, user: int, candidates: np.ndarray) -> None:
         """None: candidates do not attend to the history."""
@@ -356,30 +413,31 @@ def options_of(program: Any, settings: dict[str, Any], data: str | None) -> argp
     return argparse.Namespace(**{**vars(options), "data": data or options.data})
 
 
-def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None) -> Ranker:
+def make_ranker(weights: Weights, device: torch.device, cache_bytes: int, data: str | None = None, page_rows: int | None = None) -> Ranker:
     """The ranker of a file of weights and its log. The histories are those before the test split.
 
     Args:
         cache_bytes: budget of the cache; 0: none.
         data: path of the log; that of the training if None.
+        page_rows: rows of the cache's pages; those of `PAGE_ROWS` if None.
 
     Raises:
         ValueError: the model has no ranker, or none with a cache; the log does not fit the model.
     """
     name = weights.settings["model"]
     if name in INTERACTIONS:
-        ranker = _ranking_ranker(weights.settings, device, cache_bytes, data)
+        ranker = _ranking_ranker(weights.settings, device, data, cache_bytes=cache_bytes, page_rows=page_rows)
     elif name in ENCODERS:
-        ranker = _sequence_ranker(weights.settings, device, cache_bytes, data)
+        ranker = _sequence_ranker(weights.settings, device, data, cache_bytes=cache_bytes, page_rows=page_rows)
     else:
         raise ValueError(f"no ranker for the model {name!r}; models are {(*INTERACTIONS, *ENCODERS)}")
     ranker.load(weights)
     return ranker
 
 
-def _ranking_ranker(settings: dict[str, Any], device: torch.device, cache_bytes: int, data: str | None) -> RankingRanker:
+def _ranking_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> RankingRanker:
     options = options_of(train_dlrm, settings, data)
-    if cache_bytes and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
+    if cache["cache_bytes"] and (options.interaction != "attention" or not set(options.parts) <= CACHED_PARTS):
         what = f"interaction {options.interaction} and parts {sorted(options.parts)}"
         raise ValueError(
             f"a cache needs the interaction 'attention' and parts of {sorted(CACHED_PARTS)}, not {what}; serve without a cache"
@@ -387,10 +445,10 @@ def _ranking_ranker(settings: dict[str, Any], device: torch.device, cache_bytes:
     dataset = train_dlrm.load_datasets(options)["test"]
     log, held_out = dataset.log, ranges(dataset.chunks.start, dataset.chunks.end)[0]
     model = train_dlrm.make_model(options, dataset.tables, None, device)
-    return RankingRanker(model, dataset, **_state(log, dataset.rating_index, held_out, options.max_history, cache_bytes))
+    return RankingRanker(model, dataset, **_state(log, dataset.rating_index, held_out), max_history=options.max_history, **cache)
 
 
-def _sequence_ranker(settings: dict[str, Any], device: torch.device, cache_bytes: int, data: str | None) -> SequenceRanker:
+def _sequence_ranker(settings: dict[str, Any], device: torch.device, data: str | None, **cache: Any) -> SequenceRanker:
     options = options_of(train_hstu, settings, data)
     if options.model != "hstu" or options.intervals or options.relative_time:
         what = f"{options.model}, intervals {options.intervals}, relative_time {options.relative_time}"
@@ -398,13 +456,13 @@ def _sequence_ranker(settings: dict[str, Any], device: torch.device, cache_bytes
     dataset = train_hstu.load_datasets(options)["test"]
     log = dataset.log
     model = train_hstu.make_model(options, options.model, log.num_items, device)
-    return SequenceRanker(model, **_state(log, np.zeros_like(log.item), dataset.windows.end, options.max_history, cache_bytes))
+    return SequenceRanker(model, **_state(log, np.zeros_like(log.item), dataset.windows.end), max_history=options.max_history, **cache)
 
 
-def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray, max_history: int, cache_bytes: int) -> dict[str, Any]:
+def _state(log: EventLog, rating: np.ndarray, held_out: np.ndarray) -> dict[str, Any]:
     kept = np.ones(len(log), dtype=bool)
     kept[held_out] = False
     items = defaultdict(list)
     for user, item in zip(log.user[held_out].tolist(), log.item[held_out].tolist(), strict=True):
         items[user].append(item)
-    return dict(histories=Histories(log, rating, kept), max_history=max_history, cache_bytes=cache_bytes, held_out=dict(items))
+    return dict(histories=Histories(log, rating, kept), held_out=dict(items))

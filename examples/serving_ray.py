@@ -63,9 +63,11 @@ class EventStore:
 class Replica:
     """The service, with the histories of the users whose requests come here."""
 
-    def __init__(self, store: Any, weights: str, data: str | None, device: str, cache_bytes: int, threads: int):
+    def __init__(
+        self, store: Any, weights: str, data: str | None, device: str, cache_bytes: int, threads: int, page_rows: int | None = None
+    ):
         torch.set_num_threads(threads)
-        ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data)
+        ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data, page_rows)
         self.service = Service(ranker, ServiceLimits(), reload=lambda: ranker.load(load_weights(Path(weights))))
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
         self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
@@ -141,7 +143,8 @@ class Ingress:
 
 def make_application(options: argparse.Namespace) -> Any:
     """The ingress, the replicas and the store, for `serve.run`."""
-    settings = (str(options.weights.resolve()), options.data, options.device, int(options.cache_mb * 1e6), options.threads)
+    weights, cache_bytes = str(options.weights.resolve()), int(options.cache_mb * 1e6)
+    settings = (weights, options.data, options.device, cache_bytes, options.threads, options.page_rows)
     scaling = AutoscalingConfig(
         min_replicas=options.min_replicas,
         max_replicas=options.max_replicas,
@@ -168,6 +171,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda, cuda:1, ...")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of torch in each replica")
     parser.add_argument("--cache-mb", type=float, default=256, help="budget of the history cache of a replica; 0: no cache")
+    parser.add_argument("--page-rows", type=int, help="rows of the cache's pages; 128 on a GPU, else 16, if not given")
     parser.add_argument("--gpus", type=float, default=0, help="GPUs of a replica")
     parser.add_argument("--cpus", type=float, default=1, help="CPU cores that Ray reserves for a replica")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on")

@@ -52,6 +52,15 @@ def test_the_reference_has_each_public_method(name):
     assert public == set(listed.split(", ")) - {""}
 
 
+def test_tests_that_pages_name_exist():
+    """For example those of each fault in docs/serving.md."""
+    code = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    pages = [ROOT / "CONTRIBUTING.md", *(page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts)]
+    named = {name for page in pages for name in re.findall(r"`(test_\w+)`", page.read_text(encoding="utf-8"))}
+    assert len(named) > 10
+    assert named <= set(re.findall(r"def (test_\w+)\(", code))
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_functions_document_arguments_shapes_and_errors(name):
     assert sections(FUNCTIONS[name]) >= {"Args", "Returns", "Raises"} - ({"Returns"} if name == "graphed" else set())

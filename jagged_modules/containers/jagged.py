@@ -241,9 +241,11 @@ class Jagged(Queries):
     ) -> TileSchedule | None:
         """The schedule of an attention with these segments as keys, on the values' device. Arguments and errors as in `prepare`.
 
-        Built once and kept: on the host if the host knows the lengths of queries and keys, else on the device without a sync. None if the
-        caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the operators build it
-        inside the graph. None also if only the device knows the number of query rows; the operator then builds the schedule.
+        Built once and kept: on the host if the host knows the lengths of queries and keys, else on the device without a sync. Under
+        `torch.no_grad()` always on the device, and for the forward alone: a host needs milliseconds for it, which is the latency of a
+        request. None if the caller needs none: on the CPU, which uses no schedule, and under torch.compile or in a CUDA graph, where the
+        operators build it inside the graph. None also if only the device knows the number of query rows; the operator then builds the
+        schedule.
         """
         if self.device.type == "cpu" or is_recording(self.device):
             return None
@@ -279,8 +281,9 @@ class Jagged(Queries):
             return schedule
         if schedule is None:
             self._segmentation.note_build(_description(queries, rows_per_candidate, mask, sizes), by_prepare)
+            has_backward = by_prepare or torch.is_grad_enabled()
             with torch.inference_mode(False):  # a later call may save it for its backward
-                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype)
+                schedule = self._build_schedule(queries, rows_per_candidate, mask, sizes, dtype, has_backward)
             if schedule is None:
                 return None
         schedule = schedule.to(self.device, non_blocking=True)
@@ -288,7 +291,13 @@ class Jagged(Queries):
         return schedule
 
     def _build_schedule(
-        self, queries: Queries | int, rows_per_candidate: int, mask: AttentionMask | None, sizes: _Sizes, dtype: torch.dtype
+        self,
+        queries: Queries | int,
+        rows_per_candidate: int,
+        mask: AttentionMask | None,
+        sizes: _Sizes,
+        dtype: torch.dtype,
+        has_backward: bool,
     ) -> TileSchedule | None:
         if sizes.num_heads % sizes.num_kv_heads:
             raise ValueError(f"num_heads must be a multiple of num_kv_heads, got {sizes.num_heads} and {sizes.num_kv_heads}")
@@ -305,7 +314,7 @@ class Jagged(Queries):
             raise ValueError(f"queries must have as many segments as the keys, {self.num_segments}, or a multiple, got {num_segments}")
         if mask is not None:
             check_num_targets("mask.num_targets", mask.num_targets, self.offsets, self.device, "the values'")
-        if segments.host_lengths is not None and self.host_lengths is not None:
+        if segments.host_lengths is not None and self.host_lengths is not None and has_backward:
             return host_schedule(
                 segments.host_lengths,
                 self.host_lengths,
@@ -316,7 +325,10 @@ class Jagged(Queries):
                 mask=mask,
                 batch_invariant=sizes.batch_invariant,
             )
-        if segments.num_rows is None:
+        num_rows = segments.num_rows
+        if num_rows is None and segments.host_lengths is not None:
+            num_rows = int(segments.host_lengths.sum())
+        if num_rows is None:
             return None  # candidates' offsets on a device: only the operator knows the number of rows, from q's shape
         device = self.device
         targets = None if mask is None else mask.num_targets
@@ -324,12 +336,13 @@ class Jagged(Queries):
             AttentionProblem(sizes.head_dim, sizes.head_dim, dtype, masked=mask is not None, batch_invariant=sizes.batch_invariant),
             segments.offsets.to(device, non_blocking=True),
             self.offsets.to(device, non_blocking=True),
-            segments.num_rows,
+            num_rows,
             self.num_rows,
             num_heads=sizes.num_heads,
             num_kv_heads=sizes.num_kv_heads,
             mask=None if mask is None else list(mask.params),
             num_targets=None if targets is None else targets.to(device, non_blocking=True),
+            backward=has_backward,
         )
 
     def query_segments(self, rows_per_candidate: int) -> QuerySegments:

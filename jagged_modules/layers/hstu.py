@@ -172,14 +172,16 @@ class HSTULayer(nn.Module):
             if cache is None:
                 bias = self._bias(timestamps, query_timestamps)
                 a = self._attend(q, k, v, jagged, jagged, mask, self._scaling_seqlen(jagged), bias)
-            elif append:
-                a = self._attend_as_events(q, k, v, jagged, cache, timestamps, query_timestamps, cache_timestamps)
             else:
                 if timestamps is not None and query_timestamps is None:
                     query_timestamps = next_timestamps(timestamps, jagged.offsets)
-                shift = jagged.offsets.diff().to(q.device, non_blocking=True)  # of positions: the targets follow the cached rows
-                biases = self._bias(cache_timestamps, query_timestamps, shift), self._bias(timestamps, query_timestamps)
-                a = self._attend_with_cache(q, k, v, jagged, cache, num_targets, *biases)
+                if append and self.config.max_attn_len:
+                    a = self._attend_to_joined(q, k, v, jagged, cache, timestamps, query_timestamps, cache_timestamps)
+                else:
+                    own = AttentionMask(causal=True) if append else self._target_mask(jagged, num_targets)
+                    shift = jagged.offsets.diff().to(q.device, non_blocking=True)  # of positions: the rows follow the cached ones
+                    biases = self._bias(cache_timestamps, query_timestamps, shift), self._bias(timestamps, query_timestamps)
+                    a = self._attend_with_cache(q, k, v, jagged, cache, own, *biases)
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
@@ -256,28 +258,29 @@ class HSTULayer(nn.Module):
             schedule=schedule, pages=pages,
         ).flatten(1)  # fmt: skip
 
-    def _attend_with_cache(
-        self, q: Tensor, k: Tensor, v: Tensor, targets: Jagged, cache: Jagged, num_targets: Tensor | None,
-        cache_bias: RelativeBias | None, bias: RelativeBias | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention of targets to cached histories, plus to their own group. SiLU has no normalisation, so the two results add up."""
+    def _target_mask(self, targets: Jagged, num_targets: Tensor | None) -> AttentionMask:
+        """Which targets a target sees, all rows being targets."""
         num_targets = targets.offsets.diff() if num_targets is None else num_targets
-        mask = AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
+        return AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
+
+    def _attend_with_cache(
+        self, q: Tensor, k: Tensor, v: Tensor, rows: Jagged, cache: Jagged, mask: AttentionMask, cache_bias: RelativeBias | None,
+        bias: RelativeBias | None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of rows to cached histories, plus to one another under the mask. SiLU has no normalisation, so the two add up."""
         scaling_seqlen = self._scaling_seqlen(cache)
         cached, pages = paged_operands(cache)
         cached_k, cached_v = torch.split_with_sizes(cached, [self.head_dim, self.linear_dim], dim=2)
-        of_history = self._attend(q, cached_k, cached_v, targets, cache, None, scaling_seqlen, cache_bias, pages)
-        return of_history + self._attend(q, k, v, targets, targets, mask, scaling_seqlen, bias)
+        of_history = self._attend(q, cached_k, cached_v, rows, cache, None, scaling_seqlen, cache_bias, pages)
+        return of_history + self._attend(q, k, v, rows, rows, mask, scaling_seqlen, bias)
 
-    def _attend_as_events(
+    def _attend_to_joined(
         self, q: Tensor, k: Tensor, v: Tensor, events: Jagged, cache: Jagged, timestamps: Tensor | None, query_timestamps: Tensor | None,
         cache_timestamps: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Attention of events to cached histories and, causally, to one another. It copies the cached rows once, to join both."""
+        """Attention of events to the cached rows and events that max_attn_len leaves each of them. It copies the cached rows once."""
         added = HistoryCache((events.with_values(torch.cat([k, v], dim=2)),), timestamps)
         joined = HistoryCache((cache,), cache_timestamps).append(added)
-        if timestamps is not None and query_timestamps is None:
-            query_timestamps = next_timestamps(timestamps, events.offsets)
         (keys,), bias = joined.layers, self._bias(joined.timestamps, query_timestamps)
         k, v = torch.split_with_sizes(keys.values, [self.head_dim, self.linear_dim], dim=2)
         return self._attend(q, k, v, events, keys, self.config.mask(), self._scaling_seqlen(events), bias)
@@ -432,7 +435,7 @@ class HSTUStack(nn.Module):
         """Process the next events of cached histories.
 
         The result equals the events' rows of `forward` over the history and the events of each user. Keys and values of earlier rows do not
-        change. The cost is that of the events, and per layer a copy of the cached rows.
+        change. The cost is that of the events, and with config.max_attn_len per layer a copy of the cached rows.
 
         Args:
             events: any container of `[N, E]` values; segment b has the next events of history b, from oldest to newest.

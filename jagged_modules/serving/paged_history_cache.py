@@ -126,6 +126,12 @@ class PagedHistoryCache:
         with self._lock:
             return self._is_cached(user, self._current_weights())
 
+    def users(self) -> list[Hashable]:
+        """The users that are cached with the layer's present weights, from the least to the most recently used one."""
+        with self._lock:
+            weights = self._current_weights()
+            return [] if self._table is None else [user for user, x in self._table.users.items() if x.weights == weights]
+
     def missing(self, users: Iterable[Hashable]) -> list[Hashable]:
         """The users of these that are not cached with the layer's present weights, in their order. Counts hits and misses.
 
@@ -169,6 +175,11 @@ class PagedHistoryCache:
         """
         with self._writer:
             weights = self._current_weights()
+            if self._table is not None and isinstance(history, Jagged) and not history.num_rows:  # nothing to compute
+                self._check_users(users, history.num_segments, "history")
+                with self._ordered():
+                    self._table.replace(users, [0] * len(users), weights)
+                return
             rows = self.layer.cache(history, **timestamps)
             self._check_users(users, rows.num_segments, "history")
             with self._ordered():
@@ -192,8 +203,12 @@ class PagedHistoryCache:
             CacheFull: the histories, and the pages that selected histories read, need more than max_bytes. Nothing has changed.
         """
         with self._writer:
-            cached = self._select(users, False) if self.layer.append_reads_cache else self._empty(users)
+            if self.layer.append_reads_cache:
+                cached = self._select(users, self._reads_pages() and self.layer.max_cached_rows is None)
+            else:
+                cached = self._empty(users)
             outputs, added = self.layer.append(events, cached, **timestamps)
+            del cached  # its pages
             self._check_users(users, added.num_segments, "events")
             with self._ordered():
                 table = self._allocate(added)
@@ -218,7 +233,7 @@ class PagedHistoryCache:
         Raises:
             KeyError: a user is not cached with the layer's present weights.
         """
-        return self._select(users, self.page_rows >= SMALLEST_PAGE and self.page_rows.bit_count() == 1)
+        return self._select(users, self._reads_pages())
 
     def evict(self, users: Iterable[Hashable]) -> None:
         """Forget users. Those that are not cached are ignored."""
@@ -235,6 +250,10 @@ class PagedHistoryCache:
                     self._table.drop(user)
 
     # -- inside ----------------------------------------------------------------------------------------------------------------
+
+    def _reads_pages(self) -> bool:
+        """Whether attention can read the pages."""
+        return self.page_rows >= SMALLEST_PAGE and self.page_rows.bit_count() == 1
 
     def _select(self, users: Sequence[Hashable], in_pages: bool) -> HistoryCache:
         """The rows of users, if wanted in pages: unless a history begins within a page."""

@@ -9,8 +9,6 @@ from torch.distributed.checkpoint import FileSystemReader
 # The programs in examples/ import the modules beside them, as Python does for a script it runs.
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
-from checkpoints import find_checkpoint  # noqa: E402
-
 # A second thread does not make such small models faster, and on a busy machine threads that wait for one another cost minutes.
 torch.set_num_threads(1)
 
@@ -40,6 +38,8 @@ def without_speed():
 
 
 def _assert_equal_checkpoints(first, second):
+    from checkpoints import find_checkpoint
+
     first, second = (find_checkpoint(path) for path in (first, second))
     assert first.settings == second.settings
     tensors = []
@@ -62,7 +62,14 @@ def assert_equal_checkpoints():
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory):
-    """The files of weights of a ranking model, "attention", and a next-item model, "hstu"."""
+    """The files of weights of two ranking models, "attention" and "padded", and a next-item model, "hstu"."""
     from .serving import PROGRAMS, train
 
-    return {name: train(tmp_path_factory.mktemp("served"), name) for name in PROGRAMS}
+    class Trained(dict[str, Path]):
+        """Models are trained when a test asks for them."""
+
+        def __missing__(self, name: str) -> Path:
+            self[name] = train(tmp_path_factory.mktemp("served"), name, *([] if name in PROGRAMS else ["--interaction", name]))
+            return self[name]
+
+    return Trained()

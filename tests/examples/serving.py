@@ -17,12 +17,12 @@ CPU = torch.device("cpu")
 
 def train(out: Path, name: str, *arguments: str) -> Path:
     """The file of weights of a small model."""
-    PROGRAMS[name].main([*TINY, "--out", str(out), *arguments])
+    PROGRAMS.get(name, train_dlrm).main([*TINY, "--out", str(out), *arguments])
     return out / name / "weights.pt"
 
 
-def ranker_of(weights: Path, cache_bytes: int = CACHE) -> Ranker:
-    return make_ranker(load_weights(weights), CPU, cache_bytes)
+def ranker_of(weights: Path, cache_bytes: int = CACHE, page_rows: int | None = None, device: torch.device = CPU) -> Ranker:
+    return make_ranker(load_weights(weights), device, cache_bytes, page_rows=page_rows)
 
 
 class Requests:

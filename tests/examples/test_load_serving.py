@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -12,12 +13,14 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import load_serving  # noqa: E402
-from load_serving import Result, Workload, drive, format_knees, knee  # noqa: E402
+from load_serving import Result, Workload, drive, drive_queue, format_knees, knee, load_results, save_results  # noqa: E402
+from serving_app import Service, ServiceLimits  # noqa: E402
+from serving_batcher import Limits  # noqa: E402
 
 from .serving import ranker_of  # noqa: E402
 
 LIMIT = 80.0
-RESULT = Result("Ranker", True, 10, 1.0, 5.0, 5, 0, 0, 0, 1.0, 2.0, 3.0, 10.0, 0.5, 1.0, 1.0, 1.0, {})
+RESULT = Result("Ranker", "cache", 10, 1.0, 5.0, 5, 0, 0, 0, 1.0, 2.0, 3.0, 10.0, 0.5, 1.0, 1.0, 0.0, 1.0, {"queue": 1.0})
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +52,6 @@ def test_users_follow_a_zipf_law(ranker):
 
 def test_latency_counts_from_the_planned_arrival():
     """A sender that blocks the loop delays the next requests: their latency has the delay."""
-    import time
 
     async def send(request):
         time.sleep(0.1)
@@ -59,6 +61,25 @@ def test_latency_counts_from_the_planned_arrival():
     assert statuses == [200] * 3 and seconds[0] >= 0.1 and seconds[2] >= 0.27
 
 
+def test_the_queue_is_driven_at_the_planned_times(ranker):
+    """All requests are answered, those that are refused with 429; a batch of .05 s delays the answers of the next one."""
+    service = Service(ranker, ServiceLimits(Limits(max_queue=2, max_users=1, max_wait=0.0)))
+    requests, times = Workload(ranker, 3, 0.0, 1.0).requests(6), []
+
+    def score(requests):
+        times.append(time.perf_counter())
+        time.sleep(0.05)
+        return [x.candidates for x in requests]
+
+    service.score = score
+    begin = time.perf_counter()
+    statuses, seconds = drive_queue(service, requests, np.array([0.0, 0.01, 0.02, 0.03, 0.04, 0.3]))
+    service.batcher.close()
+    assert statuses == [200, 200, 200, 429, 429, 200] and len(times) == 4
+    assert seconds[1] >= 0.09 and seconds[2] >= 0.13 and max(seconds[3:5]) < 0.04
+    assert times[3] - begin >= 0.3
+
+
 def test_the_knee():
     """The last good rate before the first bad one."""
     rows = [replace(RESULT, rate=rate, p99_ms=p99) for rate, p99 in ((1, 5), (2, 80), (3, 81), (4, 10))]
@@ -66,9 +87,17 @@ def test_the_knee():
     assert knee(rows[2:], LIMIT) is None
     for count in ("refused", "late", "failed"):
         assert knee([rows[0], replace(rows[1], **{count: 1})], LIMIT).rate == 1
-    table = format_knees([*rows, replace(rows[0], cache=False)], LIMIT)
-    assert table.splitlines()[2] == "| 10 | 2 | 1.0 | 80.0 | 10 | 1 | 5.0 |"
-    assert format_knees(rows[2:], LIMIT).splitlines()[2] == "| 10 | - | - | - | - | - | - |"
+    table = format_knees([*rows, replace(rows[0], way="no cache")], LIMIT).splitlines()
+    assert table[0] == "| candidates | requests/s at p99 ≤ 80 ms, cache | p50 ms | p99 ms | candidates/s | no cache | p99 ms |"
+    assert table[2] == "| 10 | 2 | 1.0 | 80.0 | 10 | 1 | 5.0 |"
+    assert format_knees(rows[2:], LIMIT).splitlines()[2] == "| 10 | - | - | - | - |"
+
+
+def test_results_are_read_as_they_were_written(tmp_path):
+    results = [RESULT, replace(RESULT, way="no cache", p99_ms=1234.567)]
+    save_results(tmp_path / "results.json", {"limit_ms": 80}, results)
+    settings, found = load_results(tmp_path / "results.json")
+    assert settings == {"limit_ms": 80} and found == [RESULT, replace(results[1], p99_ms=1234.6)]
 
 
 @slow_after(1, "way", [[], ["--http"]], ids=["queue", "http"])
@@ -76,23 +105,27 @@ def test_a_short_run(served, tmp_path, capsys, way):
     arguments = ["--weights", str(served["attention"]), "--out", str(tmp_path), "--device", "cpu", "--candidates", "7"]
     load_serving.main([*arguments, "--rates", "30", "60", "--seconds", "1", "--warm-up", "0.1", "--new-events", "0.3", *way])
     results = json.loads((tmp_path / "results.json").read_text())["results"]
-    assert [(x["cache"], x["candidates"], x["rate"]) for x in results] == [(cache, 7, rate) for cache in (True, False) for rate in (30, 60)]
+    ways = ["cache", "no cache"]
+    assert [(x["way"], x["candidates"], x["rate"]) for x in results] == [(way, 7, rate) for way in ways for rate in (30, 60)]
     for x in results:
         assert x["answered"] > 0.3 * x["rate"] and x["refused"] == x["late"] == x["failed"] == 0
         assert 0 < x["p50_ms"] <= x["p95_ms"] <= x["p99_ms"]
         assert x["candidates_per_second"] == x["answered"] * x["candidates"]
-        assert (0 < x["hit_rate"] < 1) == x["cache"] == (x["stage_ms"]["cache"] > 0) and x["memory_mb"] > 10
+        assert (0 < x["hit_rate"] < 1) == (x["way"] == "cache") == (x["stage_ms"]["cache"] > 0) and x["memory_mb"] > 10
         assert all(x["stage_ms"][name] > 0 for name in ("queue", "lookup", "score"))
     output = capsys.readouterr().out
-    assert output.count("\n| 7 | yes |") == 2 and "requests/s at p99" in output
+    assert output.count("\n| 7 | cache |") == 2 and "requests/s at p99" in output
     assert (tmp_path / "latency.png").read_bytes().startswith(b"\x89PNG")
+    load_serving.main(["--from-json", str(tmp_path / "results.json"), "--picture", str(tmp_path / "again.png")])
+    assert capsys.readouterr().out.splitlines()[1:4] == output[output.index("| candidates | requests/s") :].splitlines()[:3]
+    assert (tmp_path / "again.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_times_of_batches(served, capsys):
     arguments = ["--weights", str(served["attention"]), "--device", "cpu", "--candidates", "3", "7", "--batches", "2", "--max-users", "4"]
-    load_serving.main([*arguments, "--cache-mb", "1", "0"])
+    load_serving.main([*arguments, "--cache-mb", "3", "0", "--page-rows", "128", "16", "--padded", str(served["padded"])])
     header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
-    assert header == "| candidates | cache of 1 MB, ms | cache of 0 MB, ms |"
+    assert header == "| candidates | cache, pages of 128, ms | cache, pages of 16, ms | no cache, ms | padded, ms |"
     cells = [[float(cell) for cell in row.strip("| ").split(" | ")] for row in rows]
     assert [row[0] for row in cells] == [3, 7] and all(x > 0 for row in cells for x in row)
 

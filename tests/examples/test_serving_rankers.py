@@ -6,16 +6,19 @@ import pickle
 import numpy as np
 import pytest
 import torch
-import train_dlrm
-import train_hstu
-from checkpoints import export_weights, load_weights
-from ranking_data import RankingDataset
-from serving_rankers import NONE, NewEvents, Request, options_of
-from training import rank_unseen
 
-import jagged_modules as jm
+pytest.importorskip("torchrec", reason="the programs need it")  # `make test-gpu` also runs without it
 
-from .serving import CACHE, CPU, PROGRAMS, Requests, ranker_of, train
+import train_dlrm  # noqa: E402
+import train_hstu  # noqa: E402
+from checkpoints import export_weights, load_weights  # noqa: E402
+from ranking_data import RankingDataset  # noqa: E402
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, _merged, options_of  # noqa: E402
+from training import rank_unseen  # noqa: E402
+
+import jagged_modules as jm  # noqa: E402
+
+from .serving import CACHE, CPU, PROGRAMS, Requests, ranker_of, train  # noqa: E402
 
 NAMES = list(PROGRAMS)
 every_model = pytest.mark.parametrize("name", NAMES)
@@ -27,9 +30,12 @@ def assert_same_scores(found, expected):
 
 
 @every_model
-def test_cached_scores_equal_those_without_a_cache(served, name):
+@pytest.mark.parametrize("page_rows", [16, 128])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_cached_scores_equal_those_without_a_cache(served, name, page_rows, device):
     """Of 40 batches with new events, until some histories outgrow the model's window; in a cache that evicts, too."""
-    rankers = [ranker_of(served[name], cache) for cache in (0, CACHE, {"attention": 100_000, "hstu": 200_000}[name])]
+    small = {"attention": 100_000, "hstu": 200_000}[name]
+    rankers = [ranker_of(served[name], cache, page_rows, torch.device(device)) for cache in (0, CACHE, small)]
     requests = Requests(rankers[0])
     for _ in range(40):
         batch = requests.batch()
@@ -64,6 +70,74 @@ def test_several_requests_of_a_user(served, name):
     for _ in range(3):
         batch = [requests.of(user, events=events) for user, events in ((7, 2), (3, 0), (7, 0), (9, 1), (3, 0), (7, 0))]
         assert_same_scores(together.score(batch), [alone.score([request])[0] for request in batch])
+
+
+@every_model
+def test_the_default_size_of_pages(served, name):
+    """On a GPU attention reads pages of 128 rows. Any size can be chosen."""
+    assert ranker_of(served[name]).cache.page_rows == 16 and PAGE_ROWS["cuda"] == 128
+    assert ranker_of(served[name], page_rows=64).cache.page_rows == 64
+    assert ranker_of(served[name], 0, page_rows=64).cache is None
+
+
+@every_model
+def test_a_ranker_that_forgets(served, name):
+    """The scores are those of a new ranker, and encode the histories anew."""
+    ranker, new = ranker_of(served[name]), ranker_of(served[name])
+    requests = Requests(ranker)
+    ranker.score([requests.of(1, events=2), requests.of(2)])
+    ranker.forget()
+    batch = [requests.of(1), requests.of(2, events=1)]
+    assert_same_scores(ranker.score(batch), new.score(batch))
+    assert ranker.counts["encoded"] == 4 and not ranker.counts["reused"]
+
+
+def test_encoder_outputs_of_evicted_users_are_dropped(served):
+    """Only those of the cached users are kept, when there are many others."""
+    ranker, whole = ranker_of(served["hstu"], 200_000), ranker_of(served["hstu"], 0)
+    requests = Requests(ranker)
+    ranker._encoded.write(list(range(100, 1500)), torch.zeros(1400, 16))
+    for user in range(12):
+        batch = [requests.of(user)]
+        assert_same_scores(ranker.score(batch), whole.score(batch))
+    assert len(ranker._encoded) == len(ranker.cache) and all(user in ranker._encoded for user in ranker.cache.users())
+
+
+def test_rows_of_users():
+    """As a dictionary has them, with users who come, are written again and go."""
+    rows, expected, random = UserRows(), {}, np.random.default_rng(0)
+    for _ in range(200):
+        users = random.choice(300, int(random.integers(1, 40)), replace=False).tolist()
+        new = torch.randn(len(users), 3)
+        rows.write(users, new)
+        expected.update(zip(users, new, strict=True))
+        if random.random() < 0.1:
+            kept = set(random.choice(300, 100, replace=False).tolist())
+            rows.keep(kept)
+            expected = {user: x for user, x in expected.items() if user in kept}
+        assert len(rows) == len(expected) and all(user in rows for user in expected)
+        if expected:
+            assert torch.equal(rows.read(list(expected)), torch.stack(list(expected.values())))
+    assert len(rows._rows) < 700
+
+
+@every_model
+@pytest.mark.gpu
+def test_a_batch_waits_for_the_gpu_once(served, name):
+    """Only the scores are awaited: the host issues all kernels of a batch before."""
+    ranker = ranker_of(served[name], device=torch.device("cuda"))
+    requests = Requests(ranker)
+    batches = [requests.batch() for _ in range(6)]
+    for batch in batches[:3]:
+        ranker.score(batch)  # compiles
+    for batch in batches[3:]:
+        merged = _merged(sorted(batch, key=lambda request: request.user))
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            with torch.no_grad():
+                ranker._score(merged)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
 
 
 @every_model

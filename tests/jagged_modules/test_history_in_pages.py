@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import jagged_modules as jm
+from jagged_modules import containers
 from jagged_modules.containers.pages import PagedRows
 
 from .caching import HSTU_CONFIGS, Rows, Timeline, hstu, jagged, rows_of
@@ -55,6 +56,24 @@ def test_scores_equal_those_of_copied_rows(name):
         scores = layer.score(targets, paged, **timeline.times_of(-1, timed)).values
     assert is_in_pages(paged) and not isinstance(copied.layers[0], PagedRows)
     torch.testing.assert_close(scores, layer.score(targets, copied, **timeline.times_of(-1, timed)).values)
+
+
+@pytest.mark.parametrize("max_attn_len", [0, 200])
+def test_appended_events_read_pages(max_attn_len, monkeypatch):
+    """No cached row is copied, unless max_attn_len needs it. The pages are not pinned afterwards."""
+    gathered = []
+    for owner, name in ((containers.pages, "gather_pages"), (jm.PagedHistoryCache, "_gather")):
+        function = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args, function=function: gathered.append(1) or function(*args))
+    layer = hstu(jm.HSTUConfig(scaling_seqlen=400, max_attn_len=max_attn_len))
+    timeline = Timeline([HISTORIES, [1, 2, 0, 3, 0]], TARGETS)
+    cache, users = jm.PagedHistoryCache(layer, 2**24, PAGE), list("abcde")
+    cache.put(users, jagged(timeline.take(timeline.rows, 0)))
+    cache.append(users, jagged(timeline.take(timeline.rows, 1)))
+    assert bool(gathered) == bool(max_attn_len)
+    cache.clear()
+    cache.put(["f"], jagged([torch.randn(0, WIDTH, dtype=torch.float64)]))
+    assert cache.statistics().bytes == 0
 
 
 def test_candidates_of_a_target_attention():

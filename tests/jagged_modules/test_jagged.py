@@ -201,6 +201,22 @@ def test_jagged_layers_share_one_schedule(builds, values, offsets, offsets_of):
     assert len(builds) == 2
 
 
+def test_the_device_makes_the_schedule_of_a_forward_alone(builds, values, offsets):
+    """Without gradients, unless it was prepared. A backward that meets it later makes its own list."""
+    history, index = jm.Jagged(values, offsets).to("meta"), jm.CandidateIndex.from_counts(torch.tensor([1, 0, 2, 1])).to("meta")
+    with torch.no_grad():
+        layer, targets = jm.JaggedTargetAttention(8, 2, device="meta"), torch.empty(4, 1, 8, device="meta")
+        for queries in (index, None):
+            layer(targets if queries else history, history, *([queries] if queries else []))
+        assert builds == ["device_schedule"] * 2 and all(x.backward is None for x in builds.schedules)
+    step(history, history)
+    assert len(builds) == 2, "it has the forward's"
+    with torch.no_grad():
+        prepared = jm.Jagged(values, offsets.clone()).prepare(num_heads=2, head_dim=4).to("meta")
+        layer(prepared, prepared)
+    assert builds[2:] == ["host_schedule"] and builds.schedules[-1].backward is not None
+
+
 @pytest.mark.parametrize("kind", ["pair", "JaggedTensor", "KeyedJaggedTensor"])
 def test_layers_share_one_schedule_of_other_containers(kind, builds, values, offsets):
     torchrec = pytest.importorskip("torchrec")

@@ -81,6 +81,34 @@ def test_the_least_recently_used_users_lose_their_pages():
     assert_holds(cache, {1: (0, 4), 2: (0, 4), 5: (0, 8)})
 
 
+def test_the_cached_users_by_their_last_use():
+    layer = Rows()
+    cache = jm.PagedHistoryCache(layer, 2**20)
+    assert cache.users() == []
+    cache.put(["a", "b", "c"], jagged([torch.randn(2, 2)] * 3))
+    cache.select(["a"])
+    assert cache.users() == ["b", "c", "a"]
+    with torch.no_grad():
+        layer.weight.add_(1)
+    assert cache.users() == []
+    cache.put(["d"], jagged([torch.randn(2, 2)]))
+    assert cache.users() == ["d"] and len(cache) == 4
+
+
+def test_empty_histories_begin_without_the_layer(monkeypatch):
+    """Once the pages are allocated. The users' next events are all of their history."""
+    cache, rows = jm.PagedHistoryCache(Rows(), 2**20), torch.randn(5, 2)
+    cache.put(["a", "b"], jagged([rows, rows]))
+    with monkeypatch.context() as patch:
+        patch.setattr(Rows, "cache", lambda *_: 1 / 0)
+        cache.put(["b", "c"], jagged([rows[:0], rows[:0]]))
+        with pytest.raises(ValueError, match="one per segment of history, 1, got 2$"):
+            cache.put(["b", "c"], jagged([rows[:0]]))
+    cache.append(["c", "b"], jagged([rows[:2], rows[3:]]))
+    for found, expected in zip(rows_of(cache.select(["a", "b", "c"])), (rows, rows[3:], rows[:2]), strict=True):
+        assert torch.equal(found, expected)
+
+
 def test_the_users_of_a_call_do_not_evict_one_another():
     cache = cache_of(3)
     put(cache, {1: 4, 2: 4, 3: 4})
