@@ -13,7 +13,7 @@ import train_dlrm  # noqa: E402
 import train_hstu  # noqa: E402
 from checkpoints import export_weights, load_weights  # noqa: E402
 from ranking_data import RankingDataset  # noqa: E402
-from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, _merged, options_of  # noqa: E402
+from serving_rankers import NONE, PAGE_ROWS, NewEvents, Request, UserRows, options_of  # noqa: E402
 from training import rank_unseen  # noqa: E402
 
 import jagged_modules as jm  # noqa: E402
@@ -119,25 +119,6 @@ def test_rows_of_users():
         if expected:
             assert torch.equal(rows.read(list(expected)), torch.stack(list(expected.values())))
     assert len(rows._rows) < 700
-
-
-@every_model
-@pytest.mark.gpu
-def test_a_batch_waits_for_the_gpu_once(served, name):
-    """Only the scores are awaited: the host issues all kernels of a batch before."""
-    ranker = ranker_of(served[name], device=torch.device("cuda"))
-    requests = Requests(ranker)
-    batches = [requests.batch() for _ in range(6)]
-    for batch in batches[:3]:
-        ranker.score(batch)  # compiles
-    for batch in batches[3:]:
-        merged = _merged(sorted(batch, key=lambda request: request.user))
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            with torch.no_grad():
-                ranker._score(merged)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @every_model

@@ -298,7 +298,11 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
         (sizes(640, 639), False),
         (sizes(639, 640), False),  # small tiles
         (sizes(639, 640) | dict(head_dim=128, v_dim=128), True),
-        (dict(masked=True), True),
+        (dict(masked=True, causal=True), True),
+        (dict(masked=True), False),
+        (dict(activation="silu"), False),
+        (dict(biased=True), False),
+        (dict(q_segments=128, q_rows=128 * 640), False),  # two groups of queries
         (dict(batch_invariant=True), False),
         (dict.fromkeys(LONG), False),
     ],

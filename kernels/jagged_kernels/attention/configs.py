@@ -110,7 +110,7 @@ class HopperConfig:
         launch_registers, registers: registers per thread at launch, and of consumers.
         rows_in_registers: the forward holds q in registers.
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
-        takes_tiles: thread blocks of the forward take tiles through a counter, instead of each its share of the list.
+        takes_tiles: thread blocks of the forward with softmax take tiles through a counter, instead of each its share of the list.
     """
 
     consumers: int

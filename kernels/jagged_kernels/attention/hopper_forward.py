@@ -115,7 +115,7 @@ class _Options(NamedTuple):
     bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
     page_rows: gl.constexpr
-    takes_tiles: gl.constexpr  # thread blocks take tiles through a counter, instead of each its share
+    takes_tiles: gl.constexpr  # with softmax: thread blocks take tiles through a counter, instead of each its share
 
 
 class _Rings(NamedTuple):
@@ -500,8 +500,6 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         while tile.segment >= 0:
             step, tail_phase, tile = _fwd_tile(tile, wave, step, tail_phase, True, scale, consumer, kernel, OPTIONS)
             wave += 1
-            if not SOFTMAX:
-                tile = pop_tile(queue, wave)
     else:
         waves = num_waves(kernel.schedule)
         next_tile = pop_tile(queue, 0, waves > 0 if SOFTMAX else False)
@@ -557,7 +555,7 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     constants = launch_constants(config, operands, params)
     if blocks := grid(tiles, config):
         out_desc = result_descriptor(out)
-        next_tile = out.new_zeros(1, dtype=torch.int32) if config.takes_tiles else None
+        next_tile = out.new_zeros(1, dtype=torch.int32) if config.takes_tiles and pages is None else None
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,

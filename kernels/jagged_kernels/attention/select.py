@@ -142,7 +142,7 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
             selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
-        elif kv_seqlen is not None and kv_seqlen >= TAKEN_TILES:
+        elif taking_tiles_is_faster(p, kv_seqlen):
             selection = _with_taken_tiles(selection)
         if one_pass_is_faster(p, q_seqlen, kv_seqlen):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
@@ -248,6 +248,15 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     if padded_dim(p.head_dim) <= 64 and not p.masked:
         fewest_queries = min(fewest_queries, 768)  # also faster for this many candidates of a long history
     return q_seqlen >= fewest_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
+
+
+def taking_tiles_is_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
+    """Whether thread blocks of Hopper's forward, with large tiles, take them one by one. docs/decisions/taken-tiles.md has figures.
+
+    Other activations and masks, biases, shared operands and several query groups have not been measured. Keys in pages never are.
+    """
+    measured = p.activation == "softmax" and (p.causal or not p.masked) and not (p.biased or p.q_shared or p.kv_shared)
+    return measured and p.q_segments == p.kv_segments and kv_seqlen is not None and kv_seqlen >= TAKEN_TILES
 
 
 def short_query_consumers(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> int:

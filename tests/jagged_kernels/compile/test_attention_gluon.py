@@ -232,13 +232,11 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, dim, mask, 
     assert compiled.metadata.shared <= 227 * 1024
 
 
-@slow_after(
-    1, "dim, activation, mask", [(128, "softmax", "hstu"), (64, "silu", "none"), (64, "softmax", "window"), (128, "gelu_tanh", "none")]
-)
-def test_hopper_forward_that_takes_tiles_compiles(dim, activation, mask):
-    config = hopper_attention_config("fwd", dim, activation, mask != "none", long=True)
+@slow_after(1, "dim, mask", [(128, "window"), (64, "none"), (64, "window"), (128, "none")])
+def test_hopper_forward_that_takes_tiles_compiles(dim, mask):
+    config = hopper_attention_config("fwd", dim, "softmax", mask != "none", long=True)
     taken, shares = (
-        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], config=dataclasses.replace(config, takes_tiles=x))
+        compile_hopper_attention("fwd", dim, "bf16", "softmax", MASKS[mask], config=dataclasses.replace(config, takes_tiles=x))
         for x in (True, False)
     )
     assert "atom.global" in taken.asm["ptx"] and "atom.global" not in shares.asm["ptx"]
