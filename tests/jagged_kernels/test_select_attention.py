@@ -308,8 +308,8 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
     ],
     ids=str,
 )
-def test_thread_blocks_take_the_tiles_of_long_segments(change, expected):
-    assert select(problem(64, **sizes(640, 640))._replace(**change)).fwd.takes_tiles == expected
+def test_tiles_of_long_segments_are_assigned_dynamically(change, expected):
+    assert select(problem(64, **sizes(640, 640))._replace(**change)).fwd.dynamic_tiles == expected
 
 
 LONGEST = 2560  # rows of a segment from which on one kernel is faster for all head dims

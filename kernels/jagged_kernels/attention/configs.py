@@ -110,7 +110,7 @@ class HopperConfig:
         launch_registers, registers: registers per thread at launch, and of consumers.
         rows_in_registers: the forward holds q in registers.
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
-        takes_tiles: thread blocks of the forward with softmax take tiles through a counter, instead of each its share of the list.
+        dynamic_tiles: in the forward with softmax, thread blocks take tiles through a counter; otherwise the zigzag assigns them.
     """
 
     consumers: int
@@ -121,7 +121,7 @@ class HopperConfig:
     registers: int
     rows_in_registers: bool = False
     ctas_per_sm: int = 1
-    takes_tiles: bool = False
+    dynamic_tiles: bool = False
 
     @property
     def tile(self) -> int:

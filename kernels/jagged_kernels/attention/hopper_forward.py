@@ -115,7 +115,7 @@ class _Options(NamedTuple):
     bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
     page_rows: gl.constexpr
-    takes_tiles: gl.constexpr  # with softmax: thread blocks take tiles through a counter, instead of each its share
+    dynamic_tiles: gl.constexpr  # with softmax: thread blocks take tiles through a counter; otherwise the zigzag assigns them
 
 
 class _Rings(NamedTuple):
@@ -156,7 +156,7 @@ class _Kernel(NamedTuple):
     ranges: gl.tensor
     queue: TileQueue
     page_table_ptr: gl.tensor  # None where the keys of a segment are adjacent
-    next_tile_ptr: gl.tensor  # None unless tiles are taken
+    next_tile_ptr: gl.tensor  # None unless tiles are assigned dynamically
 
 
 class _Visit(NamedTuple):
@@ -218,7 +218,7 @@ def _load_tile(kernel, tile, wave, step, OPTIONS: gl.constexpr):
 def _fwd_produce(kernel, OPTIONS: gl.constexpr):
     schedule = kernel.schedule
     step = 0  # of the rings of k and v
-    if OPTIONS.takes_tiles:
+    if OPTIONS.dynamic_tiles:
         num_tiles, wave = gl.load(schedule.num_tiles_ptr), 0
         tile = take_tile(schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
         while tile.segment >= 0:
@@ -494,7 +494,7 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     SOFTMAX: gl.constexpr = OPTIONS.activation is None
     scale = score_factor(kernel.scales.scale, OPTIONS.activation)
     step, tail_phase = 0, 0
-    if OPTIONS.takes_tiles:
+    if OPTIONS.dynamic_tiles:
         wave = 0
         tile = pop_tile(queue, wave)
         while tile.segment >= 0:
@@ -524,7 +524,7 @@ def attention_fwd_hopper_kernel(
     BIAS: gl.constexpr, PAGE_ROWS: gl.constexpr,
 ):  # fmt: skip
     """O of a tile of query rows; with softmax also the log-sum-exp of its scores. page_table_ptr, PAGE_ROWS: as in load_page.
-    next_tile_ptr: how many tiles of the list have been taken, 0; None: each thread block has its share of the list."""
+    next_tile_ptr: how many tiles of the list have been taken, 0; None: the zigzag assigns tiles."""
     OPTIONS: gl.constexpr = _Options(
         HEADS, GROUP, V_DIM, ACTIVATION, MASK, Q_SHARED, Q_REGISTERS, BIAS, CONSUMERS, PAGE_ROWS, next_tile_ptr is not None
     )  # fmt: skip
@@ -555,7 +555,7 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     constants = launch_constants(config, operands, params)
     if blocks := grid(tiles, config):
         out_desc = result_descriptor(out)
-        next_tile = out.new_zeros(1, dtype=torch.int32) if config.takes_tiles and pages is None else None
+        next_tile = out.new_zeros(1, dtype=torch.int32) if config.dynamic_tiles and pages is None else None
         attention_fwd_hopper_kernel[blocks](
             head_descriptor(q, 64), head_descriptor(k, config.block), head_descriptor(v, config.block), out_desc, out, lse,
             segments.q_offsets, segments.kv_offsets, num_segments, tiles, num_tiles, params.num_targets,

@@ -16,8 +16,8 @@ docs/decisions/one-pass-backward.md says which order of the list is fast.
 Roles:
     warps 0–3, 4–7   consumers: MMA, P and dS, dq, epilogue. `_consume`
     warp 8           producer: tiles, TMA loads, lse and delta. `_produce`
-    warps 9, 10      writers: each adds a consumer's dq to global memory. `_write`
-    warp 11          publisher: counts what the writers have added. `_publish`
+    warps 9, 10      writers: each adds a consumer's dq to global memory. `write_dq` in hopper_dq_writers.py
+    warp 11          publisher: counts what the writers have added. `publish_dq`
 A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with its consumer. Without a release,
 another tile may add its term first.
 Registers per thread: consumers 240, others 24.
@@ -54,7 +54,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from ..common.gluon_api import add_tile, reinterpret, store_tile, thread_barrier
+from ..common.gluon_api import reinterpret, thread_barrier
 from ..common.pipeline import (
     LOAD_REGISTERS,
     WARPGROUP_ROWS,
@@ -87,11 +87,11 @@ from .hopper_common import (
     make_tile_queue,
     pop_tile,
     push_tile,
-    query_blocks,
     release_tile,
     take_tile,
 )
 from .hopper_dkdv import Rows, Scales, Stats, load_stats, put_stats, visible_rows, zero_tails
+from .hopper_dq_writers import publish_dq, visited_blocks, write_dq
 from .params import AttentionParams, Operands
 from .scales import output_factor, score_factor
 
@@ -178,24 +178,6 @@ class _Keys(NamedTuple):
     num_keys: gl.tensor
 
 
-class _Visited(NamedTuple):
-    """The blocks of query rows that a tile of keys visits in each head, in descending order from `last` on: `tail` masked blocks at the end
-    of the segment, `full` full ones, and the rest of `count` masked ones at the diagonal."""
-
-    last: gl.tensor
-    tail: gl.tensor
-    full: gl.tensor
-    count: gl.tensor
-
-
-@gluon.jit
-def _visited_blocks(tile, OPTIONS: gl.constexpr):
-    blocks, count = query_blocks(tile, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block)
-    first = gl.where(blocks.count > 0, blocks.first, blocks.second_first)
-    tail = gl.where(blocks.full_count > 0, count - blocks.full_index - blocks.full_count, count)
-    return _Visited(first + count - 1, tail, blocks.full_count, count)
-
-
 # -- producer -----------------------------------------------------------------------------------------------------------------------
 
 
@@ -210,7 +192,7 @@ def _produce(kernel, OPTIONS: gl.constexpr):
     tile = take_tile(kernel.schedule, num_tiles, kernel.next_tile_ptr, OPTIONS.mask)
     push_tile(kernel.queue, wave, tile)
     while tile.segment >= 0:
-        visited = _visited_blocks(tile, OPTIONS)
+        visited = visited_blocks(tile, OPTIONS)
         key_row = tile.kv_start + tile.block * ROWS
         count = OPTIONS.group * visited.count
         for number in range(count + 1):
@@ -381,7 +363,7 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     tile = pop_tile(queue, wave)
     while tile.segment >= 0:
         first_target = first_target_of(tile, OPTIONS.mask)
-        visited = _visited_blocks(tile, OPTIONS)
+        visited = visited_blocks(tile, OPTIONS)
         first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
         keys = _Keys(first, tile.kv_len - first)
         slot = wave % rings.k[0].buffers.shape[0]
@@ -445,112 +427,6 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         tile = pop_tile(queue, wave)
 
 
-# -- writers and publisher ----------------------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _load_acquire(ptr):
-    return gl.inline_asm_elementwise("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_for_tiles(added_ptr, count):
-    """Wait until `count` tiles have been added to a block."""
-    added = _load_acquire(added_ptr)
-    while added < count:
-        added = _load_acquire(added_ptr)
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _wait_for_writes(step):
-    """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until shared memory has been read."""
-    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
-    thread_barrier()
-
-
-@gluon.jit
-def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
-    """Head, and index among the blocks of all segments, of the number-th block that a tile visits."""
-    last = (tile.q_start // OPTIONS.block).to(gl.int32) + tile.segment + visited.last
-    if OPTIONS.group > 1:
-        return tile.head * OPTIONS.group + number // visited.count, last - number % visited.count
-    else:
-        return tile.head, last - number
-
-
-@gluon.jit
-def _write(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
-    """Adds a consumer's terms of dq. The order of the tiles of a segment and head is that of their blocks."""
-    sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
-    WIDTH: gl.constexpr = kernel.q_desc.block_type.shape[2]
-    ring = exchange.dq[writer]
-    STAGES: gl.constexpr = ring.buffers.shape[0]
-    start, step, wave = 0, 0, 0
-    tile = pop_tile(queue, wave)
-    while tile.segment >= 0:
-        visited = _visited_blocks(tile, OPTIONS)
-        count = OPTIONS.group * visited.count
-        first, stride = 0, 1
-        if not OPTIONS.splits:
-            first, stride = (start + writer) % 2, 2
-        for number in range(first, count, stride):
-            head, block = _block_of_sums(tile, number, visited, OPTIONS)
-            row, column = block * OPTIONS.block, 0
-            if OPTIONS.splits:
-                if WIDTH == 128:
-                    column = 64 * writer
-                else:
-                    row += 64 * writer
-            _wait_for_tiles(sums.added_ptr + head * sums.blocks + block, tile.block)
-            consumer_wait(ring, step)
-            buffer = ring.buffers.index(step % STAGES)
-            if tile.block == 0:
-                store_tile(sums.desc, [head, row, column], buffer)
-            else:
-                add_tile(sums.desc, [head, row, column], buffer)
-            tma.store_wait(0)
-            thread_barrier()
-            consumer_release(ring, step)
-            mbarrier.wait(exchange.written_empty.index(writer), step & 1 ^ 1)
-            _wait_for_writes(step)
-            mbarrier.arrive(exchange.written_full.index(writer), count=1)
-            step += 1
-        start += count
-        release_tile(queue, wave)
-        wave += 1
-        tile = pop_tile(queue, wave)
-
-
-@gluon.jit
-def _publish(kernel, OPTIONS: gl.constexpr):
-    """Counts the tiles added to each block, once the writers have added both parts of it, or the one whose turn it is all of it."""
-    sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
-    step, wave = 0, 0
-    tile = pop_tile(queue, wave)
-    while tile.segment >= 0:
-        visited = _visited_blocks(tile, OPTIONS)
-        count = OPTIONS.group * visited.count
-        for number in range(count):
-            head, block = _block_of_sums(tile, number, visited, OPTIONS)
-            if OPTIONS.splits:
-                mbarrier.wait(exchange.written_full.index(0), step & 1)
-                mbarrier.wait(exchange.written_full.index(1), step & 1)
-            else:
-                mbarrier.wait(exchange.written_full.index(step % 2), step // 2 & 1)
-            thread_barrier()
-            gl.atomic_add(sums.added_ptr + head * sums.blocks + block, 1, sem="release")
-            if OPTIONS.splits:
-                mbarrier.arrive(exchange.written_empty.index(0), count=1)
-                mbarrier.arrive(exchange.written_empty.index(1), count=1)
-            else:
-                mbarrier.arrive(exchange.written_empty.index(step % 2), count=1)
-            step += 1
-        release_tile(queue, wave)
-        wave += 1
-        tile = pop_tile(queue, wave)
-
-
 @safe_ptxas
 @gluon.jit(do_not_specialize=["stride_lse", "sum_blocks"], do_not_specialize_on_alignment=["num_tiles_ptr", "added_ptr", "next_tile_ptr"])
 def attention_bwd_hopper_kernel(
@@ -594,9 +470,9 @@ def attention_bwd_hopper_kernel(
         (_consume, (0, kernel, OPTIONS)),
         (_consume, (1, kernel, OPTIONS)),
         (_produce, (kernel, OPTIONS)),
-        (_write, (0, kernel, OPTIONS)),
-        (_write, (1, kernel, OPTIONS)),
-        (_publish, (kernel, OPTIONS)),
+        (write_dq, (0, kernel, OPTIONS)),
+        (write_dq, (1, kernel, OPTIONS)),
+        (publish_dq, (kernel, OPTIONS)),
     ], [4, 1, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 

@@ -37,7 +37,7 @@ LONG = 768  # larger blocks are faster if a tile loops over at least this many r
 SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster: rows of a segment on average, by padded head dim
 SHORT_QUERIES = {64: (36, 60, 120), 128: (36, 110)}  # short_query_consumers: mean query rows for 1, 2, 3 consumers, by padded head dim
 SHORT_QUERIES_ROWS = 2**18  # of the keys of all heads: with fewer, the time of more launches counts
-TAKEN_TILES = 640  # mean keys from which on the shares of the forward's list differ too much, as each is a few large tiles
+DYNAMIC_TILES = 640  # mean keys from which on a thread block of the forward has few and large tiles, so static shares differ too much
 FEW_ROWS = 256  # of a segment on average: smaller blocks of them are faster
 
 
@@ -142,8 +142,8 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
         queries, keys = small_tiles_are_faster(p, q_seqlen, kv_seqlen)
         if queries or keys:
             selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
-        elif taking_tiles_is_faster(p, kv_seqlen):
-            selection = _with_taken_tiles(selection)
+        elif dynamic_tiles_are_faster(p, kv_seqlen):
+            selection = _with_dynamic_tiles(selection)
         if one_pass_is_faster(p, q_seqlen, kv_seqlen):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
@@ -250,13 +250,14 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     return q_seqlen >= fewest_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
 
 
-def taking_tiles_is_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
-    """Whether thread blocks of Hopper's forward, with large tiles, take them one by one. docs/decisions/taken-tiles.md has figures.
+def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
+    """Whether large tiles of Hopper's forward are assigned dynamically. docs/decisions/dynamic-tiles.md has figures.
 
-    Other activations and masks, biases, shared operands and several query groups have not been measured. Keys in pages never are.
+    Other activations and masks, biases, shared operands and several query groups have not been measured. With keys in pages, the forward
+    assigns tiles statically whatever the rule says.
     """
     measured = p.activation == "softmax" and (p.causal or not p.masked) and not (p.biased or p.q_shared or p.kv_shared)
-    return measured and p.q_segments == p.kv_segments and kv_seqlen is not None and kv_seqlen >= TAKEN_TILES
+    return measured and p.q_segments == p.kv_segments and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
 
 
 def short_query_consumers(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> int:
@@ -344,8 +345,8 @@ def _with_small_tiles(
 
 
 @_cached
-def _with_taken_tiles(selection: Selection) -> Selection:
-    return dataclasses.replace(selection, fwd=dataclasses.replace(selection.fwd, takes_tiles=True))
+def _with_dynamic_tiles(selection: Selection) -> Selection:
+    return dataclasses.replace(selection, fwd=dataclasses.replace(selection.fwd, dynamic_tiles=True))
 
 
 @_cached

@@ -74,7 +74,7 @@ def compile_hopper_attention(
     constants |= dict.fromkeys(("dq_desc", "dk_desc", "dv_desc") if shared else ())
     constants |= bias_constants(bias, sums=name == "dq")
     constants |= dict(PAGE_ROWS=page_rows) | ({} if page_rows else dict(page_table_ptr=None))
-    constants |= dict(next_tile_ptr=None) if name == "fwd" and not config.takes_tiles else {}
+    constants |= dict(next_tile_ptr=None) if name == "fwd" and not config.dynamic_tiles else {}
     constants |= dict(QUERY_BLOCK=64) if has_ds else dict(ds_ptr=None, ds_blocks_ptr=None)
     types = dict(
         lse_ptr="*fp32",
@@ -233,14 +233,14 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, dim, mask, 
 
 
 @slow_after(1, "dim, mask", [(128, "window"), (64, "none"), (64, "window"), (128, "none")])
-def test_hopper_forward_that_takes_tiles_compiles(dim, mask):
+def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask):
     config = hopper_attention_config("fwd", dim, "softmax", mask != "none", long=True)
-    taken, shares = (
-        compile_hopper_attention("fwd", dim, "bf16", "softmax", MASKS[mask], config=dataclasses.replace(config, takes_tiles=x))
+    dynamic, static = (
+        compile_hopper_attention("fwd", dim, "bf16", "softmax", MASKS[mask], config=dataclasses.replace(config, dynamic_tiles=x))
         for x in (True, False)
     )
-    assert "atom.global" in taken.asm["ptx"] and "atom.global" not in shares.asm["ptx"]
-    assert spilled_bytes(taken.asm["cubin"]) <= spilled_bytes(shares.asm["cubin"]) + 16
+    assert "atom.global" in dynamic.asm["ptx"] and "atom.global" not in static.asm["ptx"]
+    assert spilled_bytes(dynamic.asm["cubin"]) <= spilled_bytes(static.asm["cubin"]) + 16
 
 
 @slow_after(

@@ -1,4 +1,4 @@
-"""Hopper's forward whose thread blocks take tiles through a counter: it is for long segments; here it also gets short ones."""
+"""Hopper's forward with dynamic assignment of tiles. It is for long segments; here it also gets short ones."""
 
 import pytest
 import torch
@@ -15,14 +15,14 @@ SELF = [3, 0, 1, 70, 5, 130, 64, 9, 257, 128, 400, 1000]
 
 
 @pytest.fixture
-def taken(monkeypatch, change_selection):
-    """Selects it for all lengths. Returns a list of whether each launch took tiles."""
-    change_selection("TAKEN_TILES", 0)
+def dynamic(monkeypatch, change_selection):
+    """Selects it for all lengths. Returns a list of whether each launch was dynamic."""
+    change_selection("DYNAMIC_TILES", 0)
     change_selection("small_tiles_are_faster", lambda *_: (False, False))
     launches, launch = [], hopper_forward.forward
 
     def recorded(operands, segments, params, config):
-        launches.append(config.takes_tiles)
+        launches.append(config.dynamic_tiles)
         return launch(operands, segments, params, config)
 
     monkeypatch.setattr(hopper_forward, "forward", recorded)
@@ -30,10 +30,10 @@ def taken(monkeypatch, change_selection):
 
 
 @pytest.fixture
-def check(check_attention, taken):
+def check(check_attention, dynamic):
     def check(lengths, dims=(64, 64), dtype=torch.bfloat16, **options):
         check_attention(lengths, dtype, "cuda", dims=dims, kernels="hopper", **options)
-        assert all(taken) and taken
+        assert all(dynamic) and dynamic
 
     return check
 
@@ -42,9 +42,9 @@ def check(check_attention, taken):
     "lengths", ["mixed", "empty-ends", "no-keys", "no-queries", "nothing", ([3000], [2500]), ([4, 130, 5], [0, 0, 70])], ids=str
 )
 @pytest.mark.parametrize("dim", [64, 128])
-def test_lengths(check_attention, taken, lengths, dim):
+def test_lengths(check_attention, dynamic, lengths, dim):
     check_attention(lengths, torch.bfloat16, "cuda", dims=(dim, dim), kernels="hopper")
-    assert all(taken)
+    assert all(dynamic)
 
 
 @pytest.mark.parametrize("dims, dtype", [((64, 40), torch.float16), ((72, 128), torch.bfloat16), ((128, 128), torch.float16)], ids=str)
@@ -54,7 +54,7 @@ def test_dtypes_and_masks(check, dims, dtype, mask):
 
 
 @pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None), (128, "causal")])
-def test_the_same_bits_as_with_shares(offsets, taken, change_selection, check_bits_beside_other_kernels, dim, mask):
+def test_the_same_bits_as_with_the_zigzag(offsets, dynamic, change_selection, check_bits_beside_other_kernels, dim, mask):
     """Beside other kernels, where thread blocks run in any number and order."""
     q, k, v = (torch.randn(sum(SELF), heads, dim, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2))
     segments, mask = offsets(SELF, "cuda"), mask and jm.AttentionMask(causal=True)
@@ -64,12 +64,12 @@ def test_the_same_bits_as_with_shares(offsets, taken, change_selection, check_bi
 
     (out,) = step()
     check_bits_beside_other_kernels(step, 20)
-    assert all(taken)
-    change_selection("TAKEN_TILES", 2**30)
-    assert torch.equal(out, step()[0]) and not taken[-1]
+    assert all(dynamic)
+    change_selection("DYNAMIC_TILES", 2**30)
+    assert torch.equal(out, step()[0]) and not dynamic[-1]
 
 
-def test_a_graph_serves_other_lengths(check_cuda_graph, taken):
+def test_a_graph_serves_other_lengths(check_cuda_graph, dynamic):
     """Each replay begins at the first tile."""
     check_cuda_graph(lambda *inputs: F.jagged_attention(*inputs, implementation="hopper"))
-    assert all(taken) and taken
+    assert all(dynamic) and dynamic

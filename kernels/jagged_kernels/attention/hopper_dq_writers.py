@@ -1,0 +1,138 @@
+"""The warps of Hopper's one-pass backward (hopper_one_pass.py) that add dq to its sums in global memory, in the order of the tiles.
+
+Its docstring has the roles and barriers. The arguments of all warps are `_Kernel` and `_Options` there.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from ..common.gluon_api import add_tile, store_tile, thread_barrier
+from ..common.pipeline import WARPGROUP_ROWS, consumer_release, consumer_wait
+from .hopper_common import pop_tile, query_blocks, release_tile
+
+
+class Visited(NamedTuple):
+    """The blocks of query rows that a tile of keys visits in each head, in descending order from `last` on: `tail` masked blocks at the end
+    of the segment, `full` full ones, and the rest of `count` masked ones at the diagonal."""
+
+    last: gl.tensor
+    tail: gl.tensor
+    full: gl.tensor
+    count: gl.tensor
+
+
+@gluon.jit
+def visited_blocks(tile, OPTIONS: gl.constexpr):
+    """The Visited blocks of a tile."""
+    blocks, count = query_blocks(tile, OPTIONS.mask, OPTIONS.consumers * WARPGROUP_ROWS, OPTIONS.block)
+    first = gl.where(blocks.count > 0, blocks.first, blocks.second_first)
+    tail = gl.where(blocks.full_count > 0, count - blocks.full_index - blocks.full_count, count)
+    return Visited(first + count - 1, tail, blocks.full_count, count)
+
+
+@gluon.jit
+def _load_acquire(ptr):
+    return gl.inline_asm_elementwise("ld.acquire.gpu.global.s32 $0, [$1];", "=r,l", [ptr], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_tiles(added_ptr, count):
+    """Wait until `count` tiles have been added to a block."""
+    added = _load_acquire(added_ptr)
+    while added < count:
+        added = _load_acquire(added_ptr)
+    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, $1;", "=r,r", [added], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _wait_for_writes(step):
+    """Wait until this warp's TMA stores and additions are complete; tma.store_wait waits until shared memory has been read."""
+    gl.inline_asm_elementwise("cp.async.bulk.wait_group 0; mov.b32 $0, $1;", "=r,r", [step], dtype=gl.int32, is_pure=False, pack=1)
+    thread_barrier()
+
+
+@gluon.jit
+def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
+    """Head, and index among the blocks of all segments, of the number-th block that a tile visits."""
+    last = (tile.q_start // OPTIONS.block).to(gl.int32) + tile.segment + visited.last
+    if OPTIONS.group > 1:
+        return tile.head * OPTIONS.group + number // visited.count, last - number % visited.count
+    else:
+        return tile.head, last - number
+
+
+@gluon.jit
+def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
+    """Adds a consumer's terms of dq. The order of the tiles of a segment and head is that of their blocks."""
+    sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
+    WIDTH: gl.constexpr = kernel.q_desc.block_type.shape[2]
+    ring = exchange.dq[writer]
+    STAGES: gl.constexpr = ring.buffers.shape[0]
+    start, step, wave = 0, 0, 0
+    tile = pop_tile(queue, wave)
+    while tile.segment >= 0:
+        visited = visited_blocks(tile, OPTIONS)
+        count = OPTIONS.group * visited.count
+        first, stride = 0, 1
+        if not OPTIONS.splits:
+            first, stride = (start + writer) % 2, 2
+        for number in range(first, count, stride):
+            head, block = _block_of_sums(tile, number, visited, OPTIONS)
+            row, column = block * OPTIONS.block, 0
+            if OPTIONS.splits:
+                if WIDTH == 128:
+                    column = 64 * writer
+                else:
+                    row += 64 * writer
+            _wait_for_tiles(sums.added_ptr + head * sums.blocks + block, tile.block)
+            consumer_wait(ring, step)
+            buffer = ring.buffers.index(step % STAGES)
+            if tile.block == 0:
+                store_tile(sums.desc, [head, row, column], buffer)
+            else:
+                add_tile(sums.desc, [head, row, column], buffer)
+            tma.store_wait(0)
+            thread_barrier()
+            consumer_release(ring, step)
+            mbarrier.wait(exchange.written_empty.index(writer), step & 1 ^ 1)
+            _wait_for_writes(step)
+            mbarrier.arrive(exchange.written_full.index(writer), count=1)
+            step += 1
+        start += count
+        release_tile(queue, wave)
+        wave += 1
+        tile = pop_tile(queue, wave)
+
+
+@gluon.jit
+def publish_dq(kernel, OPTIONS: gl.constexpr):
+    """Counts the tiles added to each block, once the writers have added both parts of it, or the one whose turn it is all of it."""
+    sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
+    step, wave = 0, 0
+    tile = pop_tile(queue, wave)
+    while tile.segment >= 0:
+        visited = visited_blocks(tile, OPTIONS)
+        count = OPTIONS.group * visited.count
+        for number in range(count):
+            head, block = _block_of_sums(tile, number, visited, OPTIONS)
+            if OPTIONS.splits:
+                mbarrier.wait(exchange.written_full.index(0), step & 1)
+                mbarrier.wait(exchange.written_full.index(1), step & 1)
+            else:
+                mbarrier.wait(exchange.written_full.index(step % 2), step // 2 & 1)
+            thread_barrier()
+            gl.atomic_add(sums.added_ptr + head * sums.blocks + block, 1, sem="release")
+            if OPTIONS.splits:
+                mbarrier.arrive(exchange.written_empty.index(0), count=1)
+                mbarrier.arrive(exchange.written_empty.index(1), count=1)
+            else:
+                mbarrier.arrive(exchange.written_empty.index(step % 2), count=1)
+            step += 1
+        release_tile(queue, wave)
+        wave += 1
+        tile = pop_tile(queue, wave)
