@@ -70,7 +70,6 @@ def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
 def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
     """Adds a consumer's terms of dq. The order of the tiles of a segment and head is that of their blocks."""
     sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
-    WIDTH: gl.constexpr = kernel.q_desc.block_type.shape[2]
     ring = exchange.dq[writer]
     STAGES: gl.constexpr = ring.buffers.shape[0]
     start, step, wave = 0, 0, 0
@@ -85,10 +84,7 @@ def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             head, block = _block_of_sums(tile, number, visited, OPTIONS)
             row, column = block * OPTIONS.block, 0
             if OPTIONS.splits:
-                if WIDTH == 128:
-                    column = 64 * writer
-                else:
-                    row += 64 * writer
+                column = 64 * writer
             _wait_for_tiles(sums.added_ptr + head * sums.blocks + block, tile.block)
             consumer_wait(ring, step)
             buffer = ring.buffers.index(step % STAGES)

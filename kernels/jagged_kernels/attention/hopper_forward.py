@@ -500,6 +500,8 @@ def _fwd_consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         while tile.segment >= 0:
             step, tail_phase, tile = _fwd_tile(tile, wave, step, tail_phase, True, scale, consumer, kernel, OPTIONS)
             wave += 1
+            if not SOFTMAX:
+                tile = pop_tile(queue, wave)
     else:
         waves = num_waves(kernel.schedule)
         next_tile = pop_tile(queue, 0, waves > 0 if SOFTMAX else False)

@@ -22,10 +22,11 @@ A count is a release, which takes about a microsecond. A writer that waited for 
 another tile may add its term first.
 Registers per thread: consumers 240, others 24.
 
-Tile: 128 keys, 64 per consumer, by blocks of 64 query rows, or of 128 at head dim 64 with softmax and no mask. Blocks are visited in
-descending order: then tiles of a segment that begin at the same time follow one another at a distance of one addition.
-dq of a block needs dS of both consumers. Each computes half of it: half of the columns at head dim 128, half of the rows of a block of 128.
-With blocks of 64 rows at head dim 64, they take turns.
+Tile: 128 keys, 64 per consumer, by blocks of 64 query rows. Blocks are visited in descending order: then tiles of a segment that begin at
+the same time follow one another at a distance of one addition.
+dq of a block needs dS of both consumers. At head dim 128 each computes half of its columns; at 64 they take turns.
+The bandwidth of shared memory limits the kernel. So dK takes dS from registers, and at head dim 64, where registers are left, k and v are
+loaded into registers once per tile.
 
 Barriers, one per stage s:
     q.full[s], do.full[s], q.empty[s], do.empty[s], v[i].full[s], v[i].empty[s], tail   as in hopper_dkdv.py
@@ -38,12 +39,10 @@ Barriers, one per stage s:
 Shared memory in KiB, plus 1.5 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
     head dim 128: 225 = q 2 × 16 + dO 2 × 16 + k 2 × 16 + v 2 × 16 + dS 2 × 16 + dq 4 × 16 + lse, delta 1
     head dim  64: 209.5 = q 3 × 8 + dO 3 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + dS 2 × 16 + dq 4 × 16 + lse, delta 1.5
-    ... blocks of 128 rows: 194 = q 2 × 16 + dO 2 × 16 + k 2 × 8 + v 2 × 8 + dS 2 × 32 + dq 2 × 16 + lse, delta 2
 The epilogue uses the buffers of v.
 
 An MMA that is under way at the end of a loop's body, or too many at a time, make ptxas wait after every MMA. So the MMA of the next block's
-scores begins behind the others and ends with the body. test_attention_gluon.py checks it. dK takes dS from shared memory, but at head dim
-128, where shared memory limits the kernel, from registers.
+scores begins behind the others and ends with the body. test_attention_gluon.py checks it.
 """
 
 from __future__ import annotations
@@ -172,10 +171,13 @@ class _Kernel(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """A consumer's keys of a tile: column of the first one, and number of keys from there on in the segment."""
+    """A consumer's keys of a tile: column of the first one, and number of keys from there on in the segment. k, v: their rows in registers,
+    as first operands of MMAs; None at head dim 128."""
 
     column: gl.tensor
     num_keys: gl.tensor
+    k: gl.tensor
+    v: gl.tensor
 
 
 # -- producer -----------------------------------------------------------------------------------------------------------------------
@@ -232,16 +234,11 @@ def _share_ds(exchange, step, ds, consumer: gl.constexpr):
 @gluon.jit
 def _operands_of_dq(rings, exchange, slot, step, i: gl.constexpr, consumer: gl.constexpr):
     """dS `[64 queries, 64 keys]` and k `[64 keys, 64]` of consumer i, for this consumer's part of dq."""
-    BLOCK: gl.constexpr = exchange.ds.shape[2]
-    DTYPE: gl.constexpr = exchange.ds.dtype
-    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, 64], DTYPE)
-    ds = exchange.ds.index(2 * (step & 1) + i)
     k = ring_rows(rings.k[i], slot)
     if k.shape[1] == 128:  # in shared memory, 64 columns follow 64 columns
-        k = reinterpret(k, DTYPE, [2, WARPGROUP_ROWS, 64], L).index(consumer)
-    elif BLOCK == 128:
-        ds = reinterpret(ds, DTYPE, [2, WARPGROUP_ROWS, 64], L).index(consumer)
-    return ds.permute((1, 0)), k
+        L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, 64], k.dtype)
+        k = reinterpret(k, k.dtype, [2, WARPGROUP_ROWS, 64], L).index(consumer)
+    return exchange.ds.index(2 * (step & 1) + i).permute((1, 0)), k
 
 
 @gluon.jit
@@ -298,9 +295,13 @@ def _block(
     WIDTH: gl.constexpr = rings.q.buffers.shape[3]
     SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
     STATS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    slot = opaque(wave % rings.v[0].buffers.shape[0])
     do = consumer_wait(rings.do, step)
-    dp = mma_abt(ring_rows(rings.v[consumer], slot), do)
+    if WIDTH == 128:
+        slot = opaque(wave % rings.v[0].buffers.shape[0])
+        k, v = ring_rows(rings.k[consumer], slot), ring_rows(rings.v[consumer], slot)
+    else:
+        k, v = keys.k, keys.v
+    dp = mma_abt(v, do)
     if OPTIONS.activation is None:
         p = gl.exp2(scores * scale - rings.lse.index(step % STAGES).load(STATS)[None, :])
         dact = p
@@ -319,26 +320,17 @@ def _block(
         lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
         ds = gl.where((lanes < keys.num_keys)[:, None], ds, 0.0)
     shared_ds, q = ds.to(do.dtype), ring_rows(rings.q, step % STAGES)
-    if WIDTH == 128:
-        ds = to_mma_operand(ds, do.dtype, WIDTH)
-        dk = warpgroup_mma(ds, q, dk, is_async=True)
-        _share_ds(exchange, step, shared_ds, consumer)
-    else:
-        _share_ds(exchange, step, shared_ds, consumer)
-        dk = warpgroup_mma(exchange.ds.index(2 * (step % 2) + consumer), q, dk, is_async=True)
+    ds = to_mma_operand(ds, do.dtype, WIDTH)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    _share_ds(exchange, step, shared_ds, consumer)
     dv, p = warpgroup_mma_wait(1, deps=(dv, p))
     if OPTIONS.splits:
         _wait_for_ds(exchange, step - 1, follows)
         dq = _start_dq(rings, exchange, wave, step - 1, consumer)
     consumer_wait_ahead(rings.q, step + 1, more)
     next_q = ring_rows(rings.q, (step + more.to(gl.int32)) % STAGES)
-    scores = mma_abt(ring_rows(rings.k[consumer], slot), next_q)
-    if WIDTH == 128:
-        dk, ds = warpgroup_mma_wait(3, deps=(dk, ds))
-    elif OPTIONS.splits:
-        dk = warpgroup_mma_wait(3, deps=(dk,))
-    else:
-        dk = warpgroup_mma_wait(1, deps=(dk,))
+    scores = mma_abt(k, next_q)
+    dk, ds = warpgroup_mma_wait(3 if OPTIONS.splits else 1, deps=(dk, ds))
     consumer_release(rings.q, step)
     consumer_release(rings.do, step)
     if OPTIONS.splits:
@@ -365,13 +357,20 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         first_target = first_target_of(tile, OPTIONS.mask)
         visited = visited_blocks(tile, OPTIONS)
         first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
-        keys = _Keys(first, tile.kv_len - first)
+        num_keys = tile.kv_len - first
         slot = wave % rings.k[0].buffers.shape[0]
         consumer_wait(rings.k[0], wave)
         consumer_wait(rings.k[1], wave)
         consumer_wait(rings.v[consumer], wave)
-        if keys.num_keys < WARPGROUP_ROWS:  # dq is a sum over keys
-            zero_rows(ring_rows(rings.k[consumer], slot), keys.num_keys, 0, 1)
+        k, v = ring_rows(rings.k[consumer], slot), ring_rows(rings.v[consumer], slot)
+        if num_keys < WARPGROUP_ROWS:  # dq is a sum over keys
+            zero_rows(k, num_keys, 0, 1)
+        if WIDTH == 128:
+            keys = _Keys(first, num_keys, None, None)
+        else:
+            ROWS: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, BLOCK), 2)
+            k, v = k.load(ROWS), v.load(ROWS)
+            keys = _Keys(first, num_keys, k, v)
         dk = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
         dv = gl.zeros([WARPGROUP_ROWS, WIDTH], gl.float32, mma_layout(WARPGROUP_ROWS, WIDTH))
         start, shift, count = step, tile.kv_len - tile.q_len, visited.count
@@ -381,7 +380,7 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             if num_rows < BLOCK:  # only the last block, which comes first
                 zero_tails(rings, step, num_rows, Tail(rings.tail, tail_phase), consumer, CONSUMERS)
                 tail_phase += 1
-            scores = warpgroup_mma_wait(0, deps=(mma_abt(ring_rows(rings.k[consumer], slot), q),))
+            scores = warpgroup_mma_wait(0, deps=(mma_abt(k, q),))
             for number in range(visited.tail):
                 row = (visited.last - number) * BLOCK
                 rows = Rows(row, row + shift, tile.q_len - row, first_target)
@@ -408,16 +407,16 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         thread_barrier()
         consumer_release(rings.k[0], wave)
         consumer_release(rings.k[1], wave)
-        if keys.num_keys > 0:
+        if num_keys > 0:
             factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
             row, buffer = tile.kv_start + first, rings.v[consumer].buffers.index(slot)
             dv *= scales.act_factor * factor
             store_epilogue(
-                dv, Output(outputs.dv_desc, outputs.dv_ptr), buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.v_dim
+                dv, Output(outputs.dv_desc, outputs.dv_ptr), buffer, 0, row, tile.head, num_keys, KV_HEADS, OPTIONS.v_dim
             )  # fmt: skip
             dk *= scales.scale * scales.dact_factor * factor
             store_epilogue(
-                dk, Output(outputs.dk_desc, outputs.dk_ptr), buffer, 0, row, tile.head, keys.num_keys, KV_HEADS, OPTIONS.head_dim
+                dk, Output(outputs.dk_desc, outputs.dk_ptr), buffer, 0, row, tile.head, num_keys, KV_HEADS, OPTIONS.head_dim
             )  # fmt: skip
         tma.store_wait(0)
         thread_barrier()
@@ -439,8 +438,7 @@ def attention_bwd_hopper_kernel(
     """dk and dv of a tile of key rows, and its terms of dq."""
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     WIDTH: gl.constexpr = q_desc.block_type.shape[2]
-    SPLITS: gl.constexpr = WIDTH == 128 or BLOCK == 128
-    DQ_STAGES: gl.constexpr = 1 if BLOCK == 128 else 2
+    SPLITS: gl.constexpr = WIDTH == 128
     OPTIONS: gl.constexpr = _Options(HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, BLOCK, SPLITS)
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
     q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
@@ -454,7 +452,7 @@ def attention_bwd_hopper_kernel(
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, BLOCK], q_desc.dtype)
     ds = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, WARPGROUP_ROWS, BLOCK], DS)
     READERS: gl.constexpr = CONSUMERS if SPLITS else 1
-    dq_rings = make_rings(sums_desc, DQ_STAGES, CONSUMERS)
+    dq_rings = make_rings(sums_desc, 2, CONSUMERS)
     exchange = _Exchange(
         ds, make_barriers(2, CONSUMERS), make_barriers(2, READERS), dq_rings, make_barriers(2, 1), make_barriers(2, 1)
     )  # fmt: skip
