@@ -253,10 +253,10 @@ def _start_dq(rings, exchange, wave, step, consumer: gl.constexpr):
 
 
 @gluon.jit
-def _finish_dq(exchange, step, dq_step, dq, consumer: gl.constexpr):
-    """Release dS of a step, and pass dq to the writer."""
+def _finish_dq(exchange, step, dq_step, dq, writer: gl.constexpr):
+    """Release dS of a step, and pass dq to a writer."""
     mbarrier.arrive(exchange.ds_empty.index(step % 2), count=1)
-    ring = exchange.dq[consumer]
+    ring = exchange.dq[writer]
     producer_wait(ring, dq_step)
     ring_rows(ring, dq_step % ring.buffers.shape[0]).store(dq)
     fence_async_shared()
@@ -270,16 +270,34 @@ def _wait_for_ds(exchange, step, wanted):
 
 
 @gluon.jit
-def _dq_of_step(rings, exchange, wave, step, consumer: gl.constexpr, OPTIONS: gl.constexpr):
-    """This consumer's part of dq of a step, all at once."""
-    if OPTIONS.splits:
-        _wait_for_ds(exchange, step, True)
-        dq = warpgroup_mma_wait(0, deps=(_start_dq(rings, exchange, wave, step, consumer),))
-        _finish_dq(exchange, step, step, dq, consumer)
-    elif step % 2 == consumer:
-        _wait_for_ds(exchange, step, True)
-        dq = warpgroup_mma_wait(0, deps=(_start_dq(rings, exchange, wave, step, consumer),))
-        _finish_dq(exchange, step, step // 2, dq, consumer)
+def _dq_of_step(rings, exchange, wave, step, consumer: gl.constexpr):
+    """dq of a step, all at once."""
+    _wait_for_ds(exchange, step, True)
+    return warpgroup_mma_wait(0, deps=(_start_dq(rings, exchange, wave, step, consumer),))
+
+
+@gluon.jit
+def _sum_dq(kernel, OPTIONS: gl.constexpr):
+    """dq of all blocks, which alternate between the writers."""
+    rings, exchange, queue = kernel.rings, kernel.exchange, kernel.queue
+    step, wave = 0, 0
+    tile = pop_tile(queue, wave)
+    while tile.segment >= 0:
+        visited = visited_blocks(tile, OPTIONS)
+        consumer_wait(rings.k[0], wave)
+        consumer_wait(rings.k[1], wave)
+        for _ in range(OPTIONS.group * visited.count):
+            dq = _dq_of_step(rings, exchange, wave, step, 0)
+            if step % 2 == 0:
+                _finish_dq(exchange, step, step // 2, dq, 0)
+            else:
+                _finish_dq(exchange, step, step // 2, dq, 1)
+            step += 1
+        consumer_release(rings.k[0], wave)
+        consumer_release(rings.k[1], wave)
+        release_tile(queue, wave)
+        wave += 1
+        tile = pop_tile(queue, wave)
 
 
 @gluon.jit
@@ -337,8 +355,6 @@ def _block(
         dq = warpgroup_mma_wait(1, deps=(dq,))
         if follows:
             _finish_dq(exchange, step - 1, step - 1, dq, consumer)
-    elif follows:
-        _dq_of_step(rings, exchange, wave, step - 1, consumer, OPTIONS)
     scores = warpgroup_mma_wait(0, deps=(scores,))
     return dk, dv, scores
 
@@ -359,8 +375,9 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         first = (tile.block * CONSUMERS + consumer) * WARPGROUP_ROWS
         num_keys = tile.kv_len - first
         slot = wave % rings.k[0].buffers.shape[0]
-        consumer_wait(rings.k[0], wave)
-        consumer_wait(rings.k[1], wave)
+        consumer_wait(rings.k[consumer], wave)
+        if OPTIONS.splits:
+            consumer_wait(rings.k[1 - consumer], wave)
         consumer_wait(rings.v[consumer], wave)
         k, v = ring_rows(rings.k[consumer], slot), ring_rows(rings.v[consumer], slot)
         if num_keys < WARPGROUP_ROWS:  # dq is a sum over keys
@@ -402,11 +419,14 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                         scale, consumer, OPTIONS, True,
                     )  # fmt: skip
             step += count
-        if step > start:
-            _dq_of_step(rings, exchange, wave, step - 1, consumer, OPTIONS)
+        if OPTIONS.splits:
+            if step > start:
+                dq = _dq_of_step(rings, exchange, wave, step - 1, consumer)
+                _finish_dq(exchange, step - 1, step - 1, dq, consumer)
         thread_barrier()
-        consumer_release(rings.k[0], wave)
-        consumer_release(rings.k[1], wave)
+        consumer_release(rings.k[consumer], wave)
+        if OPTIONS.splits:
+            consumer_release(rings.k[1 - consumer], wave)
         if num_keys > 0:
             factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
             row, buffer = tile.kv_start + first, rings.v[consumer].buffers.index(slot)
@@ -460,18 +480,29 @@ def attention_bwd_hopper_kernel(
     outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr)
     sums = _Sums(sums_desc, added_ptr, sum_blocks)
     scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
-    queue = make_tile_queue(CONSUMERS + 3)
+    queue = make_tile_queue(CONSUMERS + 3 if SPLITS else CONSUMERS + 4)
     kernel = _Kernel(
         q_desc, do_desc, k_desc, v_desc, schedule, next_tile_ptr, rings, exchange, stats, outputs, sums, scales, queue
     )  # fmt: skip
-    gl.warp_specialize([
-        (_consume, (0, kernel, OPTIONS)),
-        (_consume, (1, kernel, OPTIONS)),
-        (_produce, (kernel, OPTIONS)),
-        (write_dq, (0, kernel, OPTIONS)),
-        (write_dq, (1, kernel, OPTIONS)),
-        (publish_dq, (kernel, OPTIONS)),
-    ], [4, 1, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    if SPLITS:
+        gl.warp_specialize([
+            (_consume, (0, kernel, OPTIONS)),
+            (_consume, (1, kernel, OPTIONS)),
+            (_produce, (kernel, OPTIONS)),
+            (write_dq, (0, kernel, OPTIONS)),
+            (write_dq, (1, kernel, OPTIONS)),
+            (publish_dq, (kernel, OPTIONS)),
+        ], [4, 1, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (_consume, (0, kernel, OPTIONS)),
+            (_consume, (1, kernel, OPTIONS)),
+            (_sum_dq, (kernel, OPTIONS)),
+            (_produce, (kernel, OPTIONS)),
+            (write_dq, (0, kernel, OPTIONS)),
+            (write_dq, (1, kernel, OPTIONS)),
+            (publish_dq, (kernel, OPTIONS)),
+        ], [4, 4, 1, 1, 1, 1], [REGISTERS, 88, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def one_pass_constants(config: HopperConfig, operands: Operands, params: AttentionParams) -> dict:
