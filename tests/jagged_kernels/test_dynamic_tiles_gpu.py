@@ -53,6 +53,12 @@ def test_dtypes_and_masks(check, dims, dtype, mask):
     check((SELF, SELF), dims, dtype, mask=mask)
 
 
+@pytest.mark.parametrize("activation, bias", [("silu", None), ("gelu_tanh", None), ("silu", "position"), ("softmax", "position")])
+@pytest.mark.parametrize("dim, mask", [(64, "causal"), (64, None), (128, "causal")])
+def test_activations_and_biases(check, activation, bias, dim, mask):
+    check((SELF, SELF), (dim, dim), mask=mask, activation=activation, bias=bias)
+
+
 @pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None), (128, "causal")])
 def test_the_same_bits_as_with_the_zigzag(offsets, dynamic, change_selection, check_bits_beside_other_kernels, dim, mask):
     """Beside other kernels, where thread blocks run in any number and order."""

@@ -300,8 +300,11 @@ def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, back
         (sizes(639, 640) | dict(head_dim=128, v_dim=128), True),
         (dict(masked=True, causal=True), True),
         (dict(masked=True), False),
-        (dict(activation="silu"), False),
-        (dict(biased=True), False),
+        (dict(activation="silu"), True),
+        (dict(activation="silu", head_dim=128, v_dim=128), False),
+        (dict(activation="silu", head_dim=128, v_dim=128, masked=True, causal=True), True),
+        (dict(biased=True), True),
+        (dict(biased=True, timed=True), False),
         (dict(q_segments=128, q_rows=128 * 640), False),  # two groups of queries
         (dict(batch_invariant=True), False),
         (dict.fromkeys(LONG), False),

@@ -78,12 +78,12 @@ def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         visited = visited_blocks(tile, OPTIONS)
         count = OPTIONS.group * visited.count
         first, stride = 0, 1
-        if not OPTIONS.splits:
+        if not OPTIONS.wide:
             first, stride = (start + writer) % 2, 2
         for number in range(first, count, stride):
             head, block = _block_of_sums(tile, number, visited, OPTIONS)
             row, column = block * OPTIONS.block, 0
-            if OPTIONS.splits:
+            if OPTIONS.wide:
                 column = 64 * writer
             _wait_for_tiles(sums.added_ptr + head * sums.blocks + block, tile.block)
             consumer_wait(ring, step)
@@ -107,7 +107,7 @@ def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def publish_dq(kernel, OPTIONS: gl.constexpr):
-    """Counts the tiles added to each block, once the writers have added both parts of it, or the one whose turn it is all of it."""
+    """Counts the tiles added to each block, once both writers have added their halves of it, or one of them all of it."""
     sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
     step, wave = 0, 0
     tile = pop_tile(queue, wave)
@@ -116,14 +116,14 @@ def publish_dq(kernel, OPTIONS: gl.constexpr):
         count = OPTIONS.group * visited.count
         for number in range(count):
             head, block = _block_of_sums(tile, number, visited, OPTIONS)
-            if OPTIONS.splits:
+            if OPTIONS.wide:
                 mbarrier.wait(exchange.written_full.index(0), step & 1)
                 mbarrier.wait(exchange.written_full.index(1), step & 1)
             else:
                 mbarrier.wait(exchange.written_full.index(step % 2), step // 2 & 1)
             thread_barrier()
             gl.atomic_add(sums.added_ptr + head * sums.blocks + block, 1, sem="release")
-            if OPTIONS.splits:
+            if OPTIONS.wide:
                 mbarrier.arrive(exchange.written_empty.index(0), count=1)
                 mbarrier.arrive(exchange.written_empty.index(1), count=1)
             else:

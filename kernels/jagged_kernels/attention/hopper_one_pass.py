@@ -14,35 +14,37 @@ The tiles of a segment and head are listed in ascending order, and a tile waits 
 docs/decisions/one-pass-backward.md says which order of the list is fast.
 
 Roles:
-    warps 0–3, 4–7   consumers: MMA, P and dS, dq, epilogue. `_consume`
-    warp 8           producer: tiles, TMA loads, lse and delta. `_produce`
-    warps 9, 10      writers: each adds a consumer's dq to global memory. `write_dq` in hopper_dq_writers.py
-    warp 11          publisher: counts what the writers have added. `publish_dq`
-A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with its consumer. Without a release,
+    two warpgroups   consumers: MMA, P and dS, epilogue, at head dim 128 also dq. `_consume`
+    a warpgroup      dq, at head dim 64 only. `_sum_dq`
+    a warp           producer: tiles, TMA loads, lse and delta. `_produce`
+    two warps        writers: each adds half of dq to global memory. `write_dq` in hopper_dq_writers.py
+    a warp           publisher: counts what the writers have added. `publish_dq`
+A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with the MMAs. Without a release,
 another tile may add its term first.
-Registers per thread: consumers 240, others 24.
+Registers per thread: consumers 240, at head dim 64 200; dq 88; others 24.
 
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows. Blocks are visited in descending order: then tiles of a segment that begin at
 the same time follow one another at a distance of one addition.
-dq of a block needs dS of both consumers. At head dim 128 each computes half of its columns; at 64 they take turns.
-The bandwidth of shared memory limits the kernel. So dK takes dS from registers, and at head dim 64, where registers are left, k and v are
+dq of a block needs dS of both consumers. At head dim 128 each consumer computes half of its columns, for its writer. At head dim 64 the
+dq warpgroup computes it, and blocks alternate between the writers.
+Shared memory is read and written all the time. So dK takes dS from registers, and at head dim 64, where registers are left, k and v are
 loaded into registers once per tile.
 
 Barriers, one per stage s:
     q.full[s], do.full[s], q.empty[s], do.empty[s], v[i].full[s], v[i].empty[s], tail   as in hopper_dkdv.py
-    k[i].full[s], k[i].empty[s]       arrive counts 1, the TMA load, and 2: both consumers read the keys of both, for dq
-    ds.full[s], ds.empty[s]           arrive counts 2, both consumers' dS of a step, and 2: both have read it, or 1 if they take turns
-    dq[i].full[s], dq[i].empty[s]     arrive counts 1 and 1: from consumer i to its writer
+    k[i].full[s], k[i].empty[s]       arrive counts 1, the TMA load, and 2: consumer i, and the other one or the dq warpgroup
+    ds.full[s], ds.empty[s]           arrive counts 2, both consumers' dS of a step, and at head dim 128 2, both have read it, at 64 1
+    dq[i].full[s], dq[i].empty[s]     arrive counts 1 and 1: to writer i
     written[i].full, written[i].empty arrive counts 1 and 1: from writer i, whose addition is complete, to the publisher
-    queue.full[s], queue.empty[s]     arrive counts 1 and 5: the words of a tile; segment -1 ends the list
+    queue.full[s], queue.empty[s]     arrive counts 1 and 5, at head dim 64 6: the words of a tile; segment -1 ends the list
 
 Shared memory in KiB, plus 1.5 for the tile queue, the barriers and the arguments of warps; lse and delta with softmax only:
     head dim 128: 225 = q 2 × 16 + dO 2 × 16 + k 2 × 16 + v 2 × 16 + dS 2 × 16 + dq 4 × 16 + lse, delta 1
-    head dim  64: 209.5 = q 3 × 8 + dO 3 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + dS 2 × 16 + dq 4 × 16 + lse, delta 1.5
+    head dim  64: 225.5 = q 3 × 8 + dO 3 × 8 + k 2 × 2 × 8 + v 2 × 2 × 8 + dS 3 × 16 + dq 4 × 16 + lse, delta 1.5
 The epilogue uses the buffers of v.
 
-An MMA that is under way at the end of a loop's body, or too many at a time, make ptxas wait after every MMA. So the MMA of the next block's
-scores begins behind the others and ends with the body. test_attention_gluon.py checks it.
+An MMA that is under way at the end of a loop's body, or too many at a time, make ptxas wait after every MMA. So at head dim 128 the MMA of
+the next block's scores begins behind the others and ends with the body. test_attention_gluon.py checks it.
 """
 
 from __future__ import annotations
@@ -106,14 +108,13 @@ class _Options(NamedTuple):
     mask: gl.constexpr
     consumers: gl.constexpr
     block: gl.constexpr  # query rows of a block
-    splits: gl.constexpr  # whether each consumer computes half of a block's dq
+    wide: gl.constexpr  # head dim 128: each consumer computes half of dq's columns; at 64 the dq warpgroup computes it
 
 
 class _Exchange(NamedTuple):
-    """Buffers and barriers between the consumers, from each consumer to its writer, and from the writers to the publisher.
+    """Buffers and barriers between the consumers, to the dq warpgroup, to each writer, and from the writers to the publisher.
 
-    ds: `[4, 64, rows]`, dSᵀ of consumer i at step s in 2 (s % 2) + i. dq: a ring of fp32 `[1, 64, 64]` per consumer. written: a barrier
-    per writer.
+    ds: `[2 · stages, 64, 64]`, dSᵀ of both consumers for each stage. dq: a ring of fp32 `[1, 64, 64]` per writer. written: a barrier per writer.
     """
 
     ds: gl.shared_memory_descriptor
@@ -223,27 +224,28 @@ def _produce(kernel, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def _share_ds(exchange, step, ds, consumer: gl.constexpr):
-    """Give this consumer's dSᵀ of a step to both."""
-    mbarrier.wait(exchange.ds_empty.index(step % 2), step // 2 & 1 ^ 1)
-    exchange.ds.index(2 * (step % 2) + consumer).store(ds)
+    """Pass on this consumer's dSᵀ of a step, for dq."""
+    STAGES: gl.constexpr = exchange.ds_full.shape[0]
+    mbarrier.wait(exchange.ds_empty.index(step % STAGES), step // STAGES & 1 ^ 1)
+    exchange.ds.index(2 * (step % STAGES) + consumer).store(ds)
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(exchange.ds_full.index(step % 2), count=1)
+    mbarrier.arrive(exchange.ds_full.index(step % STAGES), count=1)
 
 
 @gluon.jit
 def _operands_of_dq(rings, exchange, slot, step, i: gl.constexpr, consumer: gl.constexpr):
-    """dS `[64 queries, 64 keys]` and k `[64 keys, 64]` of consumer i, for this consumer's part of dq."""
+    """dS `[64 queries, 64 keys]` of consumer i, and k `[64 keys, 64]` of it, at head dim 128 this consumer's columns."""
     k = ring_rows(rings.k[i], slot)
     if k.shape[1] == 128:  # in shared memory, 64 columns follow 64 columns
         L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, 64], k.dtype)
         k = reinterpret(k, k.dtype, [2, WARPGROUP_ROWS, 64], L).index(consumer)
-    return exchange.ds.index(2 * (step & 1) + i).permute((1, 0)), k
+    return exchange.ds.index(2 * (step % exchange.ds_full.shape[0]) + i).permute((1, 0)), k
 
 
 @gluon.jit
 def _start_dq(rings, exchange, wave, step, consumer: gl.constexpr):
-    """Start two MMAs: this consumer's part of dq of a step, `[64, 64]`."""
+    """Start two MMAs: dq of a step, `[64, 64]`; at head dim 128 this consumer's columns of it."""
     L: gl.constexpr = mma_layout(WARPGROUP_ROWS, 64)
     slot = opaque(wave % rings.k[0].buffers.shape[0])
     ds, k = _operands_of_dq(rings, exchange, slot, step, 0, consumer)
@@ -255,7 +257,7 @@ def _start_dq(rings, exchange, wave, step, consumer: gl.constexpr):
 @gluon.jit
 def _finish_dq(exchange, step, dq_step, dq, writer: gl.constexpr):
     """Release dS of a step, and pass dq to a writer."""
-    mbarrier.arrive(exchange.ds_empty.index(step % 2), count=1)
+    mbarrier.arrive(exchange.ds_empty.index(step % exchange.ds_full.shape[0]), count=1)
     ring = exchange.dq[writer]
     producer_wait(ring, dq_step)
     ring_rows(ring, dq_step % ring.buffers.shape[0]).store(dq)
@@ -266,7 +268,8 @@ def _finish_dq(exchange, step, dq_step, dq, writer: gl.constexpr):
 
 @gluon.jit
 def _wait_for_ds(exchange, step, wanted):
-    mbarrier.wait(exchange.ds_full.index(step & 1), step // 2 & 1, pred=wanted)
+    STAGES: gl.constexpr = exchange.ds_full.shape[0]
+    mbarrier.wait(exchange.ds_full.index(step % STAGES), step // STAGES & 1, pred=wanted)
 
 
 @gluon.jit
@@ -301,61 +304,106 @@ def _sum_dq(kernel, OPTIONS: gl.constexpr):
 
 
 @gluon.jit
-def _block(
-    rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer: gl.constexpr, OPTIONS: gl.constexpr,
-    MASKED: gl.constexpr,
-):  # fmt: skip
-    """One query block, transposed: dv += Pᵀ dO, dk += dSᵀ q, and dq of the previous block if this one `follows` another of the tile. Rows
-    past the segment are 0 and add nothing. scores: the block's, whose MMA is under way. Returns dk, dv, and the scores of the next block
-    if `more` follow."""
-    STAGES: gl.constexpr = rings.q.buffers.shape[0]
-    BLOCK: gl.constexpr = rings.q.buffers.shape[2]
-    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
-    SCORES: gl.constexpr = mma_layout(WARPGROUP_ROWS, BLOCK)
-    STATS: gl.constexpr = gl.SliceLayout(0, SCORES)
-    do = consumer_wait(rings.do, step)
-    if WIDTH == 128:
-        slot = opaque(wave % rings.v[0].buffers.shape[0])
-        k, v = ring_rows(rings.k[consumer], slot), ring_rows(rings.v[consumer], slot)
-    else:
-        k, v = keys.k, keys.v
-    dp = mma_abt(v, do)
+def _weights(scores, rings, step, keys, rows, scale, OPTIONS: gl.constexpr, MASKED: gl.constexpr):
+    """P of a block, and the factor of dP in dS: P with softmax, else the activation's derivative."""
     if OPTIONS.activation is None:
-        p = gl.exp2(scores * scale - rings.lse.index(step % STAGES).load(STATS)[None, :])
+        lse = rings.lse.index(step % rings.lse.shape[0]).load(gl.SliceLayout(0, scores.type.layout))
+        p = gl.exp2(scores * scale - lse[None, :])
         dact = p
     else:
         p, dact = OPTIONS.activation(scores, scale)
     if MASKED and OPTIONS.mask is not None:
-        visible = visible_rows(keys, rows, OPTIONS.mask, BLOCK)
+        visible = visible_rows(keys, rows, OPTIONS.mask, scores.shape[1])
         p, dact = gl.where(visible, p, 0.0), gl.where(visible, dact, 0.0)
+    return p, dact
+
+
+@gluon.jit
+def _ds(dact, dp, rings, step, keys, OPTIONS: gl.constexpr):
+    """dS of a block; 0 for keys past the segment, because dq sums over keys."""
+    L: gl.constexpr = dp.type.layout
+    if OPTIONS.activation is None:
+        dp = dp - rings.delta.index(step % rings.delta.shape[0]).load(gl.SliceLayout(0, L))[None, :]
+    ds = dact * dp
+    if keys.num_keys < WARPGROUP_ROWS:
+        ds = gl.where((gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, L)) < keys.num_keys)[:, None], ds, 0.0)
+    return ds
+
+
+@gluon.jit
+def _narrow_block(
+    rings, exchange, step, dk, dv, keys, rows, scale, consumer: gl.constexpr, OPTIONS: gl.constexpr, MASKED: gl.constexpr
+):  # fmt: skip
+    """One query block at head dim 64, transposed: dv += Pᵀ dO, dk += dSᵀ q. Rows past the segment are 0 and add nothing."""
+    DTYPE: gl.constexpr = rings.q.buffers.dtype
+    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
+    q = consumer_wait(rings.q, step)
+    scores = mma_abt(keys.k, q)
+    do = consumer_wait(rings.do, step)
+    dp = mma_abt(keys.v, do)
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    p, dact = _weights(scores, rings, step, keys, rows, scale, OPTIONS, MASKED)
+    p = to_mma_operand(p, DTYPE, WIDTH)
+    dv = warpgroup_mma(p, do, dv, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=(dp,))
+    ds = _ds(dact, dp, rings, step, keys, OPTIONS)
+    shared_ds, ds = ds.to(DTYPE), to_mma_operand(ds, DTYPE, WIDTH)
+    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    _share_ds(exchange, step, shared_ds, consumer)
+    dk, dv, ds, p = warpgroup_mma_wait(0, deps=(dk, dv, ds, p))
+    consumer_release(rings.q, step)
+    consumer_release(rings.do, step)
+    return dk, dv
+
+
+@gluon.jit
+def _wide_block(
+    rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer: gl.constexpr, OPTIONS: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """One query block at head dim 128: as _narrow_block, and this consumer's part of dq of the previous block if this one `follows` another
+    of the tile. scores: the block's. Returns dk, dv, and the scores of the next block if `more` follow."""
+    STAGES: gl.constexpr = rings.q.buffers.shape[0]
+    WIDTH: gl.constexpr = rings.q.buffers.shape[3]
+    slot = opaque(wave % rings.v[0].buffers.shape[0])
+    do = consumer_wait(rings.do, step)
+    dp = mma_abt(ring_rows(rings.v[consumer], slot), do)
+    p, dact = _weights(scores, rings, step, keys, rows, scale, OPTIONS, MASKED)
     p = to_mma_operand(p, do.dtype, WIDTH)
     dv = warpgroup_mma(p, do, dv, is_async=True)
     dp = warpgroup_mma_wait(1, deps=(dp,))
-    if OPTIONS.activation is None:
-        dp = dp - rings.delta.index(step % STAGES).load(STATS)[None, :]
-    ds = dact * dp
-    if keys.num_keys < WARPGROUP_ROWS:  # dq sums over keys
-        lanes = gl.arange(0, WARPGROUP_ROWS, layout=gl.SliceLayout(1, SCORES))
-        ds = gl.where((lanes < keys.num_keys)[:, None], ds, 0.0)
-    shared_ds, q = ds.to(do.dtype), ring_rows(rings.q, step % STAGES)
-    ds = to_mma_operand(ds, do.dtype, WIDTH)
-    dk = warpgroup_mma(ds, q, dk, is_async=True)
+    ds = _ds(dact, dp, rings, step, keys, OPTIONS)
+    shared_ds, ds = ds.to(do.dtype), to_mma_operand(ds, do.dtype, WIDTH)
+    dk = warpgroup_mma(ds, ring_rows(rings.q, step % STAGES), dk, is_async=True)
     _share_ds(exchange, step, shared_ds, consumer)
     dv, p = warpgroup_mma_wait(1, deps=(dv, p))
-    if OPTIONS.splits:
-        _wait_for_ds(exchange, step - 1, follows)
-        dq = _start_dq(rings, exchange, wave, step - 1, consumer)
+    _wait_for_ds(exchange, step - 1, follows)
+    dq = _start_dq(rings, exchange, wave, step - 1, consumer)
     consumer_wait_ahead(rings.q, step + 1, more)
     next_q = ring_rows(rings.q, (step + more.to(gl.int32)) % STAGES)
-    scores = mma_abt(k, next_q)
-    dk, ds = warpgroup_mma_wait(3 if OPTIONS.splits else 1, deps=(dk, ds))
+    scores = mma_abt(ring_rows(rings.k[consumer], slot), next_q)
+    dk, ds = warpgroup_mma_wait(3, deps=(dk, ds))
     consumer_release(rings.q, step)
     consumer_release(rings.do, step)
-    if OPTIONS.splits:
-        dq = warpgroup_mma_wait(1, deps=(dq,))
-        if follows:
-            _finish_dq(exchange, step - 1, step - 1, dq, consumer)
+    dq = warpgroup_mma_wait(1, deps=(dq,))
+    if follows:
+        _finish_dq(exchange, step - 1, step - 1, dq, consumer)
     scores = warpgroup_mma_wait(0, deps=(scores,))
+    return dk, dv, scores
+
+
+@gluon.jit
+def _block(
+    rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer: gl.constexpr, OPTIONS: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """One query block: see _wide_block."""
+    if OPTIONS.wide:
+        dk, dv, scores = _wide_block(
+            rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer, OPTIONS, MASKED
+        )  # fmt: skip
+    else:
+        dk, dv = _narrow_block(rings, exchange, step, dk, dv, keys, rows, scale, consumer, OPTIONS, MASKED)
     return dk, dv, scores
 
 
@@ -376,13 +424,13 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
         num_keys = tile.kv_len - first
         slot = wave % rings.k[0].buffers.shape[0]
         consumer_wait(rings.k[consumer], wave)
-        if OPTIONS.splits:
+        if OPTIONS.wide:
             consumer_wait(rings.k[1 - consumer], wave)
         consumer_wait(rings.v[consumer], wave)
         k, v = ring_rows(rings.k[consumer], slot), ring_rows(rings.v[consumer], slot)
         if num_keys < WARPGROUP_ROWS:  # dq is a sum over keys
             zero_rows(k, num_keys, 0, 1)
-        if WIDTH == 128:
+        if OPTIONS.wide:
             keys = _Keys(first, num_keys, None, None)
         else:
             ROWS: gl.constexpr = gl.DotOperandLayout(0, mma_layout(WARPGROUP_ROWS, BLOCK), 2)
@@ -397,7 +445,9 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
             if num_rows < BLOCK:  # only the last block, which comes first
                 zero_tails(rings, step, num_rows, Tail(rings.tail, tail_phase), consumer, CONSUMERS)
                 tail_phase += 1
-            scores = warpgroup_mma_wait(0, deps=(mma_abt(k, q),))
+            scores = gl.zeros([WARPGROUP_ROWS, BLOCK], gl.float32, mma_layout(WARPGROUP_ROWS, BLOCK))
+            if OPTIONS.wide:
+                scores = warpgroup_mma_wait(0, deps=(mma_abt(k, q),))
             for number in range(visited.tail):
                 row = (visited.last - number) * BLOCK
                 rows = Rows(row, row + shift, tile.q_len - row, first_target)
@@ -419,13 +469,13 @@ def _consume(consumer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
                         scale, consumer, OPTIONS, True,
                     )  # fmt: skip
             step += count
-        if OPTIONS.splits:
+        if OPTIONS.wide:
             if step > start:
                 dq = _dq_of_step(rings, exchange, wave, step - 1, consumer)
                 _finish_dq(exchange, step - 1, step - 1, dq, consumer)
         thread_barrier()
         consumer_release(rings.k[consumer], wave)
-        if OPTIONS.splits:
+        if OPTIONS.wide:
             consumer_release(rings.k[1 - consumer], wave)
         if num_keys > 0:
             factor = output_factor(scales.output_scale, scales.segment_scale_ptr, tile.segment)
@@ -458,8 +508,9 @@ def attention_bwd_hopper_kernel(
     """dk and dv of a tile of key rows, and its terms of dq."""
     BLOCK: gl.constexpr = q_desc.block_type.shape[1]
     WIDTH: gl.constexpr = q_desc.block_type.shape[2]
-    SPLITS: gl.constexpr = WIDTH == 128
-    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, BLOCK, SPLITS)
+    WIDE: gl.constexpr = WIDTH == 128
+    DS_STAGES: gl.constexpr = 2 if WIDE else 3
+    OPTIONS: gl.constexpr = _Options(HEADS, GROUP, HEAD_DIM, V_DIM, ACTIVATION, MASK, CONSUMERS, BLOCK, WIDE)
     schedule = Schedule(tiles_ptr, num_tiles_ptr, q_offsets_ptr, kv_offsets_ptr, None, None)
     q_ring, do_ring = make_ring(q_desc, STAGES, CONSUMERS), make_ring(do_desc, STAGES, CONSUMERS)
     k_rings = make_ring(k_desc, ROW_STAGES, CONSUMERS), make_ring(k_desc, ROW_STAGES, CONSUMERS)
@@ -470,21 +521,21 @@ def attention_bwd_hopper_kernel(
     # Each consumer arrives twice a block: for its share of q, and for its share of dO.
     rings = _Rings(q_ring, do_ring, k_rings, v_rings, lse, delta, make_barriers(1, 2 * CONSUMERS))
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([WARPGROUP_ROWS, BLOCK], q_desc.dtype)
-    ds = gl.allocate_shared_memory(q_desc.dtype, [2 * CONSUMERS, WARPGROUP_ROWS, BLOCK], DS)
-    READERS: gl.constexpr = CONSUMERS if SPLITS else 1
+    ds = gl.allocate_shared_memory(q_desc.dtype, [CONSUMERS * DS_STAGES, WARPGROUP_ROWS, BLOCK], DS)
     dq_rings = make_rings(sums_desc, 2, CONSUMERS)
     exchange = _Exchange(
-        ds, make_barriers(2, CONSUMERS), make_barriers(2, READERS), dq_rings, make_barriers(2, 1), make_barriers(2, 1)
+        ds, make_barriers(DS_STAGES, CONSUMERS), make_barriers(DS_STAGES, CONSUMERS if WIDE else 1), dq_rings,
+        make_barriers(2, 1), make_barriers(2, 1),
     )  # fmt: skip
     stats = Stats(lse_ptr, delta_ptr, stride_lse)
     outputs = _Outputs(dk_desc, dv_desc, dk_ptr, dv_ptr)
     sums = _Sums(sums_desc, added_ptr, sum_blocks)
     scales = Scales(scale, act_factor, dact_factor, output_scale, segment_scale_ptr)
-    queue = make_tile_queue(CONSUMERS + 3 if SPLITS else CONSUMERS + 4)
+    queue = make_tile_queue(CONSUMERS + 3 if WIDE else CONSUMERS + 4)
     kernel = _Kernel(
         q_desc, do_desc, k_desc, v_desc, schedule, next_tile_ptr, rings, exchange, stats, outputs, sums, scales, queue
     )  # fmt: skip
-    if SPLITS:
+    if WIDE:
         gl.warp_specialize([
             (_consume, (0, kernel, OPTIONS)),
             (_consume, (1, kernel, OPTIONS)),
@@ -494,6 +545,7 @@ def attention_bwd_hopper_kernel(
             (publish_dq, (kernel, OPTIONS)),
         ], [4, 1, 1, 1, 1], [REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
     else:
+        DQ_REGISTERS: gl.constexpr = 512 - CONSUMERS * REGISTERS - LOAD_REGISTERS  # four warpgroups have 4 · 128
         gl.warp_specialize([
             (_consume, (0, kernel, OPTIONS)),
             (_consume, (1, kernel, OPTIONS)),
@@ -502,7 +554,7 @@ def attention_bwd_hopper_kernel(
             (write_dq, (0, kernel, OPTIONS)),
             (write_dq, (1, kernel, OPTIONS)),
             (publish_dq, (kernel, OPTIONS)),
-        ], [4, 4, 1, 1, 1, 1], [REGISTERS, 88, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
+        ], [4, 4, 1, 1, 1, 1], [REGISTERS, DQ_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS, LOAD_REGISTERS])  # fmt: skip
 
 
 def one_pass_constants(config: HopperConfig, operands: Operands, params: AttentionParams) -> dict:

@@ -51,7 +51,7 @@ class AttentionProblem(NamedTuple):
         capability: compute capability of the GPU; None: there is none (Triton's interpreter).
         implementation: "auto", "triton" or "hopper".
         activation: a public name. masked, biased, timed: whether there is a mask, a RelativeBias, a time table in it.
-        causal: whether the mask hides exactly the later keys. Only the backward asks.
+        causal: whether the mask hides exactly the later keys.
         batch_invariant: the choice does not depend on numbers of rows and segments, except for whether they are 0.
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
@@ -253,11 +253,13 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
 def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:
     """Whether large tiles of Hopper's forward are assigned dynamically. docs/decisions/dynamic-tiles.md has figures.
 
-    Other activations and masks, biases, shared operands and several query groups have not been measured. With keys in pages, the forward
-    assigns tiles statically whatever the rule says.
+    Masks with limits, time biases, and above head dim 64 pointwise activations without a mask were not faster. Shared operands and several
+    query groups have not been measured. With keys in pages, the forward assigns tiles statically whatever the rule says.
     """
-    measured = p.activation == "softmax" and (p.causal or not p.masked) and not (p.biased or p.q_shared or p.kv_shared)
-    return measured and p.q_segments == p.kv_segments and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
+    if p.timed or (p.masked and not p.causal) or (p.head_dim > 64 and p.activation != "softmax" and not p.masked):
+        return False
+    one_group = not (p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
+    return one_group and kv_seqlen is not None and kv_seqlen >= DYNAMIC_TILES
 
 
 def short_query_consumers(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> int:

@@ -30,7 +30,7 @@ from .ahead_of_time import BIASES, MASKS, bias_constants, bias_types, compile_fo
 BUFFERS = {
     ("fwd", 64): 152, ("fwd", 128): 224, ("long fwd", 64): 168, ("long fwd", 128): 224, ("dq", 64): 168, ("dq", 128): 224,
     ("dkdv", 64): 160, ("dkdv", 128): 224,
-    ("one_pass", 64): 208, ("large one_pass", 64): 192, ("one_pass", 128): 224,
+    ("one_pass", 64): 224, ("one_pass", 128): 224,
     ("short queries 1", 64): 104, ("short queries 2", 64): 192, ("short queries 3", 64): 216,
     ("short queries 1", 128): 112, ("short queries 2", 128): 224,
     ("dq_from_ds", 64): 152, ("dq_from_ds", 128): 160,
@@ -232,11 +232,15 @@ def test_hopper_attention_kernels_with_shared_operands_compile(name, dim, mask, 
     assert compiled.metadata.shared <= 227 * 1024
 
 
-@slow_after(1, "dim, mask", [(128, "window"), (64, "none"), (64, "window"), (128, "none")])
-def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask):
-    config = hopper_attention_config("fwd", dim, "softmax", mask != "none", long=True)
+@slow_after(
+    1,
+    "dim, mask, activation",
+    [(128, "window", "softmax"), (64, "none", "softmax"), (64, "window", "softmax"), (128, "none", "softmax"), (64, "window", "silu")],
+)
+def test_hopper_forward_that_assigns_tiles_dynamically_compiles(dim, mask, activation):
+    config = hopper_attention_config("fwd", dim, activation, mask != "none", long=True)
     dynamic, static = (
-        compile_hopper_attention("fwd", dim, "bf16", "softmax", MASKS[mask], config=dataclasses.replace(config, dynamic_tiles=x))
+        compile_hopper_attention("fwd", dim, "bf16", activation, MASKS[mask], config=dataclasses.replace(config, dynamic_tiles=x))
         for x in (True, False)
     )
     assert "atom.global" in dynamic.asm["ptx"] and "atom.global" not in static.asm["ptx"]
@@ -280,9 +284,8 @@ CAUSAL = MaskParams(1, -1, -1, 0, 1, 0, 0, 0)
 def test_hopper_kernel_of_all_gradients_compiles(dim, dtype, activation, mask, group):
     """Its MMAs overlap: ptxas has not put a wait after each of them, as it does if it cannot follow their registers."""
     compiled = compile_hopper_attention("one_pass", dim, dtype, activation, mask, group=group)
-    large = activation == "softmax" and mask is None and dim <= 64
-    stats = 0.0 if activation != "softmax" else 2.0 if large else 1.5 if dim <= 64 else 1.0
-    assert_shared_memory(compiled, "large one_pass" if large else "one_pass", dim, stats)
+    stats = 0.0 if activation != "softmax" else 1.5 if dim <= 64 else 1.0
+    assert_shared_memory(compiled, "one_pass", dim, stats)
     for instruction in ("wgmma.mma_async", "cp.reduce.async.bulk.tensor.3d.global", "setmaxnreg", "ld.acquire.gpu.global"):
         assert instruction in compiled.asm["ptx"]
     machine_code = disassembled(compiled.asm["cubin"])
