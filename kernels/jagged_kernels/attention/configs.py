@@ -150,8 +150,8 @@ def hopper_attention_config(
         return two(block=128, stages=2, row_stages=2) if softmax and not masked and not biased else two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
     if kernel == "one_pass":
-        if narrow:
-            return HopperConfig(consumers=2, block=64, stages=3, row_stages=2, launch_registers=128, registers=200)
+        if narrow:  # beside the consumers, a warpgroup of its own computes dq
+            return HopperConfig(2, block=64, stages=3, row_stages=2, launch_registers=128, registers=208 if masked else 192)
         return two(block=64, stages=2, row_stages=1)
     if timed and narrow and kernel in ("fwd", "dq"):  # buckets take more registers than three warpgroups have
         return two(block=64, stages=4, row_stages=2)
