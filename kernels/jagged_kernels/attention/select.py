@@ -244,10 +244,8 @@ def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: f
     supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     if not supported or q_seqlen is None or kv_seqlen is None:
         return False
-    fewest_queries = one_pass_seqlen(p.head_dim, p.masked)
-    if padded_dim(p.head_dim) <= 64 and not p.masked:
-        fewest_queries = min(fewest_queries, 768)  # also faster for this many candidates of a long history
-    return q_seqlen >= fewest_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
+    enough_queries = q_seqlen >= one_pass_seqlen(p.head_dim, p.masked)
+    return enough_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
 
 
 def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:

@@ -39,7 +39,7 @@ def work_class(work: Tensor) -> Tensor:
 def one_pass_seqlen(head_dim: int, masked: bool) -> int:
     """Mean rows of a segment from which on Hopper's one-pass backward is faster, and its key tiles are listed in groups of segments."""
     if padded_dim(head_dim) <= 64:
-        return 1024
+        return 1024 if masked else 640
     return 2560 if masked else 2048
 
 
