@@ -110,7 +110,7 @@ class HopperConfig:
         launch_registers, registers: registers per thread at launch, and of consumers.
         rows_in_registers: the forward holds q in registers.
         ctas_per_sm: thread blocks that run on a multiprocessor at a time.
-        dynamic_tiles: in the forward with softmax, thread blocks take tiles through a counter; otherwise the zigzag assigns them.
+        dynamic_tiles: in the forward, thread blocks take tiles through a counter; otherwise the zigzag assigns them.
     """
 
     consumers: int

@@ -115,7 +115,7 @@ class _Options(NamedTuple):
     bias: gl.constexpr  # BiasKind, or None
     consumers: gl.constexpr
     page_rows: gl.constexpr
-    dynamic_tiles: gl.constexpr  # with softmax: thread blocks take tiles through a counter; otherwise the zigzag assigns them
+    dynamic_tiles: gl.constexpr  # thread blocks take tiles through a counter; otherwise the zigzag assigns them
 
 
 class _Rings(NamedTuple):
