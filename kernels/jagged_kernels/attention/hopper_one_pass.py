@@ -114,7 +114,8 @@ class _Options(NamedTuple):
 class _Exchange(NamedTuple):
     """Buffers and barriers between the consumers, to the dq warpgroup, to each writer, and from the writers to the publisher.
 
-    ds: `[2 · stages, 64, 64]`, dSᵀ of both consumers for each stage. dq: a ring of fp32 `[1, 64, 64]` per writer. written: a barrier per writer.
+    ds: `[2 · stages, 64, 64]`, dSᵀ of both consumers for each stage. dq: a ring of fp32 `[1, 64, 64]` per writer. written: a barrier per
+    writer.
     """
 
     ds: gl.shared_memory_descriptor
