@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,7 @@ def capture(
     assert isinstance(module, fx.GraphModule)
     module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
     module._forward_hooks.clear()
+    _drop_assertions(module.graph)
     hints, labels = dict[Size, int](), dict[Size, str]()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
@@ -97,6 +99,14 @@ def capture(
     for name, node in zip(names, placeholders):
         inputs[name].append(node)
     return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that are no input's."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = node.args[0]
+        if isinstance(condition, fx.Node) and condition.target is operator.ge and condition.args[1] == 2:
+            graph.erase_node(node)
 
 
 def bound_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
