@@ -132,6 +132,14 @@ def test_keyword_inputs():
     torch.testing.assert_close(fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected)
 
 
+def test_a_compiled_part():
+    model = Model().eval()
+    model.user = torch.compile(model.user, backend="eager")
+    fused, index, (profile, item) = fuse_broadcasts(model, inputs(), request_only=["profile"]), torch.tensor([1, 0, 1]), inputs(9)
+    for users in (2, 9):
+        torch.testing.assert_close(fused(profile[:users], item[:3], candidate_to_user=index), model(profile[index], item[:3]))
+
+
 def test_report(fused):
     report = fused.report
     assert isinstance(report, transforms.Report)
