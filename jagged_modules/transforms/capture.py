@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import operator
 import re
@@ -60,17 +61,22 @@ def capture(
     """Export the model, without its in-place writes. Attention stays one operator where the model calls it as one.
 
     The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format, says otherwise. The fused operators that
-    nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules.
+    nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules. So is the caller's
+    autocast, whose casts would become part of the graph: it acts on the calls of the result, as on those of the model.
     """
     if dynamic_shapes is None:
         dynamic_shapes = _first_dims(model, args, kwargs, replicated)
     fastpath = torch.backends.mha.get_fastpath_enabled()
+    outside_autocast = contextlib.ExitStack()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            outside_autocast.enter_context(torch.autocast(device, enabled=False))
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
     except Exception as error:
         raise ValueError(f"model must be one that torch.export captures, got {type(error).__name__}: {error}") from error
     finally:
+        outside_autocast.close()
         torch.backends.mha.set_fastpath_enabled(fastpath)
     signature = exported.graph_signature
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}

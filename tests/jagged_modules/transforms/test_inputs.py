@@ -132,6 +132,20 @@ def test_keyword_inputs():
     torch.testing.assert_close(fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected)
 
 
+def test_a_capture_under_autocast():
+    """It is no part of the graph, which has the dtypes of the model, as calls that run the model do."""
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fuse_broadcasts(MODEL, inputs(), request_only=["profile"])
+    index = torch.tensor([1, 0, 1])
+    for users in (2, 9):
+        profile, item = inputs(users)[0], inputs(3)[1]
+        assert fused(profile, item, candidate_to_user=index).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = fused(profile, item, candidate_to_user=index), MODEL(profile[index], item)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+
+
 def test_a_compiled_part():
     model = Model().eval()
     model.user = torch.compile(model.user, backend="eager")
