@@ -43,6 +43,11 @@ class Writes(Model):
         return super().forward(profile, item)
 
 
+class TakesAny(Model):
+    def forward(self, profile, *items):
+        return super().forward(profile, *items)
+
+
 MODEL = Model().eval()
 BAD = {
     "no module": (lambda x: x, inputs(), {}, TypeError, "model must be an nn.Module, got function"),
@@ -78,6 +83,7 @@ BAD = {
         ValueError,
         "one row per candidate",
     ),
+    "no names": (TakesAny().eval(), inputs(), dict(request_only=["profile"]), ValueError, r"inputs have names, but forward takes \*items"),
     "max_batch": (MODEL, inputs(), dict(request_only=["profile"], max_batch=0), ValueError, "max_batch must be .*got 0"),
     "max_batch of three": (MODEL, inputs(), dict(request_only=["profile"], max_batch=(1, 2, 3)), ValueError, "max_batch must be .*pair"),
     "no tensor returned": (ReturnsShape().eval(), inputs(), {}, ValueError, "model must return tensors, got int 3 as output 1"),
@@ -130,6 +136,18 @@ def test_keyword_inputs():
     index = torch.tensor([1, 0, 1])
     expected = MODEL(profile[index], item[:3])
     torch.testing.assert_close(fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected)
+
+
+@pytest.mark.parametrize("users", [2, 9])  # the graph and the model
+def test_a_part_of_a_model_that_is_trained(fused, users):
+    index, (profile, item) = torch.tensor([1, 0, 1]), inputs(9)
+    expected = fused(profile[:users], item[:3], candidate_to_user=index)
+    whole = nn.ModuleDict(dict(fused=fused, head=nn.Linear(1, 1)))
+    assert not fused.training
+    for mode in (True, False):
+        whole.train(mode)
+        torch.testing.assert_close(whole.fused(profile[:users], item[:3], candidate_to_user=index), expected)
+    copy.deepcopy(fused).eval()
 
 
 def test_a_capture_under_autocast():
