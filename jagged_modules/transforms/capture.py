@@ -82,7 +82,8 @@ def capture(
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
         raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
-    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard)]
+    batch = _first_sizes(model, args, kwargs) if replicated else {}
+    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)]
     if branches:
         raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
     if exported.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
@@ -154,11 +155,22 @@ def _dims(x: Any) -> Any:
     return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
 
 
-def _is_branch(guard: str) -> bool:
+def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """The first size of each tensor of the inputs, by its name in the guards of a capture."""
+    leaves, _ = pytree.tree_flatten_with_path(bound_inputs(model, args, kwargs))
+    return {f"L{pytree.keystr(path)}.size()[0]": x.shape[0] for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()}
+
+
+def _is_branch(guard: str, batch: Mapping[str, int]) -> bool:
     """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
 
     Equations are conditions of the operators, such as equal sizes of operands. Comparisons with 0, 1 and 2 are torch.export's own.
+    batch: first sizes of inputs whose first dimension is the batch where they are equal. That one is at most the other is a condition of
+    `gather`, whose index may have fewer rows.
     """
+    smaller, _, larger = guard.partition(" <= ")
+    if smaller in batch and batch[smaller] == batch.get(larger):
+        return False
     comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
     if comparison is None:
         return False

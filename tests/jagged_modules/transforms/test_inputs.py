@@ -305,6 +305,24 @@ def test_an_index_of_another_dimension_keeps_the_lineage():
     torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Columns()(profile[index], item))
 
 
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_column_that_the_candidate_chooses(nested):
+    """gather allows fewer rows of the index, so the capture holds for candidates up to the rows of the users' input: both are the batch."""
+
+    class Counters(nn.Module):
+        def forward(self, profile, item):
+            return profile["x" if nested else slice(None)].exp().gather(1, item[:, None])
+
+    def users(profile):
+        return dict(x=profile) if nested else profile
+
+    model, example = Counters().eval(), torch.randint(4, (32,))
+    fused = copy.deepcopy(fuse_broadcasts(model, (users(inputs()[0]), example), request_only=["profile"]))
+    for rows, index in ((3, [2, 2, 0, 1, 2]), (5, [4]), (1, [0, 0])):
+        profile, item, index = inputs(rows)[0], torch.randint(4, (len(index),)), torch.tensor(index)
+        torch.testing.assert_close(fused(users(profile), item, candidate_to_user=index), model(users(profile[index]), item))
+
+
 def test_export_and_deepcopy(fused):
     """Users and candidates are independent sizes of the exported program."""
     users, candidates = torch.export.Dim("users", min=2), torch.export.Dim("candidates", min=2)
