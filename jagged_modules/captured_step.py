@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from .padded_arguments import OFFSETS, SCALAR, Arguments, build, pad
@@ -136,6 +137,7 @@ class Step:
                 self._results = [self._describe(x) for x in flat]
                 outputs = [x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)]
                 self.gradients = [torch.zeros_like(x) if x.requires_grad else None for x in outputs]
+                self._readers = _readers(outputs, [*(x for x in self._leaves if x.requires_grad), *self._aliases.values()])
             return [x for x, result in zip(flat, self._results) if isinstance(result, _Sliced)]
 
     def _describe(self, x: Any) -> Any:
@@ -192,7 +194,11 @@ class Step:
         return [x[: sizes[x.shape[0]]].clone() for x in outputs]
 
     def backward(self, sizes: Mapping[int, int], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Gradients of the leaves that want one, then of the parameters: new tensors, because autograd keeps what it is given."""
+        """Gradients of the leaves that want one, then of the parameters: new tensors, because autograd keeps what it is given.
+
+        The graph computes those of all results. What only results without a gradient depend on gets None, as without a graph: given zeros,
+        an optimizer with momentum or weight decay would change it.
+        """
         for buffer, gradient in zip(self.gradients, gradients):
             if buffer is None:
                 continue
@@ -201,14 +207,33 @@ class Step:
                 buffer[:size].copy_(gradient)
             if size < len(buffer):
                 buffer[size:].zero_()
-        found, rows = self._runner.backward(), sum(self._wanted)
+        used = {place for place, gradient in enumerate(gradients) if gradient is not None}
+        found = [None if used.isdisjoint(readers) else x for x, readers in zip(self._runner.backward(), self._readers)]
+        rows = sum(self._wanted)
         of_leaves = [x if x is None else x[: sizes[x.shape[0]]].clone() if x.dim() else x.clone() for x in found[:rows]]
-        used = [x for x in found[rows:] if x is not None]
-        copies = iter(_multiply(used, 1) if used else ())  # one launch
+        of_parameters = [x for x in found[rows:] if x is not None]
+        copies = iter(_multiply(of_parameters, 1) if of_parameters else ())  # one launch
         return [*of_leaves, *(None if x is None else next(copies) for x in found[rows:])]
 
 
 _multiply: Callable[[list[Tensor], int], tuple[Tensor, ...]] = torch._foreach_mul  # pyright: ignore - documented under this name
+
+
+def _readers(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[set[int]]:
+    """For each input, the places of the outputs that depend on it."""
+    places = {get_gradient_edge(x).node: place for place, x in enumerate(inputs)}
+    found: list[set[int]] = [set() for _ in inputs]
+    for output, x in enumerate(outputs):
+        stack: list[Any] = [get_gradient_edge(x).node] if x.requires_grad else []
+        seen = set(stack)
+        while stack:
+            node = stack.pop()
+            if node in places:
+                found[places[node]].add(output)
+            new = {following for following, _ in node.next_functions if following is not None} - seen
+            seen |= new
+            stack += new
+    return found
 
 
 def _same(x: Any) -> Any:

@@ -247,5 +247,6 @@ def check_values(leaf: Leaf, sizes: set[int]) -> None:
         if values[0] == 0 < values[-1] and values[-1] in sizes - {leaf.size} and values == sorted(values):
             raise ValueError(
                 f"{leaf.name} must be padded as offsets if it is what it looks like, got 0 to {values[-1]} in ascending order: pass a "
-                f"Jagged or a (values, offsets) pair, or name it, graphed(..., offsets={{{leaf.name!r}: ...}})"
+                f"Jagged or a (values, offsets) pair, or name it, graphed(..., offsets={{{leaf.name!r}: ...}}); pass a map of candidates "
+                f"as a CandidateIndex"
             )

@@ -68,7 +68,8 @@ class PagedHistoryCache:
     """Keys and values of many users' histories, in pages, with a budget of bytes and least-recently-used eviction.
 
     The cache belongs to one layer. A user's rows are valid for the weights that computed them: after a change of the layer's parameters
-    (also in place), all users count as not cached until `put` computes their histories anew.
+    (also in place), all users count as not cached until `put` computes their histories anew. Only writes through `.data`, and in-place
+    ones to parameters that were made in inference mode, leave no trace in torch: call `clear` after them.
 
     With page_rows of 128, 256, 512, ..., attention reads the rows of a batch in their pages, without a copy. Otherwise, and where a history
     begins within a page (after max_attn_len has cut it), `select` gathers the rows into one jagged tensor with one index_select. It reads
@@ -107,7 +108,8 @@ class PagedHistoryCache:
         check_size("max_bytes", max_bytes)
         check_size("page_rows", page_rows)
         self.layer, self.max_bytes, self.page_rows = layer, max_bytes, page_rows
-        self._weights: tuple[object, ...] = ()
+        self._version, self._weights = 0, tuple[object, ...]()
+        self._storages: list[torch.UntypedStorage] = []
         self._columns: list[Tensor] = []  # keys and values [rows, layers, H, width], and timestamps [rows] if the layer has them
         self._table: PageTable | None = None
         self._hits = self._misses = 0
@@ -174,7 +176,8 @@ class PagedHistoryCache:
                 the users may fit.
         """
         with self._writer:
-            weights = self._current_weights()
+            with self._lock:
+                weights = self._current_weights()
             if self._table is not None and isinstance(history, Jagged) and not history.num_rows:  # nothing to compute
                 self._check_users(users, history.num_segments, "history")
                 with self._ordered():
@@ -277,16 +280,17 @@ class PagedHistoryCache:
                 if self._columns and self._columns[0].is_cuda:
                     self._last_copy = torch.cuda.current_stream(self._columns[0].device).record_event()
 
-    def _current_weights(self) -> tuple[object, ...]:
+    def _current_weights(self) -> int:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
         layer: Any = self.layer
         tensors: list[Tensor] = [*layer.parameters(), *layer.buffers()]
         weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
         if weights != self._weights:
-            self._weights = weights  # one object for all users
-        return self._weights
+            self._version, self._weights = self._version + 1, weights
+            self._storages = [x.untyped_storage() for x in tensors]  # kept, or new weights could get the addresses of these
+        return self._version
 
-    def _is_cached(self, user: Hashable, weights: tuple[object, ...]) -> bool:
+    def _is_cached(self, user: Hashable, weights: int) -> bool:
         return self._table is not None and user in self._table.users and self._table.users[user].weights == weights
 
     def _check_cached(self, users: Sequence[Hashable]) -> PageTable:

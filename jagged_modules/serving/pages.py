@@ -30,7 +30,7 @@ class UserPages:
     weights: the version of the weights that computed the rows.
     """
 
-    weights: tuple[object, ...]
+    weights: int
     pages: array[int] = dataclasses.field(default_factory=lambda: array("q"))
     first: int = 0
     length: int = 0
@@ -95,7 +95,7 @@ class PageTable:
         self._free(x.pages)
         self.num_rows -= x.length
 
-    def replace(self, users: Sequence[Hashable], lengths: Sequence[int], weights: tuple[object, ...]) -> list[RowRange]:
+    def replace(self, users: Sequence[Hashable], lengths: Sequence[int], weights: int) -> list[RowRange]:
         """Give each user pages for a history of this length in place of those that the user has. Returns the rows to write."""
         self._check(sum(self._pages_of(length) for length in lengths), len(users), len(self._pins))
         for user in users:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,23 +61,29 @@ def capture(
     """Export the model, without its in-place writes. Attention stays one operator where the model calls it as one.
 
     The first dimension of each tensor is dynamic unless dynamic_shapes, in torch.export's format, says otherwise. The fused operators that
-    nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules.
+    nn.MultiheadAttention and nn.TransformerEncoder use in eval mode are off during the capture: they have no rules. So is the caller's
+    autocast, whose casts would become part of the graph: it acts on the calls of the result, as on those of the model.
     """
     if dynamic_shapes is None:
         dynamic_shapes = _first_dims(model, args, kwargs, replicated)
     fastpath = torch.backends.mha.get_fastpath_enabled()
+    outside_autocast = contextlib.ExitStack()
     try:
         torch.backends.mha.set_fastpath_enabled(False)
+        for device in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+            outside_autocast.enter_context(torch.autocast(device, enabled=False))
         exported = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes).run_decompositions({})
     except Exception as error:
         raise ValueError(f"model must be one that torch.export captures, got {type(error).__name__}: {error}") from error
     finally:
+        outside_autocast.close()
         torch.backends.mha.set_fastpath_enabled(fastpath)
     signature = exported.graph_signature
     written = {**signature.buffers_to_mutate, **signature.user_inputs_to_mutate}
     if written:
         raise ValueError(f"model must not write to its buffers or inputs, but forward writes to {sorted(map(str, written.values()))}")
-    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard)]
+    batch = _first_sizes(model, args, kwargs) if replicated else {}
+    branches = [guard for guard in getattr(exported, "_guards_code", []) if _is_branch(guard, batch)]
     if branches:
         raise ValueError(f"model must compute the same for all sizes, but the capture holds only for {', '.join(branches)}")
     if exported.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default):
@@ -84,6 +92,7 @@ def capture(
     assert isinstance(module, fx.GraphModule)
     module._forward_pre_hooks.clear()  # they compare inputs with the example, and wrap the attributes in one more call
     module._forward_hooks.clear()
+    _drop_assertions(module.graph)
     hints, labels = dict[Size, int](), dict[Size, str]()
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     for node in placeholders:
@@ -97,6 +106,14 @@ def capture(
     for name, node in zip(names, placeholders):
         inputs[name].append(node)
     return Captured(module, module.graph, (args, kwargs), inputs, hints, labels)
+
+
+def _drop_assertions(graph: fx.Graph) -> None:
+    """Remove the assertions that a size is at least 2. They are torch.export's own, for sizes that are no input's."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten._assert_scalar.default):
+        condition = node.args[0]
+        if isinstance(condition, fx.Node) and condition.target is operator.ge and condition.args[1] == 2:
+            graph.erase_node(node)
 
 
 def bound_inputs(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -138,11 +155,22 @@ def _dims(x: Any) -> Any:
     return None if container is None else [*map(_dims, container.flatten_fn(x)[0])]
 
 
-def _is_branch(guard: str) -> bool:
+def _first_sizes(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, int]:
+    """The first size of each tensor of the inputs, by its name in the guards of a capture."""
+    leaves, _ = pytree.tree_flatten_with_path(bound_inputs(model, args, kwargs))
+    return {f"L{pytree.keystr(path)}.size()[0]": x.shape[0] for path, x in leaves if isinstance(x, torch.Tensor) and x.dim()}
+
+
+def _is_branch(guard: str, batch: Mapping[str, int]) -> bool:
     """Whether a guard of the capture is a choice that the model made by a size, such as `size > 20`.
 
     Equations are conditions of the operators, such as equal sizes of operands. Comparisons with 0, 1 and 2 are torch.export's own.
+    batch: first sizes of inputs whose first dimension is the batch where they are equal. That one is at most the other is a condition of
+    `gather`, whose index may have fewer rows.
     """
+    smaller, _, larger = guard.partition(" <= ")
+    if smaller in batch and batch[smaller] == batch.get(larger):
+        return False
     comparison = re.search(r"(!=|<=?|>=?)\s*(.+)$", guard)
     if comparison is None:
         return False

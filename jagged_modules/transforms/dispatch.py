@@ -154,5 +154,7 @@ def _sharing_state(model: nn.Module, fused: nn.Module | None) -> nn.Module:
         own, other = vars(model)[kind], {} if fused is None else vars(fused)[kind]
         vars(copy)[kind] = other if own.keys() == other.keys() else dict(own)
     children = {} if fused is None else vars(fused)["_modules"]
-    vars(copy)["_modules"] = {name: x and _sharing_state(x, children.get(name)) for name, x in vars(model)["_modules"].items()}
+    vars(copy)["_modules"] = {
+        name: None if x is None else _sharing_state(x, children.get(name)) for name, x in vars(model)["_modules"].items()
+    }
     return copy

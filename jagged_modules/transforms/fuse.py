@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
@@ -50,7 +51,7 @@ def fuse_broadcasts(
     An operator moves to the users' rows if a rule proves that its result is the same there, and if it is clearly cheaper by the estimated
     bytes, FLOPs and kernels on the model's device. All others stay as they are. The model itself is not changed. A call with no fewer users
     than candidates runs the model's own forward, and so does every call if nothing moved. Copies of the result and exported programs always
-    run the new graph.
+    run the new graph. train() does not change what the result computes. To save it, export it: it cannot be pickled.
 
     Args:
         model: in eval mode. torch.export must be able to capture it. It replicates the rows of users itself, by `index_select`,
@@ -72,8 +73,9 @@ def fuse_broadcasts(
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that torch.export cannot capture, that
-            branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; a KeyedJaggedTensor
-            with another use; the result differs from the model on the example inputs.
+            branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; with request_only, a
+            model that takes its inputs by *args; a KeyedJaggedTensor with another use; the result differs from the model on the example
+            inputs.
     """
     args, kwargs = _checked_inputs(model, example_inputs)
     names = _checked_names(model, args, kwargs, request_only)
@@ -87,6 +89,9 @@ def fuse_broadcasts(
         hints |= _batch_hints(captured, batch, max_batch)
     plan = make_plan(captured, batch, hints)
     module, decisions = plan.apply()
+    for name in ("train", "eval"):  # torch.export's, which raise
+        vars(module).pop(name, None)
+    module.eval()
     with_eager_form(module)
     certificate = certify(model, module, args, kwargs, names)
     sizes = ", ".join(f"{captured.labels.get(symbol, symbol)} = {value}" for symbol, value in hints.items())
@@ -188,6 +193,10 @@ def _checked_names(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     if isinstance(request_only, str) or not all(isinstance(name, str) for name in request_only):
         raise TypeError(f"request_only must be a sequence of names of forward's inputs, got {request_only!r}")
     given = bound_inputs(model, args, kwargs)
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    for name, x in inspect.signature(model.forward).parameters.items():
+        if name in given and x.kind in stars:
+            raise ValueError(f"request_only needs a model whose inputs have names, but forward takes {stars[x.kind]}{name}")
     for name in request_only:
         if name not in given:
             raise ValueError(f"request_only must have names of forward's inputs, {list(given)}, got {name!r}")

@@ -3,6 +3,7 @@
 ``python report.py results.json`` writes table and picture from the JSON, for example of a run that was killed.
 """
 
+import argparse
 import json
 import os
 import re
@@ -210,8 +211,18 @@ def save_picture(results: dict, stem: Path) -> None:
     plt.close(figure)
 
 
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="Writes table and picture of benchmark runs, for example of one that was killed.")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN.json", help="the JSON file of a run")
+    options = parser.parse_args(argv)
+    for path in options.runs:
+        if not path.is_file():
+            parser.error(f"no file {path}")
+        loaded = json.loads(path.read_text())
+        save(loaded, path.with_suffix(""))
+        save_picture(loaded, path.with_suffix(""))
+    return 0
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        loaded = json.loads(Path(argument).read_text())
-        save(loaded, Path(argument).with_suffix(""))
-        save_picture(loaded, Path(argument).with_suffix(""))
+    sys.exit(main())

@@ -334,6 +334,14 @@ def test_report_redraws_from_json(tmp_path):
     assert path.with_suffix(".png").read_bytes().startswith(PNG_SIGNATURE)
 
 
+def test_options_of_the_report(capsys, tmp_path):
+    for arguments, code, message in ((["--help"], 0, "usage: .* RUN.json"), ([str(tmp_path / "x.json")], 2, "error: no file .*x.json")):
+        with pytest.raises(SystemExit) as error:
+            report.main(arguments)
+        printed = capsys.readouterr()
+        assert error.value.code == code and re.search(message, printed.out + printed.err)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path):
     path = tmp_path / "results.json"
     path.write_text("old")

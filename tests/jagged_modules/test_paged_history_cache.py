@@ -197,6 +197,19 @@ def test_rows_of_other_weights_are_not_cached(change):
         assert torch.equal(x.values, y.values)
 
 
+def test_new_weights_at_the_address_of_old_ones():
+    """Memory of replaced weights is free. Here weights that are replaced twice get the memory of those that computed the rows."""
+    layer = jm.JaggedTargetAttention(8, 2).eval()
+    cache, parameter = jm.PagedHistoryCache(layer, 2**20), next(layer.parameters())
+    memory = parameter.detach().clone(), parameter.detach().clone()
+    for number in range(4):
+        parameter.data = memory[number % 2].mul_(1.5)
+        assert "a" not in cache
+        if number == 0:
+            cache.put(["a"], (torch.randn(3, 8), torch.tensor([0, 3])))
+            assert "a" in cache
+
+
 # -- threads and size ----------------------------------------------------------------------------------------------------------
 
 

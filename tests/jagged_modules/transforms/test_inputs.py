@@ -43,6 +43,11 @@ class Writes(Model):
         return super().forward(profile, item)
 
 
+class TakesAny(Model):
+    def forward(self, profile, *items):
+        return super().forward(profile, *items)
+
+
 MODEL = Model().eval()
 BAD = {
     "no module": (lambda x: x, inputs(), {}, TypeError, "model must be an nn.Module, got function"),
@@ -78,6 +83,7 @@ BAD = {
         ValueError,
         "one row per candidate",
     ),
+    "no names": (TakesAny().eval(), inputs(), dict(request_only=["profile"]), ValueError, r"inputs have names, but forward takes \*items"),
     "max_batch": (MODEL, inputs(), dict(request_only=["profile"], max_batch=0), ValueError, "max_batch must be .*got 0"),
     "max_batch of three": (MODEL, inputs(), dict(request_only=["profile"], max_batch=(1, 2, 3)), ValueError, "max_batch must be .*pair"),
     "no tensor returned": (ReturnsShape().eval(), inputs(), {}, ValueError, "model must return tensors, got int 3 as output 1"),
@@ -130,6 +136,40 @@ def test_keyword_inputs():
     index = torch.tensor([1, 0, 1])
     expected = MODEL(profile[index], item[:3])
     torch.testing.assert_close(fused(profile=profile[:2], item=item[:3], candidate_to_user=index), expected)
+
+
+@pytest.mark.parametrize("users", [2, 9])  # the graph and the model
+def test_a_part_of_a_model_that_is_trained(fused, users):
+    index, (profile, item) = torch.tensor([1, 0, 1]), inputs(9)
+    expected = fused(profile[:users], item[:3], candidate_to_user=index)
+    whole = nn.ModuleDict(dict(fused=fused, head=nn.Linear(1, 1)))
+    assert not fused.training
+    for mode in (True, False):
+        whole.train(mode)
+        torch.testing.assert_close(whole.fused(profile[:users], item[:3], candidate_to_user=index), expected)
+    copy.deepcopy(fused).eval()
+
+
+def test_a_capture_under_autocast():
+    """It is no part of the graph, which has the dtypes of the model, as calls that run the model do."""
+    with torch.autocast("cpu", torch.bfloat16):
+        fused = fuse_broadcasts(MODEL, inputs(), request_only=["profile"])
+    index = torch.tensor([1, 0, 1])
+    for users in (2, 9):
+        profile, item = inputs(users)[0], inputs(3)[1]
+        assert fused(profile, item, candidate_to_user=index).dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            found, expected = fused(profile, item, candidate_to_user=index), MODEL(profile[index], item)
+        assert found.dtype == torch.bfloat16
+        torch.testing.assert_close(found, expected, rtol=0.1, atol=0.1)
+
+
+def test_a_compiled_part():
+    model = Model().eval()
+    model.user = torch.compile(model.user, backend="eager")
+    fused, index, (profile, item) = fuse_broadcasts(model, inputs(), request_only=["profile"]), torch.tensor([1, 0, 1]), inputs(9)
+    for users in (2, 9):
+        torch.testing.assert_close(fused(profile[:users], item[:3], candidate_to_user=index), model(profile[index], item[:3]))
 
 
 def test_report(fused):
@@ -263,6 +303,24 @@ def test_an_index_of_another_dimension_keeps_the_lineage():
     profile, item = inputs(3)
     index = torch.tensor([2, 2, 0])
     torch.testing.assert_close(fused(profile, item, candidate_to_user=index), Columns()(profile[index], item))
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_a_column_that_the_candidate_chooses(nested):
+    """gather allows fewer rows of the index, so the capture holds for candidates up to the rows of the users' input: both are the batch."""
+
+    class Counters(nn.Module):
+        def forward(self, profile, item):
+            return profile["x" if nested else slice(None)].exp().gather(1, item[:, None])
+
+    def users(profile):
+        return dict(x=profile) if nested else profile
+
+    model, example = Counters().eval(), torch.randint(4, (32,))
+    fused = copy.deepcopy(fuse_broadcasts(model, (users(inputs()[0]), example), request_only=["profile"]))
+    for rows, index in ((3, [2, 2, 0, 1, 2]), (5, [4]), (1, [0, 0])):
+        profile, item, index = inputs(rows)[0], torch.randint(4, (len(index),)), torch.tensor(index)
+        torch.testing.assert_close(fused(users(profile), item, candidate_to_user=index), model(users(profile[index]), item))
 
 
 def test_export_and_deepcopy(fused):

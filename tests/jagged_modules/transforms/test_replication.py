@@ -86,6 +86,28 @@ def test_counts(sized):
         assert matmul_rows(fused, x, index) == [len(counts), len(counts)]
 
 
+def test_counts_of_one_candidate_and_of_none():
+    """Sizes that torch.export asserts to be at least 2. A copy runs the graph also with fewer candidates than users."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x, item, counts):
+            return self.linear(x.repeat_interleave(counts, 0)) * item
+
+    def inputs(*counts):
+        return torch.randn(len(counts), WIDTH), torch.randn(sum(counts), WIDTH), torch.tensor(counts)
+
+    model = Model().eval()
+    fused = fuse_broadcasts(model, inputs(10, 10, 10, 10))
+    for counts in ((1, 0, 0), (1,), (0, 0)):
+        for module in (fused, copy.deepcopy(fused)):
+            given = inputs(*counts)
+            torch.testing.assert_close(module(*given), model(*given))
+
+
 def test_negative_indices_count_from_the_end():
     model = Tower(FORMS["fancy index"]).eval()
     fused = fuse_broadcasts(model, (torch.randn(3, WIDTH).double(), torch.tensor([2, 0, 2, 2, 0])))
