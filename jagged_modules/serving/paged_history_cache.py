@@ -21,6 +21,7 @@ from ..containers.jagged import Jagged
 from ..containers.pages import PagedRows, gather_pages
 from ..containers.segmentation import segmentation_of
 from ..scalars import check_kind, check_size, is_sequence, to_ints
+from ..submodules import submodules
 from .pages import CacheFull, PageTable, RowRange, UserPages, row_indices
 
 __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
@@ -280,8 +281,8 @@ class PagedHistoryCache:
     def _current_weights(self) -> tuple[object, ...]:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
         layer: Any = self.layer
-        tensors: list[Tensor] = [*layer.parameters(), *layer.buffers()]
-        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        parts = (vars(x)[kind].values() for x in submodules(layer) for kind in ("_parameters", "_buffers"))
+        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for part in parts for x in part if x is not None)
         if weights != self._weights:
             self._weights = weights  # one object for all users
         return self._weights
