@@ -212,7 +212,7 @@ class Ranker(ABC):
 def _merged(requests: Sequence[Request]) -> list[Request]:
     """One request for each user, with the candidates of the user's adjacent requests and the events of the first."""
     groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)]
-    return [replace(first, candidates=np.concatenate([x.candidates for x in (first, *others)])) for first, *others in groups]
+    return [replace(x[0], candidates=np.concatenate([y.candidates for y in x])) if len(x) > 1 else x[0] for x in groups]
 
 
 def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
@@ -221,8 +221,8 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths, which the host then knows: no layer waits for the device to learn them."""
-    return jm.Jagged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])))
+    """Segments of these lengths, which the host knows: no layer waits for the device to learn them, or copies them there again."""
+    return jm.Jagged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))).to(values.device, True)
 
 
 def _last_rows(x: jm.Jagged) -> torch.Tensor:

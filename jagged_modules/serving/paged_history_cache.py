@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import weakref
 from array import array
@@ -14,7 +15,6 @@ from typing import Any, Protocol
 import torch
 from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
@@ -370,15 +370,15 @@ class PagedHistoryCache:
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The rows of these users in their pages, which are pinned as long as the result, or a layer of it, exists."""
         storage, *times = self._columns
-        host_lengths = torch.tensor([x.length for x in known], dtype=torch.int64)
-        pages = Pages.of([x.pages for x in known], [x.length for x in known], self.page_rows).to(storage.device)
-        offsets = nnf.pad(host_lengths.cumsum(0), (1, 0)).to(storage.device, non_blocking=True)
+        lengths = [x.length for x in known]
+        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)]).to(storage.device, non_blocking=True)
         pinned = [page for x in known for page in x.pages]
         table.pin(pinned)
         stream = torch.cuda.current_stream(storage.device) if storage.is_cuda else None
         weakref.finalize(pages, self._read.append, (pinned, stream)).atexit = False
         timestamps = gather_pages(pages, offsets, times[0])[0] if times else None
-        segmentation = segmentation_of(offsets, host_lengths)
+        segmentation = segmentation_of(offsets, torch.tensor(lengths, dtype=torch.int64))
         layers = tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
         return HistoryCache(layers, timestamps, self.layer.max_cached_rows)
 
