@@ -222,7 +222,8 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
 
 def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> jm.Jagged:
     """Segments of these lengths, which the host knows: no layer waits for the device to learn them, or copies them there again."""
-    return jm.Jagged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))).to(values.device, True)
+    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
+    return jm.Jagged(values, offsets).to(values.device, non_blocking=True)
 
 
 def _last_rows(x: jm.Jagged) -> torch.Tensor:
