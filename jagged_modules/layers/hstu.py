@@ -226,7 +226,7 @@ class HSTULayer(nn.Module):
             raise ValueError("append needs a cache and takes no num_targets")
 
     def _bias(self, timestamps: Tensor | None, query_timestamps: Tensor | None, after: Jagged | None = None) -> RelativeBias | None:
-        """The layer's bias of scores of keys with these timestamps, None if it has no tables. after: the queries, if they follow the keys."""
+        """The layer's bias of scores of keys with these timestamps, None without tables. after: the queries, if they follow the keys."""
         if self.position_bias is None and self.time_bias is None:
             return None
         shift = None if after is None else after.offsets.diff().to(after.device, non_blocking=True)
