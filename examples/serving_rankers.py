@@ -221,9 +221,8 @@ def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _jagged(values: torch.Tensor, lengths: Sequence[int]) -> jm.Jagged:
-    """Segments of these lengths, which the host knows: no layer waits for the device to learn them, or copies them there again."""
-    offsets = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]))
-    return jm.Jagged(values, offsets).to(values.device, non_blocking=True)
+    """Segments of these lengths, which the host then knows: no layer waits for the device to learn them."""
+    return jm.Jagged(values, torch.from_numpy(np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])))
 
 
 def _last_rows(x: jm.Jagged) -> torch.Tensor:
@@ -395,7 +394,7 @@ class SequenceRanker(Ranker):
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
             cache.put(anew, _jagged(rows[:0], [0] * len(anew)))
         if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
-            outputs = cache.append(list(grown), _jagged(rows, list(grown.values())))
+            outputs = cache.append(list(grown), _jagged(rows, list(grown.values())).to(self.device, non_blocking=True))
             self._encoded.write(list(grown), _last_rows(outputs))
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))
