@@ -212,7 +212,7 @@ class Ranker(ABC):
 def _merged(requests: Sequence[Request]) -> list[Request]:
     """One request for each user, with the candidates of the user's adjacent requests and the events of the first."""
     groups = [list(group) for _, group in itertools.groupby(requests, key=lambda request: request.user)]
-    return [replace(first, candidates=np.concatenate([x.candidates for x in (first, *others)])) for first, *others in groups]
+    return [replace(x[0], candidates=np.concatenate([y.candidates for y in x])) if len(x) > 1 else x[0] for x in groups]
 
 
 def _targets(requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
@@ -394,7 +394,7 @@ class SequenceRanker(Ranker):
         if anew := [user for user, begin in zip(users, begins, strict=True) if not begin]:
             cache.put(anew, _jagged(rows[:0], [0] * len(anew)))
         if grown := {user: length for user, length in zip(users, lengths, strict=True) if length}:
-            outputs = cache.append(list(grown), _jagged(rows, list(grown.values())))
+            outputs = cache.append(list(grown), _jagged(rows, list(grown.values())).to(self.device, non_blocking=True))
             self._encoded.write(list(grown), _last_rows(outputs))
         if len(self._encoded) > 2 * len(cache) + 1024:
             self._encoded.keep(set(cache.users()))

@@ -151,7 +151,9 @@ class HSTULayer(nn.Module):
             container has no max_seqlen; a segment is longer than config.relative_position and its length is on the host; timestamps are
             missing, or given without config.relative_time.
         """
-        jagged, mask = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj), self.config.mask(num_targets)
+        self._check_append(append, cache, num_targets)
+        jagged = wrap_rows("x", x, self.embedding_dim, self.uvqk_proj)
+        mask = self._mask(jagged, num_targets, cache, append)
         check_num_targets("num_targets", num_targets, jagged.offsets, jagged.values.device, "the layer's")
         check_lengths("x", self.config, jagged.offsets)
         check_times("x", jagged, self.config, timestamps, query_timestamps)
@@ -161,7 +163,6 @@ class HSTULayer(nn.Module):
             check_row_timestamps("cache_timestamps", cache_timestamps, "cache", cache, self.config)
         elif cache_timestamps is not None:
             raise ValueError(f"cache_timestamps must be None without cache, got a {type(cache_timestamps).__name__}")
-        self._check_append(append, cache, num_targets)
         if isinstance(cache_rows, Tensor):
             check_integers("cache_rows", cache_rows)
         elif cache_rows is not None:
@@ -178,10 +179,8 @@ class HSTULayer(nn.Module):
                 if append and self.config.max_attn_len:
                     a = self._attend_to_joined(q, k, v, jagged, cache, timestamps, query_timestamps, cache_timestamps)
                 else:
-                    own = AttentionMask(causal=True) if append else self._target_mask(jagged, num_targets)
-                    shift = jagged.offsets.diff().to(q.device, non_blocking=True)  # of positions: the rows follow the cached ones
-                    biases = self._bias(cache_timestamps, query_timestamps, shift), self._bias(timestamps, query_timestamps)
-                    a = self._attend_with_cache(q, k, v, jagged, cache, own, *biases)
+                    biases = self._bias(cache_timestamps, query_timestamps, jagged), self._bias(timestamps, query_timestamps)
+                    a = self._attend_with_cache(q, k, v, jagged, cache, mask, *biases)
             out = jagged.unwrap(self._output(jagged.values, u, a))
         return out if cache_rows is None else (out, torch.cat([k[cache_rows], v[cache_rows]], dim=2))
 
@@ -226,11 +225,12 @@ class HSTULayer(nn.Module):
         if cache is None or num_targets is not None:
             raise ValueError("append needs a cache and takes no num_targets")
 
-    def _bias(self, timestamps: Tensor | None, query_timestamps: Tensor | None, query_shift: Tensor | None = None) -> RelativeBias | None:
-        """The layer's bias of scores of keys with these timestamps, None if it has no tables. Arguments as in `RelativeBias`."""
+    def _bias(self, timestamps: Tensor | None, query_timestamps: Tensor | None, after: Jagged | None = None) -> RelativeBias | None:
+        """The layer's bias of scores of keys with these timestamps, None without tables. after: the queries, if they follow the keys."""
         if self.position_bias is None and self.time_bias is None:
             return None
-        return RelativeBias(self.position_bias, self.time_bias, timestamps, self.time_boundaries, query_timestamps, query_shift)
+        shift = None if after is None else after.offsets.diff().to(after.device, non_blocking=True)
+        return RelativeBias(self.position_bias, self.time_bias, timestamps, self.time_boundaries, query_timestamps, shift)
 
     def _scaling_seqlen(self, jagged: Jagged) -> int:
         length = jagged.max_seqlen if self.config.scaling_seqlen is None else self.config.scaling_seqlen
@@ -258,9 +258,13 @@ class HSTULayer(nn.Module):
             schedule=schedule, pages=pages,
         ).flatten(1)  # fmt: skip
 
-    def _target_mask(self, targets: Jagged, num_targets: Tensor | None) -> AttentionMask:
-        """Which targets a target sees, all rows being targets."""
-        num_targets = targets.offsets.diff() if num_targets is None else num_targets
+    def _mask(self, rows: Jagged, num_targets: Tensor | None, cache: Jagged | None, append: bool) -> AttentionMask:
+        """Which of these rows a row sees. With a cache, they are new events or, without append, targets."""
+        if cache is None:
+            return self.config.mask(num_targets)
+        if append:
+            return AttentionMask(causal=True)
+        num_targets = rows.offsets.diff() if num_targets is None else num_targets
         return AttentionMask(num_targets=num_targets, target_group_size=self.config.target_group_size)
 
     def _attend_with_cache(
@@ -476,14 +480,15 @@ class HSTUStack(nn.Module):
         wrapped = self._wrap("history", history)
         check_lengths("history", self.config, wrapped.offsets)
         check_times("history", wrapped, self.config, timestamps, query_timestamps)
-        jagged = wrapped.with_values(wrapped.values)
+        segments = jagged = wrapped.with_values(wrapped.values)  # offsets on the device, for all layers
         kept: list[Tensor] = []
         rows, offsets = rows_seen_by_targets(jagged, self.config)
         for layer in self.layers:
             options: dict[str, Any] = dict(timestamps=timestamps, query_timestamps=query_timestamps, update=layer is not self.layers[-1])
             jagged, keys_and_values = layer(jagged, cache_rows=rows, **options)
             kept.append(keys_and_values)
-        segments = wrapped if offsets is None else Jagged(kept[0], offsets, wrapped.max_seqlen)
+        if offsets is not None:
+            segments = Jagged(kept[0], offsets, wrapped.max_seqlen)
         layers = tuple(segments.with_values(x) for x in kept)
         return HistoryCache(layers, None if timestamps is None else torch.cat([timestamps[rows]]), self.max_cached_rows)
 
@@ -491,7 +496,7 @@ class HSTUStack(nn.Module):
         wrapped = self._wrap("targets", targets)
         times = self._check_cache("targets", wrapped, cache, timestamps, query_timestamps)
         jagged: Any = wrapped.with_values(wrapped.values)
-        num_targets = wrapped.offsets.diff()
+        num_targets = jagged.offsets.diff()
         for layer, history in zip(self.layers, cache.layers):
             jagged = layer(jagged, num_targets, cache=history, **times)
         return wrapped.unwrap(jagged.values)
@@ -506,7 +511,7 @@ class HSTUStack(nn.Module):
         added: list[Jagged] = []
         for layer, history in zip(self.layers, cache.layers):
             jagged, keys_and_values = layer(jagged, cache=history, cache_rows=slice(None), append=True, **times)
-            added.append(wrapped.with_values(keys_and_values))
+            added.append(jagged.with_values(keys_and_values))
         return wrapped.unwrap(jagged.values), HistoryCache(tuple(added), timestamps, self.max_cached_rows)
 
     def _check_cache(

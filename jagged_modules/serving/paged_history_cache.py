@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import threading
 import weakref
 from array import array
@@ -14,13 +15,13 @@ from typing import Any, Protocol
 import torch
 from jagged_kernels.attention.pages import SMALLEST_PAGE, Pages
 from torch import Tensor, nn
-from torch.nn import functional as nnf
 
 from ..containers.history_cache import HistoryCache
 from ..containers.jagged import Jagged
 from ..containers.pages import PagedRows, gather_pages
 from ..containers.segmentation import segmentation_of
 from ..scalars import check_kind, check_size, is_sequence, to_ints
+from ..submodules import submodules
 from .pages import CacheFull, PageTable, RowRange, UserPages, row_indices
 
 __all__ = ["CacheFull", "CacheStatistics", "CachingLayer", "PagedHistoryCache"]
@@ -283,8 +284,8 @@ class PagedHistoryCache:
     def _current_weights(self) -> int:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
         layer: Any = self.layer
-        tensors: list[Tensor] = [*layer.parameters(), *layer.buffers()]
-        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
+        parts = (vars(x)[kind].values() for x in submodules(layer) for kind in ("_parameters", "_buffers"))
+        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for part in parts for x in part if x is not None)
         if weights != self._weights:
             self._version, self._weights = self._version + 1, weights
             self._storages = [x.untyped_storage() for x in tensors]  # kept, or new weights could get the addresses of these
@@ -373,15 +374,15 @@ class PagedHistoryCache:
     def _pin(self, table: PageTable, known: Sequence[UserPages]) -> HistoryCache:
         """The rows of these users in their pages, which are pinned as long as the result, or a layer of it, exists."""
         storage, *times = self._columns
-        host_lengths = torch.tensor([x.length for x in known], dtype=torch.int64)
-        pages = Pages.of([x.pages for x in known], [x.length for x in known], self.page_rows).to(storage.device)
-        offsets = nnf.pad(host_lengths.cumsum(0), (1, 0)).to(storage.device, non_blocking=True)
+        lengths = [x.length for x in known]
+        pages = Pages.of([x.pages for x in known], lengths, self.page_rows).to(storage.device)
+        offsets = torch.tensor([0, *itertools.accumulate(lengths)]).to(storage.device, non_blocking=True)
         pinned = [page for x in known for page in x.pages]
         table.pin(pinned)
         stream = torch.cuda.current_stream(storage.device) if storage.is_cuda else None
         weakref.finalize(pages, self._read.append, (pinned, stream)).atexit = False
         timestamps = gather_pages(pages, offsets, times[0])[0] if times else None
-        segmentation = segmentation_of(offsets, host_lengths)
+        segmentation = segmentation_of(offsets, torch.tensor(lengths, dtype=torch.int64))
         layers = tuple(PagedRows(x, offsets, pages, segmentation) for x in storage.unbind(1))
         return HistoryCache(layers, timestamps, self.layer.max_cached_rows)
 

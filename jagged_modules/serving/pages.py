@@ -8,6 +8,7 @@ A user's rows need not be adjacent, so that they can grow, and the pages of an e
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Hashable, Iterable, Sequence
@@ -16,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..containers.offsets import rows_of_ranges
+from ..containers.offsets import rows_and_segments
 
 
 class CacheFull(ValueError):
@@ -108,12 +109,12 @@ class PageTable:
         """Give each user pages for so many more rows. Returns the rows to write."""
         known = [self.touch(user) for user in users]
         ends = [x.first + x.length + length for x, length in zip(known, lengths)]
-        pinned = len(self._pins) - sum(page in self._pins for x in known for page in x.pages)
-        self._check(sum(self._pages_of(end) for end in ends), len(users), pinned)
-        self._make_room(sum(self._pages_of(end) - len(x.pages) for x, end in zip(known, ends)), set(users))
+        counts = [self._pages_of(end) for end in ends]
+        self._check(sum(counts), len(users), len(self._pins.keys() - itertools.chain.from_iterable(x.pages for x in known)))
+        self._make_room(sum(counts) - sum(len(x.pages) for x in known), set(users))
         ranges: list[RowRange] = []
-        for x, length, end in zip(known, lengths, ends):
-            while len(x.pages) < self._pages_of(end):
+        for x, length, end, count in zip(known, lengths, ends, counts):
+            while len(x.pages) < count:
                 x.pages.append(self._take())
             ranges.append(RowRange(x.pages, end - length, length))
             x.length += length
@@ -159,17 +160,13 @@ class PageTable:
 def row_indices(ranges: Sequence[RowRange], page_rows: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
     """The rows of storage of these ranges, one after another: int64 `[L]`; the offsets `[B + 1]` of the ranges, both on the device; and
     their lengths `[B]` on the host."""
-    pages = array("q")
-    firsts: list[int] = []  # row of the range in the concatenated pages
+    pages, ends, shifts = array("q"), array("q", [0]), array("q")
     for x in ranges:
-        firsts.append(len(pages) * page_rows + x.begin)
+        shifts.append(len(pages) * page_rows + x.begin - ends[-1])  # from the row among the ranges to that in the concatenated pages
+        ends.append(ends[-1] + x.length)
         pages.extend(x.pages)
-    lengths = torch.tensor([x.length for x in ranges], dtype=torch.int64)
-    rows, offsets = rows_of_ranges(torch.tensor(firsts, dtype=torch.int64), lengths, device)
-    table = _to_tensor(pages).to(device, non_blocking=True)
-    return table[rows // page_rows] * page_rows + rows % page_rows, offsets, lengths
-
-
-def _to_tensor(pages: array[int]) -> Tensor:
-    """int64, without a copy."""
-    return torch.frombuffer(pages, dtype=torch.int64) if pages else torch.empty(0, dtype=torch.int64)
+    on_host = torch.frombuffer(ends + shifts + pages, dtype=torch.int64)
+    offsets, shift, table = on_host.to(device, non_blocking=True).split([len(ends), len(shifts), len(pages)])  # one copy to a device
+    rows, segments = rows_and_segments(offsets, ends[-1])
+    rows += shift[segments]
+    return table[rows // page_rows] * page_rows + rows % page_rows, offsets, on_host[: len(ends)].diff()

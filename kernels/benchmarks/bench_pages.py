@@ -1,4 +1,4 @@
-"""Target attention to cached histories: keys and values read in pages, against rows that are gathered first.
+"""Cached histories: keys and values read in pages, against rows that are gathered first, and against histories that are encoded anew.
 
     python kernels/benchmarks/bench_pages.py                                  # on a CUDA device
     python kernels/benchmarks/bench_pages.py --only "attention"               # one of the tables
@@ -7,8 +7,14 @@
 The pages of a batch lie in random places, and a row has the keys and values of LAYERS layers. "attention" is that of one layer: its share
 of the gather, and the kernel. "scores" is what a server computes per batch, `layer.score(targets, cache.select(users))` of a target
 attention; its time is that of host and device together. Speed-ups are over the gather.
+
+"HSTU stack" is what a server of a stack of LAYERS layers computes per batch: scores of each user's targets after a new event. Either the
+event is appended to the cached history, which targets then read in its pages, or the history is encoded anew, with event and targets in one
+forward; speed-ups are over that. Times are those of host and device together. Containers are made in each call, as a server has to, so
+that no schedule of an earlier call fits.
 """
 
+import copy
 import dataclasses
 import sys
 from functools import partial
@@ -18,7 +24,7 @@ from inputs import ATTAINABLE, offsets_of, our_kernels, plain_attention, random_
 from names import OURS
 from runner import Case, Implementation, Setup, device_name, main
 from torch import Tensor
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear, silu
 
 import jagged_modules as jm
 from jagged_modules import functional as F
@@ -26,6 +32,7 @@ from jagged_modules import functional as F
 LAYERS = 4
 PAGE_ROWS = 128
 GATHERED, IN_PAGES, NO_GATHER = f"{OURS}, gathered", f"{OURS}, in pages", f"{OURS}, rows gathered before"
+APPENDED, ANEW = f"{OURS}, event appended", f"{OURS}, encoded anew"
 
 
 def pages_of(lengths: Tensor, device: str) -> tuple[jm.Pages, Tensor]:
@@ -53,6 +60,8 @@ class Sizes:
 
 
 FULL = Sizes(num_users=64, histories=(256, 1024, 4096), num_targets=(10, 100, 1000), num_heads=4, head_dims=(64, 128))
+SCORES = dataclasses.replace(FULL, head_dims=(128,))
+STACK = Sizes(num_users=32, histories=(1024, 4096, 8192), num_targets=(10,), num_heads=4, head_dims=(64, 128))
 TINY = Sizes(num_users=3, histories=(150,), num_targets=(2,), num_heads=2, head_dims=(16,))
 
 
@@ -139,14 +148,81 @@ def scores(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targ
     return Setup({GATHERED: partial(implementation, 16), IN_PAGES: partial(implementation, PAGE_ROWS)}, reference, dtype, baseline=GATHERED)
 
 
+def batch_of(values: Tensor, lengths: Tensor) -> jm.Jagged:
+    return jm.Jagged(values, offsets_of(lengths).to(values.device), host_lengths=lengths)
+
+
+@torch.no_grad()
+def plain_stack(stack: jm.HSTUStack, x: Tensor, num_targets: int) -> Tensor:
+    """The targets' rows of a stack over one user's rows x ``[N, E]``, of which the last are targets, in x's dtype."""
+    row = torch.arange(len(x), device=x.device)
+    seen = (row <= row[:, None]) & (row < len(x) - num_targets) | (row == row[:, None])
+    for layer in copy.deepcopy(stack).to(x.dtype).layers:
+        projected = linear(plain_norm(x, layer.input_norm), layer.uvqk_proj.weight, layer.uvqk_proj.bias)
+        u, v, q, k = projected.unflatten(1, (4, layer.num_heads, layer.head_dim)).permute(1, 2, 0, 3)  # [H, N, D]
+        scores = silu(q @ k.mT * layer.head_dim**-0.5) / layer.config.scaling_seqlen
+        u, a = (y.transpose(0, 1).flatten(1) for y in (silu(u), scores.masked_fill(~seen, 0) @ v))
+        x = x + linear(torch.cat([u, a, u * plain_norm(a, layer.output_norm)], dim=1), layer.out_proj.weight)
+    return x[-num_targets:]
+
+
+def plain_norm(x: Tensor, norm: torch.nn.LayerNorm) -> Tensor:
+    return layer_norm(x, x.shape[1:], norm.weight, norm.bias, norm.eps)
+
+
+def hstu_stack(device: str, dtype: torch.dtype, sizes: Sizes, history: int, num_targets: int, head_dim: int) -> Setup:
+    """Scores of each user's targets after a new event, from cached histories without it, and from whole histories."""
+    width, users = sizes.num_heads * head_dim, list(range(sizes.num_users))
+    lengths = sizes.lengths(history)
+    counts = torch.full_like(lengths, num_targets)
+    config = jm.HSTUConfig(scaling_seqlen=history)
+    stack = jm.HSTUStack(width, sizes.num_heads, LAYERS, config, device=device, dtype=dtype).eval()
+    (rows,) = random_tensors(device, dtype, (int((lengths + 1 + counts).sum()), width))
+    parts = torch.stack([lengths, torch.ones_like(lengths), counts], dim=1).flatten().tolist()
+    known, events, targets = (torch.cat(rows.split(parts)[part::3]) for part in range(3))
+    samples = sample_segments(lengths)
+
+    def reference(dtype: torch.dtype) -> dict[str, Tensor]:
+        by_user = rows.split((lengths + 1 + counts).tolist())
+        return {f"out/{i}": plain_stack(stack, by_user[i].to(dtype), num_targets) for i in samples}
+
+    def appended() -> Implementation:
+        cache = jm.PagedHistoryCache(stack, int((lengths + 1 + PAGE_ROWS).sum()) * LAYERS * 2 * width * dtype.itemsize, PAGE_ROWS)
+        cache.put(users, batch_of(known, lengths))
+
+        def forward() -> Tensor:
+            cache.append(users, batch_of(events, torch.ones_like(lengths)))
+            out = stack.score(batch_of(targets, counts), cache.select(users)).values
+            for pages in cache._table.users.values():  # the next call appends the same event
+                pages.length -= 1
+            return out
+
+        return Implementation(forward, {"events": events, "targets": targets}, lambda _, x: {i: x.split(num_targets)[i] for i in samples})
+
+    def anew() -> Implementation:
+        num_targets_now, ends = counts.to(device), (lengths + 1 + counts).cumsum(0).tolist()
+        return Implementation(
+            lambda: stack(batch_of(rows, lengths + 1 + counts), num_targets_now).values,
+            {"rows": rows},
+            lambda _, x: {i: x[ends[i] - num_targets : ends[i]] for i in samples},
+        )
+
+    return Setup({ANEW: anew, APPENDED: appended}, reference, dtype, baseline=ANEW)
+
+
 def make_cases(device: str, tiny: bool) -> list[Case]:
     """On CUDA in bf16, on the CPU in fp32."""
-    sizes, dtype = TINY if tiny else FULL, torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
     cases = []
-    for table, setup, wall in (("attention to histories in pages", attention, False), ("scores of cached histories", scores, True)):
+    for table, setup, full, wall in (
+        ("attention to histories in pages", attention, FULL, False),
+        ("scores of cached histories", scores, SCORES, True),
+        ("HSTU stack", hstu_stack, STACK, True),
+    ):
+        sizes = TINY if tiny else full
         for history in sizes.histories:
             for num_targets in sizes.num_targets:
-                for head_dim in sizes.head_dims[-1:] if wall else sizes.head_dims:
+                for head_dim in sizes.head_dims:
                     made = partial(setup, device, dtype, sizes, history, num_targets, head_dim)
                     cases.append(Case(table, f"history {history}, {num_targets} targets, D{head_dim}", made, wall=wall, picture="ms"))
     return cases

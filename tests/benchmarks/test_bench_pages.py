@@ -1,14 +1,14 @@
-"""The benchmark of attention to pages, end to end on the CPU with tiny sizes."""
+"""The benchmark of cached histories, end to end on the CPU with tiny sizes."""
 
 import bench_pages as bench
 
 BENCHMARK = bench.__file__
 
 
-def test_both_forms_are_right_and_measured(tiny_run):
+def test_all_forms_are_right_and_measured(tiny_run):
     results, _ = tiny_run
-    assert results["complete"] and len({row["table"] for row in results["rows"]}) == 2
+    assert results["complete"] and len({row["table"] for row in results["rows"]}) == 3
     for row in results["rows"]:
         assert row["status"] == "ok" and row["forward_ms"] > 0
     names = {row["implementation"] for row in results["rows"]}
-    assert names == {bench.GATHERED, bench.IN_PAGES, bench.NO_GATHER}
+    assert names == {bench.GATHERED, bench.IN_PAGES, bench.NO_GATHER, bench.APPENDED, bench.ANEW}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import jagged_modules as jm
 
@@ -168,3 +169,28 @@ def test_arguments_of_forward_exclude_one_another():
     }.items():
         with pytest.raises(ValueError, match=message):
             call()
+
+
+class CopiesToMeta(TorchDispatchMode):
+    """Counts tensors that are copied from the host to the meta device, as a stand-in for a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        self.count += function is torch.ops.aten._to_copy.default and out.is_meta and not args[0].is_meta
+        return out
+
+
+@pytest.mark.parametrize("num_layers", [1, 3])
+def test_all_layers_share_one_copy_of_the_offsets(num_layers):
+    stack = jm.HSTUStack(WIDTH, HEADS, num_layers, config_of(), device="meta")
+    rows = torch.empty(5, WIDTH, device="meta"), torch.tensor([0, 2, 5])
+    with torch.no_grad():
+        kv = stack.cache(rows)
+        for call in (stack.cache, lambda x: stack.append(x, kv), lambda x: stack.score(x, kv)):
+            with CopiesToMeta() as copies:
+                call(rows)
+            assert copies.count == 1
