@@ -285,7 +285,8 @@ class PagedHistoryCache:
         """The version of the layer's parameters and buffers: equal while nobody writes to them or replaces them."""
         layer: Any = self.layer
         parts = (vars(x)[kind].values() for x in submodules(layer) for kind in ("_parameters", "_buffers"))
-        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for part in parts for x in part if x is not None)
+        tensors: list[Tensor] = [x for part in parts for x in part if x is not None]
+        weights = tuple((x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors)
         if weights != self._weights:
             self._version, self._weights = self._version + 1, weights
             self._storages = [x.untyped_storage() for x in tensors]  # kept, or new weights could get the addresses of these
