@@ -83,7 +83,7 @@ class Emitter:
         self._indices: dict[Any, fx.Node] = {}
         self._advanced: dict[tuple[fx.Node, int], fx.Node] = {}
         self._narrowed: dict[tuple[fx.Node, int, Size], fx.Node] = {}
-        self._groups: dict[tuple[Map, ...], fx.Node] = {}
+        self._groups: dict[Any, fx.Node] = {}
         self._symbols: dict[Size, tuple[fx.Node, int]] = {}
         self._sizes: dict[Size, fx.Node] = {}
 
@@ -216,7 +216,7 @@ class Emitter:
 
     def index(self, map_: Map, like: fx.Node) -> fx.Node:
         """The rows of G for each row of the value."""
-        key = map_, map_.is_narrowed
+        key = map_, map_.rows_out, map_.is_narrowed  # equal repeats of tensors of different sizes are different maps
         if key not in self._indices:
             self._indices[key] = self._index(map_, flat(like.meta["val"])[0].device)
         return self._indices[key]
@@ -265,11 +265,12 @@ class Emitter:
 
     def _candidates(self, maps: tuple[Map, ...], node: fx.Node, value: fx.Node, own: Lineage) -> fx.Node:
         """The index of the candidates by user, one for all attentions with these maps."""
-        if maps not in self._groups:
+        key = tuple((x, x.rows_in, x.rows_out) for x in maps)
+        if key not in self._groups:
             index = self._row_numbers(maps, node)
             users = value if own.post == 1 else self.call(aten.unflatten.int, value, 0, [-1, int(own.post)])
-            self._groups[maps] = self.call(group_candidates, index, users)
-        return self._groups[maps]
+            self._groups[key] = self.call(group_candidates, index, users)
+        return self._groups[key]
 
     # -- bases -------------------------------------------------------------------------------------------------------------------------
 

@@ -216,7 +216,8 @@ def test_what_the_loss_does_not_use_gets_no_gradient(padded):
     for used in ([0], [1], [0, 1], [2], [1, 2]):
         gradients = []
         for called in (model, graph):
-            loss = sum(called(*arguments)[i].square().sum() for i in used)
+            results = called(*arguments)
+            loss = sum(results[i].square().sum() for i in used)
             gradients.append(torch.autograd.grad(loss, [*arguments, *model.parameters()], allow_unused=True))
         expected, found = gradients
         assert [x is None for x in found] == [x is None for x in expected]

@@ -108,6 +108,43 @@ def test_counts_of_one_candidate_and_of_none():
             torch.testing.assert_close(module(*given), model(*given))
 
 
+def test_equal_repeats_of_tensors_of_different_sizes():
+    class Model(nn.Module):
+        def forward(self, x, y):
+            return x.repeat_interleave(4, 0).exp(), y.repeat_interleave(4, 0).exp(), y.repeat_interleave(4, 1).exp()
+
+    example = torch.randn(8, WIDTH).double(), torch.randn(8, WIDTH).double()  # the certificate cannot see a mistake
+    fused = fuse_broadcasts(Model().eval(), example)
+    for sizes in ((3, 5), (5, 3), (8, 8)):
+        given = [torch.randn(size, WIDTH).double() for size in sizes]
+        torch.testing.assert_close(fused(*given), Model()(*given))
+
+
+def test_negative_indices_of_two_attentions():
+    """Each counts from the end of its own table, so they need two groupings of the candidates."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(16, 16).double()
+
+        def forward(self, x, y, item, index):
+            x, y = (self.linear(table)[index].view(-1, 2, 2, 4) for table in (x, y))
+            item = item.view(-1, 2, 2, 4)
+            return sum(nn.functional.scaled_dot_product_attention(item, keys, keys) for keys in (x, y))
+
+    def inputs(users, others, candidates, lowest):
+        tables = [torch.randn(rows, 16).double() for rows in (users, others, candidates)]
+        return *tables, torch.randint(lowest, min(users, others), (candidates,))
+
+    model = Model().eval()
+    fused = fuse_broadcasts(model, inputs(7, 20, 64, 0))
+    assert sum(site.decision == "fused" for site in fused.report.sites) == 2
+    for users, others in ((7, 20), (9, 3)):
+        given = inputs(users, others, 30, -min(users, others))
+        torch.testing.assert_close(fused(*given), model(*given))
+
+
 def test_negative_indices_count_from_the_end():
     model = Tower(FORMS["fancy index"]).eval()
     fused = fuse_broadcasts(model, (torch.randn(3, WIDTH).double(), torch.tensor([2, 0, 2, 2, 0])))
