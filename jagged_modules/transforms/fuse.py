@@ -74,7 +74,7 @@ def fuse_broadcasts(
         TypeError: an argument has the wrong type.
         ValueError: an unknown name in request_only; inputs without rows; a model in training mode, that torch.export cannot capture, that
             branches on sizes, that writes to its buffers or inputs, or that returns something other than tensors; with request_only, a
-            model that takes its inputs as variadic arguments; a KeyedJaggedTensor with another use; the result differs from the model on the
+            model that takes variadic arguments; a KeyedJaggedTensor with another use; the result differs from the model on the
             example inputs.
     """
     args, kwargs = _checked_inputs(model, example_inputs)
