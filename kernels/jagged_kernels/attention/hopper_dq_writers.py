@@ -68,7 +68,8 @@ def _block_of_sums(tile, number, visited, OPTIONS: gl.constexpr):
 
 @gluon.jit
 def write_dq(writer: gl.constexpr, kernel, OPTIONS: gl.constexpr):
-    """Adds a consumer's terms of dq. The order of the tiles of a segment and head is that of their blocks."""
+    """Adds a writer's terms of dq: half of the columns at head dim 128, every other block at 64. The order of the tiles of a segment and
+    head is that of their blocks."""
     sums, queue, exchange = kernel.sums, kernel.queue, kernel.exchange
     ring = exchange.dq[writer]
     STAGES: gl.constexpr = ring.buffers.shape[0]

@@ -27,7 +27,7 @@ Tile: 128 keys, 64 per consumer, by blocks of 64 query rows. Blocks are visited 
 the same time follow one another at a distance of one addition.
 dq of a block needs dS of both consumers. At head dim 128 each consumer computes half of its columns, for its writer. At head dim 64 the
 dq warpgroup computes it, and blocks alternate between the writers.
-Shared memory is read and written all the time. So dK takes dS from registers, and at head dim 64, where registers are left, k and v are
+Operands in registers save traffic to shared memory: dK takes dS from registers, and at head dim 64, where registers are left, k and v are
 loaded into registers once per tile.
 
 Barriers, one per stage s:
@@ -398,7 +398,7 @@ def _block(
     rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer: gl.constexpr, OPTIONS: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """One query block: see _wide_block."""
+    """One query block, by _narrow_block at head dim 64, where dq and the next scores are not the consumers' work, or by _wide_block."""
     if OPTIONS.wide:
         dk, dv, scores = _wide_block(
             rings, exchange, wave, step, follows, more, scores, dk, dv, keys, rows, scale, consumer, OPTIONS, MASKED
