@@ -33,7 +33,7 @@ PADDED = "SDPA, padded"
 PADDED_HSTU = "bmm + silu + bmm, padded"
 HOST, DEVICE = f"{OURS}, lengths on the host", f"{OURS}, lengths on the device"
 LAYER, PADDED_LAYER = "JaggedTargetAttention", "nn.MultiheadAttention, padded"
-GRAPHED = f"{LAYER}, graphed"
+GRAPHED, COMPILED = f"{LAYER}, graphed", f"{LAYER}, compiled"
 UNSORTED, ROUND_ROBIN = f"{OURS}, unsorted", f"{OURS}, sorted, round-robin"
 CALLER = "autograd in the caller's thread"
 
@@ -118,8 +118,8 @@ def orders(problem: Callable[[], Problem]) -> Setup:
 
 
 def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup:
-    """The layer step, with the gradients of all parameters, and new offsets in each call, also from CUDA graphs. nn.MultiheadAttention has
-    the same parameters."""
+    """The layer step, with the gradients of all parameters, and new offsets in each call; also from CUDA graphs, and compiled.
+    nn.MultiheadAttention has the same parameters."""
     counts, histories = attention.lengths
     width = attention.num_heads * attention.head_dim
     torch.manual_seed(0)
@@ -138,6 +138,9 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
 
     def graphed() -> Implementation:
         return ours(jm.graphed(layer))
+
+    def compiled() -> Implementation:
+        return ours(torch.compile(layer))
 
     def padded() -> Implementation:
         peer = nn.MultiheadAttention(width, attention.num_heads, batch_first=True).to(device, dtype)
@@ -168,7 +171,7 @@ def target_layer(device: str, dtype: torch.dtype, attention: Attention) -> Setup
         joined = {f"in_proj_{kind}": torch.cat([d[f"q_proj.{kind}"], d[f"kv_proj.{kind}"]]) for kind in ("weight", "bias")}
         return {"out/all": out.detach()} | {f"d{name}/all": y for name, y in (d | joined | {"targets": d["targets"][:, 0]}).items()}
 
-    return Setup({LAYER: ours, GRAPHED: graphed, PADDED_LAYER: padded}, reference, dtype, baseline=PADDED_LAYER)
+    return Setup({LAYER: ours, GRAPHED: graphed, COMPILED: compiled, PADDED_LAYER: padded}, reference, dtype, baseline=PADDED_LAYER)
 
 
 def in_both_threads(setup: Callable[[], Setup]) -> Setup:
@@ -238,6 +241,8 @@ class Sizes:
     max_candidates: int
     medium: list[Uniform]
     long: list[Uniform]
+    host_bound: Uniform  # so few rows that the host's time counts
+    host_bound_histories: Lognormal
     file_batch: int
     file_dims: tuple[int, ...]
 
@@ -253,6 +258,8 @@ FULL = Sizes(
     max_candidates=200,
     medium=[Uniform(768, 1, 1000, 64), Uniform(1536, 1, 512, 64), Uniform(768, 1, 1000, 128), Uniform(1536, 1, 512, 128)],
     long=[Uniform(8, 4096, 8192, 64)],
+    host_bound=Uniform(32, 96, 96, 128),
+    host_bound_histories=Lognormal(64, 100, 1000, 64),
     file_batch=1024,
     file_dims=(64, 128),
 )
@@ -263,6 +270,8 @@ CPU = dataclasses.replace(
     histories=[Lognormal(16, 300, 3000, 64)],
     medium=[Uniform(24, 1, 512, 64)],
     long=[Uniform(2, 256, 512, 64)],
+    host_bound=Uniform(4, 32, 32, 64),
+    host_bound_histories=Lognormal(4, 50, 200, 64),
     file_batch=32,
     file_dims=(64,),
 )
@@ -274,6 +283,8 @@ TINY = Sizes(
     max_candidates=5,
     medium=[Uniform(6, 1, 20, 8)],
     long=[Uniform(2, 10, 20, 8)],
+    host_bound=Uniform(2, 5, 5, 8),
+    host_bound_histories=Lognormal(2, 5, 10, 8),
     file_batch=5,
     file_dims=(8,),
 )
@@ -324,12 +335,14 @@ def make_cases(device: str, tiny: bool, measured: Tensor | None = None) -> list[
     def add_wall(name: str, setup: Callable[[], Setup]) -> None:
         cases.append(Case(WALL, name, partial(in_both_threads, setup), wall=True, picture="ms"))
 
-    shape = sizes.self_attention[1]
-    for causal, what, setup in ((False, "attention", everyday), (True, "causal attention", with_and_without_schedule)):
-        problem = partial(Problem, device, dtype, attention(shape.lengths(), shape.head_dim, causal=causal))
-        add_wall(f"{what}, {shape.name}", partial(setup, problem))
-    history, target = next(iter(targets.items()))
-    add_wall(f"target attention layer, new offsets, {history.name}", partial(target_layer, device, dtype, target))
+    for shape in (sizes.self_attention[1], sizes.host_bound):
+        for causal, what, setup in ((False, "attention", everyday), (True, "causal attention", with_and_without_schedule)):
+            problem = partial(Problem, device, dtype, attention(shape.lengths(), shape.head_dim, causal=causal))
+            add_wall(f"{what}, {shape.name}", partial(setup, problem))
+    few = sizes.host_bound_histories
+    few_targets = attention(uniform_lengths(few.batch, 1, sizes.max_candidates), few.head_dim, kv_lengths=few.lengths())
+    for history, target in (next(iter(targets.items())), (few, few_targets)):
+        add_wall(f"target attention layer, new offsets, {history.name}", partial(target_layer, device, dtype, target))
     return cases
 
 
