@@ -17,7 +17,7 @@ from .host import Segments
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
 CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
-KEY_BITS = tl.constexpr(16)  # numbers of a chunk's rows: those of queries are in the lower bits, those of keys, if they differ, in the upper
+ONE_KEY = tl.constexpr(2**16)  # in counts of a chunk's rows: a query counts 1; more than all queries of a chunk
 
 
 class PackedTiles(NamedTuple):
@@ -37,12 +37,12 @@ class PackedTiles(NamedTuple):
 
 @triton.jit
 def _of_queries(rows):
-    return rows & ((1 << KEY_BITS) - 1)
+    return rows % ONE_KEY
 
 
 @triton.jit
 def _of_keys(rows):
-    return rows >> KEY_BITS
+    return rows // ONE_KEY
 
 
 @triton.jit
@@ -74,7 +74,7 @@ def _pack_kernel(q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_se
     short = length <= ROWS
     if kv_offsets_ptr is not None:
         keys = segment_lengths(kv_offsets_ptr, segments, real)
-        short, length = short & (keys <= ROWS), length + (keys << KEY_BITS)
+        short, length = short & (keys <= ROWS), length + keys * ONE_KEY
     length = tl.where(short, length, 0).to(tl.int32)
     # Positions count the rows of this chunk's short segments: a segment has [end - length, end), a tile [tile_start, tile_end).
     end = tl.cumsum(length, 0)
