@@ -17,7 +17,7 @@ from .host import Segments
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
 CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
-ONE_KEY = tl.constexpr(2**16)  # in counts of a chunk's rows: a query counts 1; more than all queries of a chunk
+ONE_KEY = tl.constexpr(2 * CHUNK * SHORT)  # in counts of rows: a query counts 1, a key more than all queries of a chunk
 
 
 class PackedTiles(NamedTuple):
@@ -54,8 +54,8 @@ def _write_side(ptrs, offsets_ptr, segments, packed, length, place, rows_of_tile
     rows = tl.arange(0, ROWS)[None, :]
     start = tl.load(offsets_ptr + segments, mask=packed, other=0).to(tl.int32)
     is_row = rows < length[:, None]
-    is_rest = (place + length == rows_of_tile)[:, None] & (place[:, None] + rows < ROWS)
-    ptrs, mask = ptrs[:, None] + place[:, None] + rows, packed[:, None] & (is_row | is_rest)
+    is_last, place = place + length == rows_of_tile, place[:, None] + rows
+    ptrs, mask = ptrs[:, None] + place, packed[:, None] & (is_row | is_last[:, None] & (place < ROWS))
     tl.store(ptrs, tl.where(is_row, start[:, None] + rows, -1), mask=mask)
     tl.store(ptrs + ROWS, tl.where(is_row, segments[:, None], -1), mask=mask)
 
