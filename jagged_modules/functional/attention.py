@@ -532,8 +532,7 @@ def _check_schedule(schedule: TileSchedule, q_offsets: Tensor, kv_offsets: Tenso
     q_lengths, kv_lengths = q_offsets.diff(), kv_offsets.diff()
     long = ~is_short(q_lengths, kv_lengths)
     for half in (schedule, schedule.backward or schedule):
-        num_tiles, num_long = half.num_tiles.tolist()
-        segments = half.tiles[num_long:num_tiles, 0].long()
+        segments = half.tiles[int(half.num_tiles[1]) : int(half.num_tiles[0]), 0].long()
         if long[segments].any():
             segment = int(segments[long[segments]][0])
             raise ValueError(

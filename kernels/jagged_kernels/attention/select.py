@@ -191,9 +191,8 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
 
 
 def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bool]:
-    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: in self- or cross-attention with one group
-    of queries, of short segments that fill the GPU. It takes two launches more. backend: of the other segments.
-    docs/decisions/short-segments.md has figures.
+    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: with one group of queries and short
+    segments that fill the GPU. It takes two launches more. backend: of the other segments. docs/decisions/short-segments.md has figures.
     """
     one_group = not (p.q_shared or p.kv_shared or p.paged) and p.q_segments == p.kv_segments
     supported = one_group and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased

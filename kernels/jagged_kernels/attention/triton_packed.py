@@ -37,8 +37,8 @@ class _Batch(NamedTuple):
 
 
 class _Side(NamedTuple):
-    """The queries or the keys of a packed tile. Of each row `[ROWS]`: its row in the operands, its segment, -1 if there is none, and whether
-    it is computed."""
+    """The queries or the keys of a packed tile. Of each row `[ROWS]`: its row in the operands, its segment, -1 if there is none, and
+    whether it is computed."""
 
     row: tl.tensor
     segment: tl.tensor
