@@ -9,7 +9,7 @@ from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import AttentionParams, MaskParams
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import contiguous_last_dim
-from jagged_kernels.schedule.cost import one_pass_may_run
+from jagged_kernels.schedule.cost import is_short, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule, num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
@@ -303,7 +303,7 @@ def _triton_attention(
     else:
         schedule = schedule.to(device, non_blocking=True)
         if values_are_checkable(schedule.num_tiles):
-            _check_schedule(schedule, q_offsets)
+            _check_schedule(schedule, q_offsets, kv_offsets)
     if pages is not None:
         return paged_attention(
             q, k, v, q_offsets, kv_offsets, pages.to(device).table, pages.page_rows, pages.num_rows, schedule.tiles, schedule.num_tiles,
@@ -516,8 +516,9 @@ def _check_output_scale(output_scale: Tensor, num_segments: int, device: torch.d
     check_device("output_scale", output_scale, device, "q's")
 
 
-def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
-    """ValueError unless the schedule has as many tiles of each segment as these segments need."""
+def _check_schedule(schedule: TileSchedule, q_offsets: Tensor, kv_offsets: Tensor) -> None:
+    """ValueError unless the schedule has as many tiles of each segment as these segments need, and the segments that it counts as short are
+    short: kernels of packed tiles take them."""
     needed = (q_offsets.diff().long() + schedule.block_m - 1) // schedule.block_m * schedule.num_heads
     listed = schedule.tiles[: int(schedule.num_tiles[0]), 0].bincount(minlength=len(needed))
     needed = pad(needed, (0, len(listed) - len(needed)))
@@ -526,3 +527,15 @@ def _check_schedule(schedule: TileSchedule, q_offsets: Tensor) -> None:
         raise ValueError(
             f"schedule was built for other lengths: it has {listed[segment]} tiles of segment {segment}, q_offsets need {needed[segment]}"
         )
+    if q_offsets.shape != kv_offsets.shape:  # no segment of several query groups counts as short
+        return
+    q_lengths, kv_lengths = q_offsets.diff(), kv_offsets.diff()
+    long = ~is_short(q_lengths, kv_lengths)
+    for half in (schedule, schedule.backward or schedule):
+        segments = half.tiles[int(half.num_tiles[1]) : int(half.num_tiles[0]), 0].long()
+        if long[segments].any():
+            segment = int(segments[long[segments]][0])
+            raise ValueError(
+                f"schedule was built for other lengths: it counts segment {segment} as short, which has {q_lengths[segment]} queries and "
+                f"{kv_lengths[segment]} keys"
+            )

@@ -40,7 +40,7 @@ def attention() -> str:
         for name, dtype in DTYPES.items()
         for low, high in DIMS
     ]
-    h100 = dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0)) | long
+    h100 = dict(head_dim=128, v_dim=128, dtype=torch.bfloat16, capability=(9, 0), num_sms=132) | long
     cases = {
         "as above": {},
         "head dim 36, no multiple of 8": dict(head_dim=36, v_dim=36),
@@ -51,6 +51,12 @@ def attention() -> str:
         "segments of 1 by 200 rows": dict(q_rows=64, kv_rows=64 * 200),
         "1024 segments of 10 by 300 rows, 4 heads": dict(
             q_rows=1024 * 10, kv_rows=1024 * 300, q_segments=1024, kv_segments=1024, num_heads=4, num_kv_heads=4
+        ),
+        "4096 segments of 10 by 50 rows, 4 heads": dict(
+            q_rows=4096 * 10, kv_rows=4096 * 50, q_segments=4096, kv_segments=4096, num_heads=4, num_kv_heads=4
+        ),
+        "2048 segments of 55 rows, 4 heads, self-attention": dict(
+            q_rows=2048 * 55, kv_rows=2048 * 55, q_segments=2048, kv_segments=2048, num_heads=4, num_kv_heads=4, self_attention=True
         ),
         "segments of 25 by 25 rows, batch-invariant": dict(q_rows=64 * 25, kv_rows=64 * 25, batch_invariant=True),
         'activation "gelu_taylor"': dict(activation="gelu_taylor"),
@@ -69,7 +75,8 @@ def attention() -> str:
 `jagged_kernels.attention.select` decides. A cell names the kernels ("hopper": `attention/hopper_*.py`, "triton":
 `attention/triton_kernels.py`) and their tiles: rows of a tile × rows of the blocks that it loops over, for the forward, for dq, and for dk
 and dv. One kernel for all three gradients has one entry. If segments with few queries have such a kernel beside the others, its entry
-follows the forward's.
+follows the forward's. "packed": segments of at most 64 queries and 64 keys share tiles (`attention/triton_packed.py`) in the forward and in
+the backward, or in the backward alone, and the other kernels take longer segments.
 
 Segments of 500 rows, softmax, no mask, query and value head dims alike (multiples of 8):
 
@@ -86,7 +93,9 @@ def _kernels(selection: Selection) -> str:
     if selection.short_queries:
         backward.insert(0, selection.short_queries)
     tiles = ", ".join(f"{config.tile}×{config.block}" for config in (selection.fwd, *backward))
-    return f"{selection.backend} {tiles}"
+    packed = {"packed_fwd": "forward", "packed_bwd": "backward"}
+    packed = [name for field, name in packed.items() if getattr(selection, field)]
+    return f"{selection.backend} {tiles}" + (f"; packed {' and '.join(packed)}" if packed else "")
 
 
 def block_attention() -> str:

@@ -256,6 +256,11 @@ def test_equal_problems_give_one_selection():
     assert select(problem(capability=A100, **sizes(400, 500))) is select(problem(capability=A100, **sizes(401, 501)))
 
 
+def rows(number):
+    return dict(q_rows=number, kv_rows=number)
+
+
+CROSS = dict(self_attention=False)
 SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55, 55, segments=2048)
 
 
@@ -266,15 +271,31 @@ SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55,
         (dict(capability=A100), True, True),
         (dict(implementation="triton"), True, True),
         (dict(masked=True, activation="silu", head_dim=24), True, True),
-        (dict(q_rows=512 * 33), True, True),
-        (dict(q_rows=512 * 33 - 1), False, False),
-        (dict(q_rows=2048 * 32 - 1), True, True),
-        (dict(q_rows=2048 * 32), False, True),
-        (dict(q_rows=2048 * 64 - 1, capability=A100), True, True),
-        (dict(q_rows=2048 * 64, capability=A100), False, True),
-        (dict(q_rows=2048 * 128 - 1), False, True),
-        (dict(q_rows=2048 * 128), False, False),
-        (dict(self_attention=False), False, False),
+        (rows(512 * 33), True, True),
+        (rows(512 * 33 - 1), False, False),
+        (rows(2048 * 32 - 1), True, True),
+        (rows(2048 * 32), False, True),
+        (rows(2048 * 64 - 1) | dict(capability=A100), True, True),
+        (rows(2048 * 64) | dict(capability=A100), False, True),
+        (rows(2048 * 128 - 1), False, True),
+        (rows(2048 * 128), False, False),
+        (CROSS, True, True),
+        (CROSS | dict(capability=A100), True, True),
+        (CROSS | sizes(10, 50, 2048), True, True),
+        (CROSS | sizes(50, 10, 2048), True, True),
+        (CROSS | sizes(10, 64, 2048), False, False),
+        (CROSS | sizes(64, 10, 2048), False, False),
+        (CROSS | sizes(1, 63, 2048) | dict(masked=True), True, True),
+        (CROSS | sizes(1, 33, 512), True, True),
+        (CROSS | sizes(1, 32, 512), False, False),
+        (CROSS | dict(q_segments=1024), False, False),  # two groups of queries or of keys
+        (CROSS | dict(q_segments=4096), False, False),
+        (CROSS | dict(q_shared=True, q_rows=20), False, False),
+        (CROSS | dict(kv_shared=True, kv_segments=1, q_segments=1), False, False),
+        (CROSS | dict(paged=True), False, False),
+        (CROSS | dict(implementation="hopper"), False, False),
+        (CROSS | dict(batch_invariant=True), False, False),
+        (CROSS | dict(biased=True), False, False),
         (dict(implementation="hopper"), False, False),
         (dict(batch_invariant=True), False, False),
         (dict(biased=True), False, False),
@@ -283,12 +304,19 @@ SHORT_BATCH = dict(self_attention=True, num_kv_heads=4, num_sms=132) | sizes(55,
     ],
     ids=str,
 )
-def test_short_segments_are_packed_where_they_fill_the_gpu(change, forward, backward):
+def test_short_segments_are_packed_where_they_fill_the_gpu(monkeypatch, change, forward, backward):
     selection = select(problem(**SHORT_BATCH | change))
     assert (selection.packed_fwd is not None, selection.packed_bwd is not None) == (forward, backward)
-    assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(
-        problem(**SHORT_BATCH | change | dict(self_attention=False))
-    )
+    monkeypatch.setattr(module, "packed_tiles_are_faster", lambda *_: (False, False))
+    assert dataclasses.replace(selection, packed_fwd=None, packed_bwd=None) == select(problem(**SHORT_BATCH | change))
+
+
+def test_packed_tiles_replace_the_kernel_of_few_queries():
+    """Above head dim 64, where both take short histories."""
+    batch = dict(num_heads=4, num_kv_heads=4, num_sms=132)
+    packed, few_queries = (select(problem(**batch, **sizes(10, length, 4096))) for length in (63, 64))
+    assert packed.packed_bwd is not None and packed.short_queries is None and packed.dq.tile == packed.fwd.tile
+    assert few_queries.packed_bwd is None and few_queries.short_queries is not None
 
 
 @pytest.mark.parametrize(
@@ -394,7 +422,7 @@ def test_one_kernel_for_all_gradients_of_few_queries(dim, seqlen, consumers):
         dict(num_kv_heads=2),
         dict(num_heads=8, num_kv_heads=4),
         dict(kv_rows=2**16 - 1),
-        dict(kv_rows=1024 * 63),
+        dict(kv_rows=1024 * 63),  # packed tiles
         dict(capability=A100),
         dict(implementation="triton"),
     ],

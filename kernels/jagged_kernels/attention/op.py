@@ -8,7 +8,7 @@
 Every kernel is persistent over a zigzag schedule (schedule/); each output tile has one owner, so results are
 deterministic. Softmax scores and the stored log-sum-exp (fp32, [H, rows]) are in base 2, whose exponential the hardware has;
 pointwise activations store nothing. Each kernel computes the scores again; on Hopper dq may read dS instead, which the dk, dv kernel
-has stored (hopper_ds.py). In self-attention of many short segments, these have kernels of their own (triton_packed.py).
+has stored (hopper_ds.py). If there are many short segments, these have kernels of their own (triton_packed.py).
 
 Shared operands are not replicated. Keys shared by all segments make one segment of all query rows; only dk, dv need a split of
 the query rows into chunks, summed afterwards. Queries shared by all segments are read at row 0 of every segment (`Q_SHARED`)
@@ -210,11 +210,11 @@ def _select(
     operands: Operands, segments: Segments, key_block: int | None, params: AttentionParams, kv_shared: bool, implementation: str
 ) -> Selection:  # fmt: skip
     q, k, v, _, _ = operands
-    self_attention = _same(segments.q_offsets, segments.kv_offsets) and not (params.q_shared or kv_shared or segments.pages)
+    self_attention = segments.is_self_attention and not (params.q_shared or kv_shared or segments.pages)
     judges_alignment = implementation != "triton" and q.element_size() == 2  # Hopper's kernels take 16 bits alone
     return _selection(
         q.shape, segments.num_keys(k), k.shape[1], v.shape[2], q.dtype, q.device, segments.q_offsets.shape[0] - 1,
-        segments.kv_offsets.shape[0] - 1, self_attention, params.q_shared, kv_shared,
+        segments.kv_offsets.shape[0] - 1, self_attention, params.q_shared, kv_shared, segments.pages is not None,
         _misaligned(q, k, v, params.batch_invariant and implementation == "auto") if judges_alignment else (),
         (segments.tiles.block, key_block), implementation, params.activation, params.mask, params.has_bias, params.time_bias is not None,
         params.batch_invariant,
@@ -224,7 +224,7 @@ def _select(
 @functools.lru_cache(maxsize=64)  # a backward finds what its forward has selected
 def _selection(
     q_shape: torch.Size, kv_rows: int, num_kv_heads: int, v_dim: int, dtype: torch.dtype, device: torch.device, q_segments: int,
-    kv_segments: int, self_attention: bool, q_shared: bool, kv_shared: bool, misaligned: tuple[str, ...],
+    kv_segments: int, self_attention: bool, q_shared: bool, kv_shared: bool, paged: bool, misaligned: tuple[str, ...],
     schedule: tuple[int | None, int | None], implementation: str, activation: str, mask: MaskParams | None, biased: bool, timed: bool,
     batch_invariant: bool,
 ) -> Selection:  # fmt: skip
@@ -248,6 +248,7 @@ def _selection(
         q_shared=q_shared,
         kv_shared=kv_shared,
         self_attention=self_attention,
+        paged=paged,
         misaligned=misaligned,
         schedule=schedule,
         num_heads=q_shape[1],
@@ -255,11 +256,6 @@ def _selection(
         num_sms=num_sms,
     )
     return select(problem)
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors are one, which may have gone through an operator or a graph."""
-    return x is y or x.data_ptr() == y.data_ptr() and x.shape == y.shape
 
 
 def _misaligned(q: Tensor, k: Tensor, v: Tensor, single_rows: bool) -> tuple[str, ...]:

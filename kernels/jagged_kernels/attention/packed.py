@@ -17,11 +17,11 @@ from .triton_packed import packed_attention_bwd_kernel, packed_attention_fwd_ker
 def forward(operands: Operands, segments: Segments, params: AttentionParams, config: LaunchConfig) -> None:
     """Write `out`, and with softmax `lse`, of the short segments."""
     q, k, v, out, lse = operands
-    packed = pack_short_segments(segments.q_offsets, q.shape[0])
+    packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, out)
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     packed_attention_fwd_kernel[_grid(config, packed, q)](
-        q, k, v, out, lse, segments.q_offsets, *packed, params.num_targets, params.segment_scale,
+        q, k, v, out, lse, *packed, params.num_targets, params.segment_scale,
         params.scale, act_factor, params.output_scale, *strides, lse.stride(0), ALIGN=align, **_constants(config, operands, params),
     )  # fmt: skip
 
@@ -30,11 +30,11 @@ def backward(operands: Operands, grads: Gradients, segments: Segments, params: A
     """Write dq, dk and dv of the short segments."""
     q, k, v, _, _ = operands
     do, dq, dk, dv, _ = grads
-    packed = pack_short_segments(segments.q_offsets, q.shape[0])
+    packed = pack_short_segments(segments, q.shape[0], k.shape[0])
     align, strides = row_and_head_strides(q, k, v, do, dq, dk, dv)
     act_factor, dact_factor = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     packed_attention_bwd_kernel[_grid(config, packed, k)](
-        q, k, v, do, dq, dk, dv, segments.q_offsets, *packed, params.num_targets, params.segment_scale,
+        q, k, v, do, dq, dk, dv, *packed, params.num_targets, params.segment_scale,
         params.scale, act_factor, dact_factor, params.output_scale, *strides, ALIGN=align, **_constants(config, operands, params),
     )  # fmt: skip
 

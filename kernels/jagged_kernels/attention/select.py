@@ -30,8 +30,10 @@ from .configs import (
 )
 
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
-PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward
+PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward of self-attention
 PACKED_MEAN_OF_HOPPER = 32, 128  # where Hopper's kernels take the other segments
+PACKED_CROSS_MEAN = 64, 64  # of cross-attention: rows of the side that has more
+PACKED_CROSS_MEAN_OF_HOPPER = 64, 64
 PACKED_ROWS_PER_SM = 512
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average
 SMALL_TILES = {64: 640, 128: 128}  # small_tiles_are_faster: rows of a segment on average, by padded head dim
@@ -56,6 +58,7 @@ class AttentionProblem(NamedTuple):
         q_rows, q_segments: rows of q, and segments that they are split into; with q_shared, each segment takes all rows.
         kv_rows, kv_segments: rows and segments of k and v. With kv_shared, there is one segment.
         self_attention: queries and keys have the same offsets.
+        paged: keys and values lie in pages.
         misaligned: descriptions of the operands among q, k and v that the tensor memory accelerator cannot read. Only Hopper's kernels ask.
         schedule: rows of the query tiles and of the key tiles of the given schedule; None for a side that has none.
         num_heads, num_kv_heads: of q, and of k and v. num_sms: of the GPU.
@@ -79,6 +82,7 @@ class AttentionProblem(NamedTuple):
     q_shared: bool = False
     kv_shared: bool = False
     self_attention: bool = False
+    paged: bool = False
     misaligned: tuple[str, ...] = ()
     schedule: tuple[int | None, int | None] = (None, None)
     num_heads: int = 1
@@ -187,15 +191,20 @@ def hopper_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: flo
 
 
 def packed_tiles_are_faster(p: AttentionProblem, backend: str) -> tuple[bool, bool]:
-    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: in self-attention of short segments that
-    fill the GPU. It takes two launches more. backend: of the other segments. docs/decisions/short-segments.md has figures.
+    """Whether short segments are packed (schedule/packed.py), in the forward and in the backward: with one group of queries and short
+    segments that fill the GPU. It takes two launches more. backend: of the other segments. docs/decisions/short-segments.md has figures.
     """
-    supported = p.self_attention and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
-    if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None:
+    one_group = not (p.q_shared or p.kv_shared or p.paged) and p.q_segments == p.kv_segments
+    supported = one_group and p.dtype.itemsize == 2 and max(p.head_dim, p.v_dim) <= 128 and not p.biased
+    if not supported or p.batch_invariant or p.implementation == "hopper" or p.q_rows is None or p.kv_rows is None:
         return False, False
-    longest_means = PACKED_MEAN_OF_HOPPER if backend == "hopper" else PACKED_MEAN
-    mean, fills_gpu = p.q_rows / max(1, p.q_segments), p.q_rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
-    return tuple(fills_gpu and mean < longest and p.q_rows < 2**31 for longest in longest_means)
+    if p.self_attention:
+        longest_means = PACKED_MEAN_OF_HOPPER if backend == "hopper" else PACKED_MEAN
+    else:
+        longest_means = PACKED_CROSS_MEAN_OF_HOPPER if backend == "hopper" else PACKED_CROSS_MEAN
+    rows = max(p.q_rows, p.kv_rows)
+    mean, fills_gpu = rows / max(1, p.q_segments), rows * p.num_kv_heads >= PACKED_ROWS_PER_SM * p.num_sms
+    return tuple(fills_gpu and mean < longest and rows < 2**31 for longest in longest_means)
 
 
 def long_key_blocks_are_faster(kv_seqlen: float | None, head_dim: int, masked: bool) -> bool:
@@ -265,13 +274,13 @@ def short_query_consumers(p: AttentionProblem, q_seqlen: float | None, kv_seqlen
     more rows need two kernels beside it. docs/decisions/short-queries.md has figures.
 
     It takes cross-attention with one group of queries and as many heads of keys, without a mask and a bias. In self-attention, many short
-    segments often come with a few long ones, which take as long without the short ones.
+    segments often come with a few long ones, which take as long without the short ones. Beside packed tiles, few segments are left.
     """
     supported = not (p.masked or p.biased or p.q_shared or p.kv_shared or p.self_attention)
     if not supported or p.q_segments != p.kv_segments or p.num_heads != p.num_kv_heads or q_seqlen is None or kv_seqlen is None:
         return 0
     narrow = padded_dim(p.head_dim) <= 64
-    if p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS or narrow and kv_seqlen < 64:
+    if p.kv_rows * p.num_heads < SHORT_QUERIES_ROWS or narrow and kv_seqlen < 64 or packed_tiles_are_faster(p, "hopper")[1]:
         return 0
     means = SHORT_QUERIES[64 if narrow else 128]
     return next((consumers for consumers, mean in enumerate(means, 1) if q_seqlen < mean), 0)

@@ -1,7 +1,8 @@
-"""Triton kernels of self-attention for short segments: forward, and one kernel for dq, dk and dv. op.py has the equations.
+"""Triton kernels of attention for short segments: forward, and one kernel for dq, dk and dv. op.py has the equations.
 
-A packed tile (schedule/packed.py) holds whole segments, so all keys of its rows are in the tile: one S, block-diagonal by segment, one
-softmax, and nothing stored for the backward. A program takes an equal share of the tiles and heads.
+A packed tile (schedule/packed.py) holds whole segments, so all keys of its queries are in the tile: one S, block-diagonal by segment, one
+softmax, and nothing stored for the backward. A program takes an equal share of the tiles and heads. Self-attention has one list of rows for
+both sides. In cross-attention a segment may have rows on one side alone: its output or its gradients are zeros.
 
     delta = rowsum(P ∘ dP), which equals rowsum(dO ∘ O)
 
@@ -26,86 +27,100 @@ NONE = tl.constexpr(2**31 - 1)  # larger than any segment
 
 
 class _Batch(NamedTuple):
-    """What the segments of a batch have: offsets `[B + 1]`, and num_targets and segment_scale `[B]`, or None."""
+    """What the segments of a batch have: offsets `[B + 1]` of queries, and of keys, None in self-attention; num_targets and segment_scale
+    `[B]`, or None."""
 
-    offsets_ptr: tl.tensor
+    q_offsets_ptr: tl.tensor
+    kv_offsets_ptr: tl.tensor
     num_targets_ptr: tl.tensor
     segment_scale_ptr: tl.tensor
 
 
-class _Tile(NamedTuple):
-    """Of each row `[ROWS]` of a packed tile: its row in the operands and its segment, -1 if there is none."""
+class _Side(NamedTuple):
+    """The queries or the keys of a packed tile. Of each row `[ROWS]`: its row in the operands, its segment, -1 if there is none, and
+    whether it is computed."""
 
     row: tl.tensor
     segment: tl.tensor
+    computed: tl.tensor
 
 
 @triton.jit
-def _load_tile(tiles_ptr, number):
+def _load_side(tiles_ptr, number, segment):
+    """Rows of one segment are computed, or of ALL. number: of the side, counted from the first tile on."""
     ptrs = tiles_ptr + tl.cast(number, tl.int64) * (2 * ROWS) + tl.arange(0, ROWS)
-    return _Tile(tl.load(ptrs), tl.load(ptrs + ROWS))
+    row, of_row = tl.load(ptrs), tl.load(ptrs + ROWS)
+    return _Side(row, of_row, (of_row >= 0) & ((segment == ALL) | (of_row == segment)))
 
 
 @triton.jit
-def _is_computed(tile, segment):
-    """Which rows are computed: those of one segment, or all."""
-    return (tile.segment >= 0) & ((segment == ALL) | (tile.segment == segment))
-
-
-@triton.jit
-def _next_segment(tile, segment, checksum):
+def _next_segment(queries, keys, segment, checksum, CROSS: tl.constexpr):
     """The segment to compute after `segment`; NONE if there is none. After ALL, there is one only if the checksum is not finite."""
-    following = tl.min(tl.where(tile.segment > segment, tile.segment, NONE), 0)
+    following = tl.min(tl.where(queries.segment > segment, queries.segment, NONE), 0)
+    if CROSS:
+        following = tl.minimum(following, tl.min(tl.where(keys.segment > segment, keys.segment, NONE), 0))
     return tl.where((segment == ALL) & (checksum - checksum == 0), NONE, following)
 
 
 @triton.jit
-def _pointers(rows, tile, head, computed, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+def _pointers(rows, side, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
     """Pointers to a tile's rows `[ROWS, BLOCK_D]` of an operand, and a mask of those that are computed."""
     columns = tl.arange(0, BLOCK_D)
-    first = tile.row.to(tl.int64) * rows.stride_row + tl.cast(head, tl.int64) * rows.stride_head
-    mask = computed[:, None]
+    first = side.row.to(tl.int64) * rows.stride_row + tl.cast(head, tl.int64) * rows.stride_head
+    mask = side.computed[:, None]
     if DIM != BLOCK_D:
         mask = mask & (columns < DIM)[None, :]
     return rows.ptr + first[:, None] + columns[None, :], mask
 
 
 @triton.jit
-def _load(rows, tile, head, computed, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    ptrs, mask = _pointers(rows, tile, head, computed, DIM, BLOCK_D)
+def _load(rows, side, head, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    ptrs, mask = _pointers(rows, side, head, DIM, BLOCK_D)
     return tl.load(ptrs, mask=mask, other=0.0)
 
 
 @triton.jit
-def _store(rows, tile, head, computed, x, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    ptrs, mask = _pointers(rows, tile, head, computed, DIM, BLOCK_D)
+def _store(rows, side, head, x, DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    ptrs, mask = _pointers(rows, side, head, DIM, BLOCK_D)
     tl.store(ptrs, x.to(rows.ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _visible(tile, batch, computed, MASK: tl.constexpr):
+def _load_of_segments(ptr, side):
+    """A number of each row's segment; 0 of rows that are not computed."""
+    return tl.load(ptr + side.segment, mask=side.computed, other=0)
+
+
+@triton.jit
+def _visible(queries, keys, batch, CROSS: tl.constexpr, MASK: tl.constexpr):
     """`[ROWS, ROWS]`: whether a row sees a column. Rows that are not computed see each other, as zeros."""
-    same = tile.segment[:, None] == tile.segment[None, :]
+    same = queries.segment[:, None] == keys.segment[None, :]
     if MASK is None:
         return same
     else:
-        start = tl.load(batch.offsets_ptr + tile.segment, mask=computed, other=0).to(tl.int32)
-        end = tl.load(batch.offsets_ptr + tile.segment + 1, mask=computed, other=0).to(tl.int32)
-        column, first_target = tile.row - start, end - start
+        q_offsets_ptr, kv_offsets_ptr = batch.q_offsets_ptr, batch.q_offsets_ptr
+        if CROSS:
+            kv_offsets_ptr = batch.kv_offsets_ptr
+        start = _load_of_segments(kv_offsets_ptr, queries).to(tl.int32)
+        end = _load_of_segments(kv_offsets_ptr + 1, queries).to(tl.int32)
+        row, column, kv_len = queries.row - start, keys.row - start, end - start
+        if CROSS:  # the last row of a segment is in the column of its last key
+            row = queries.row - _load_of_segments(q_offsets_ptr + 1, queries).to(tl.int32) + kv_len
+            column = keys.row - _load_of_segments(kv_offsets_ptr, keys).to(tl.int32)
+        first_target = kv_len
         if MASK.has_targets:
-            num_targets = tl.load(batch.num_targets_ptr + tile.segment, mask=computed, other=0).to(tl.int32)
-            first_target = tl.maximum(first_target - num_targets, 0)
-        row = column[:, None]
+            first_target = tl.maximum(kv_len - _load_of_segments(batch.num_targets_ptr, queries).to(tl.int32), 0)
+        row = row[:, None]
         return same & is_visible(column[None, :], row, visible_columns(row, first_target[:, None], MASK), MASK)
 
 
 @triton.jit
-def _output_factors(batch, tile, computed, output_scale):
+def _output_factors(batch, side, output_scale):
     """The output scale `[ROWS, 1]` of each row's segment."""
     if batch.segment_scale_ptr is None:
         return output_scale
     else:
-        return tl.load(batch.segment_scale_ptr + tile.segment, mask=computed, other=0.0)[:, None]
+        return _load_of_segments(batch.segment_scale_ptr, side)[:, None]
 
 
 @triton.jit
@@ -126,7 +141,7 @@ def _reciprocal(row_sum):
 @safe_ptxas
 @triton.jit(do_not_specialize=["stride_lse"])
 def packed_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
     scale, act_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_om, stride_oh, stride_lse,
     HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -137,36 +152,41 @@ def packed_attention_fwd_kernel(
     k_rows = Rows(k_ptr, None, stride_kn * ALIGN, stride_kh * ALIGN)
     v_rows = Rows(v_ptr, None, stride_vn * ALIGN, stride_vh * ALIGN)
     out_rows = Rows(out_ptr, None, stride_om * ALIGN, stride_oh * ALIGN)
-    batch = _Batch(offsets_ptr, num_targets_ptr, segment_scale_ptr)
+    batch = _Batch(q_offsets_ptr, kv_offsets_ptr, num_targets_ptr, segment_scale_ptr)
+    CROSS: tl.constexpr = kv_offsets_ptr is not None
+    SIDES: tl.constexpr = 2 if CROSS else 1
     scale = score_factor(scale, ACTIVATION)
     for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * HEADS, tl.num_programs(0)):
         head, segment = item % HEADS, ALL
         while segment < NONE:
-            tile = _load_tile(tiles_ptr, item // HEADS)
-            computed = _is_computed(tile, segment)
-            q = _load(q_rows, tile, head, computed, HEAD_DIM, BLOCK_D)
-            k = _load(k_rows, tile, head // GROUP, computed, HEAD_DIM, BLOCK_D)
-            v = _load(v_rows, tile, head // GROUP, computed, V_DIM, BLOCK_DV)
+            queries = _load_side(tiles_ptr, item // HEADS * SIDES, segment)
+            keys = queries
+            if CROSS:
+                keys = _load_side(tiles_ptr, item // HEADS * SIDES + 1, segment)
+            q = _load(q_rows, queries, head, HEAD_DIM, BLOCK_D)
+            k = _load(k_rows, keys, head // GROUP, HEAD_DIM, BLOCK_D)
+            v = _load(v_rows, keys, head // GROUP, V_DIM, BLOCK_DV)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            visible = _visible(tile, batch, computed, MASK)
+            visible = _visible(queries, keys, batch, CROSS, MASK)
             if ACTIVATION is None:
                 p, row_max, row_sum = _softmax(scores * scale, visible)
-                lse_ptrs = lse_ptr + tl.cast(head, tl.int64) * stride_lse + tile.row
-                tl.store(lse_ptrs, row_max + tl.log2(row_sum), mask=computed)
+                lse_ptrs = lse_ptr + tl.cast(head, tl.int64) * stride_lse + queries.row
+                tl.store(lse_ptrs, row_max + tl.log2(row_sum), mask=queries.computed)
                 factor = _reciprocal(row_sum)
             else:
                 p, _ = ACTIVATION(scores, scale)
                 p = tl.where(visible, p, 0.0)
-                factor = act_factor * _output_factors(batch, tile, computed, output_scale)
+                factor = act_factor * _output_factors(batch, queries, output_scale)
             out = tl.dot(p.to(v.dtype), v, input_precision=PRECISION) * factor
-            _store(out_rows, tile, head, computed, out, V_DIM, BLOCK_DV)
-            segment = _next_segment(tile, segment, tl.sum(out))
+            _store(out_rows, queries, head, out, V_DIM, BLOCK_DV)
+            segment = _next_segment(queries, keys, segment, tl.sum(out), CROSS)
 
 
 @safe_ptxas
 @triton.jit
 def packed_attention_bwd_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, offsets_ptr, tiles_ptr, num_tiles_ptr, num_targets_ptr, segment_scale_ptr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, dk_ptr, dv_ptr, q_offsets_ptr, kv_offsets_ptr, tiles_ptr, num_tiles_ptr,
+    num_targets_ptr, segment_scale_ptr,
     scale, act_factor, dact_factor, output_scale,
     stride_qm, stride_qh, stride_kn, stride_kh, stride_vn, stride_vh, stride_dom, stride_doh,
     stride_dqm, stride_dqh, stride_dkn, stride_dkh, stride_dvn, stride_dvh,
@@ -181,24 +201,31 @@ def packed_attention_bwd_kernel(
     dq_rows = Rows(dq_ptr, None, stride_dqm * ALIGN, stride_dqh * ALIGN)
     dk_rows = Rows(dk_ptr, None, stride_dkn * ALIGN, stride_dkh * ALIGN)
     dv_rows = Rows(dv_ptr, None, stride_dvn * ALIGN, stride_dvh * ALIGN)
-    batch = _Batch(offsets_ptr, num_targets_ptr, segment_scale_ptr)
+    batch = _Batch(q_offsets_ptr, kv_offsets_ptr, num_targets_ptr, segment_scale_ptr)
+    CROSS: tl.constexpr = kv_offsets_ptr is not None
+    SIDES: tl.constexpr = 2 if CROSS else 1
     score_scale = score_factor(scale, ACTIVATION)
     KEY_HEADS: tl.constexpr = HEADS // GROUP
     for item in range(tl.program_id(0), tl.load(num_tiles_ptr) * KEY_HEADS, tl.num_programs(0)):
         key_head, segment = item % KEY_HEADS, ALL
         while segment < NONE:
-            tile = _load_tile(tiles_ptr, item // KEY_HEADS)
-            computed = _is_computed(tile, segment)
-            k = _load(k_rows, tile, key_head, computed, HEAD_DIM, BLOCK_D)
-            v = _load(v_rows, tile, key_head, computed, V_DIM, BLOCK_DV)
-            visible = _visible(tile, batch, computed, MASK)
-            factor = _output_factors(batch, tile, computed, output_scale)
+            queries = _load_side(tiles_ptr, item // KEY_HEADS * SIDES, segment)
+            keys = queries
+            if CROSS:
+                keys = _load_side(tiles_ptr, item // KEY_HEADS * SIDES + 1, segment)
+            k = _load(k_rows, keys, key_head, HEAD_DIM, BLOCK_D)
+            v = _load(v_rows, keys, key_head, V_DIM, BLOCK_DV)
+            visible = _visible(queries, keys, batch, CROSS, MASK)
+            factor = _output_factors(batch, queries, output_scale)
+            key_factor = factor
+            if CROSS:
+                key_factor = _output_factors(batch, keys, output_scale)
             dk, dv = tl.zeros([ROWS, BLOCK_D], tl.float32), tl.zeros([ROWS, BLOCK_DV], tl.float32)
             checksum = 0.0
             for group_head in range(0, GROUP):
                 head = key_head * GROUP + group_head
-                q = _load(q_rows, tile, head, computed, HEAD_DIM, BLOCK_D)
-                do = _load(do_rows, tile, head, computed, V_DIM, BLOCK_DV)
+                q = _load(q_rows, queries, head, HEAD_DIM, BLOCK_D)
+                do = _load(do_rows, queries, head, V_DIM, BLOCK_DV)
                 scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
                 dp = tl.dot(do, tl.trans(v), input_precision=PRECISION)
                 checksum += tl.sum(scores + dp)
@@ -212,12 +239,12 @@ def packed_attention_bwd_kernel(
                     p, ds = tl.where(visible, p, 0.0), tl.where(visible, dact * dp, 0.0)
                 ds = ds.to(q.dtype)
                 dq = tl.dot(ds, k, input_precision=PRECISION) * (scale * dact_factor * factor)
-                _store(dq_rows, tile, head, computed, dq, HEAD_DIM, BLOCK_D)
+                _store(dq_rows, queries, head, dq, HEAD_DIM, BLOCK_D)
                 dv = tl.dot(tl.trans(p.to(do.dtype)), do, dv, input_precision=PRECISION)
                 if GROUP == 1:  # frees the registers of dv before dk takes as many
-                    _store(dv_rows, tile, key_head, computed, dv * (act_factor * factor), V_DIM, BLOCK_DV)
+                    _store(dv_rows, keys, key_head, dv * (act_factor * key_factor), V_DIM, BLOCK_DV)
                 dk = tl.dot(tl.trans(ds), q, dk, input_precision=PRECISION)
             if GROUP > 1:
-                _store(dv_rows, tile, key_head, computed, dv * (act_factor * factor), V_DIM, BLOCK_DV)
-            _store(dk_rows, tile, key_head, computed, dk * (scale * dact_factor * factor), HEAD_DIM, BLOCK_D)
-            segment = _next_segment(tile, segment, checksum)
+                _store(dv_rows, keys, key_head, dv * (act_factor * key_factor), V_DIM, BLOCK_DV)
+            _store(dk_rows, keys, key_head, dk * (scale * dact_factor * key_factor), HEAD_DIM, BLOCK_D)
+            segment = _next_segment(queries, keys, segment, checksum, CROSS)

@@ -46,6 +46,12 @@ class Segments(NamedTuple):
         return k.shape[0] if self.pages is None else self.pages.num_rows
 
     @property
+    def is_self_attention(self) -> bool:
+        """Whether queries and keys have the same offsets: one tensor, which may have gone through an operator or a graph."""
+        q_offsets, kv_offsets = self.q_offsets, self.kv_offsets
+        return q_offsets is kv_offsets or q_offsets.data_ptr() == kv_offsets.data_ptr() and q_offsets.shape == kv_offsets.shape
+
+    @property
     def query_groups(self) -> int:
         if self.q_offsets is self.kv_offsets:
             return 1

@@ -14,27 +14,33 @@ from .ahead_of_time import MASKS, compile_for  # noqa: E402
 
 KERNELS = {"fwd": packed_attention_fwd_kernel, "bwd": packed_attention_bwd_kernel}
 SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # of a thread block, by compute capability
-CASES = [  # capability, dtype, head dim, activation, mask, query heads per key head
-    (80, "fp16", 64, "softmax", "none", 1),
-    (86, "bf16", 128, "silu", "hstu", 2),
-    (90, "bf16", 128, "softmax", "none", 1),
-    (90, "fp16", 24, "gelu", "window", 4),
-    (100, "bf16", 128, "softmax", "semi-local", 1),
+CASES = [  # capability, dtype, head dim, activation, mask, query heads per key head, cross-attention
+    (80, "fp16", 64, "softmax", "none", 1, False),
+    (86, "bf16", 128, "silu", "hstu", 2, False),
+    (90, "bf16", 128, "softmax", "none", 1, False),
+    (90, "fp16", 24, "gelu", "window", 4, False),
+    (100, "bf16", 128, "softmax", "semi-local", 1, False),
+    (80, "bf16", 128, "softmax", "window", 2, True),
+    (86, "fp16", 64, "silu", "none", 1, True),
+    (90, "bf16", 128, "softmax", "none", 1, True),
+    (90, "bf16", 64, "silu", "hstu", 1, True),
+    (100, "fp16", 128, "gelu", "none", 4, True),
 ]
 
 
 @pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize("capability, dtype, dim, activation, mask, group", CASES, ids=str)
-def test_kernels_compile(name, capability, dtype, dim, activation, mask, group):
+@pytest.mark.parametrize("capability, dtype, dim, activation, mask, group, cross", CASES, ids=str)
+def test_kernels_compile(name, capability, dtype, dim, activation, mask, group, cross):
     config, block = packed_config(name, dim), padded_dim(dim)
     options = dict(num_warps=config.num_warps, num_stages=config.num_stages, maxnreg=config.max_registers)
     constants = dict(HEADS=4, GROUP=group, HEAD_DIM=dim, V_DIM=dim, BLOCK_D=block, BLOCK_DV=block, ALIGN=8, PRECISION="tf32")
     constants |= dict(ACTIVATION=activation_function(activation, dtype == "bf16"), MASK=MASKS[mask])
     constants |= dict(segment_scale_ptr=None) if activation == "softmax" else {}
     constants |= dict(num_targets_ptr=None) if mask in ("none", "window") else {}
+    constants |= {} if cross else dict(kv_offsets_ptr=None)
 
     def type_of(arg):
-        if arg in ("offsets_ptr", "num_targets_ptr"):
+        if arg in ("q_offsets_ptr", "kv_offsets_ptr", "num_targets_ptr"):
             return "*i64"
         if arg in ("tiles_ptr", "num_tiles_ptr"):
             return "*i32"
@@ -50,7 +56,9 @@ def test_kernels_compile(name, capability, dtype, dim, activation, mask, group):
         assert "wgmma" in compiled.asm["ptx"]
 
 
+@pytest.mark.parametrize("cross", [False, True])
 @pytest.mark.parametrize("capability, offsets", [(80, "*i64"), (90, "*i32"), (100, "*i64")])
-def test_pack_kernel_compiles(capability, offsets):
-    types = dict(offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32")
-    assert compile_for(capability, _pack_kernel, dict(CHUNK=CHUNK), types.get, aligned=(), num_warps=1).asm["cubin"]
+def test_pack_kernel_compiles(capability, offsets, cross):
+    types = dict(q_offsets_ptr=offsets, kv_offsets_ptr=offsets, tiles_ptr="*i32", num_tiles_ptr="*i32")
+    constants = dict(CHUNK=CHUNK) | ({} if cross else dict(kv_offsets_ptr=None))
+    assert compile_for(capability, _pack_kernel, constants, types.get, aligned=(), num_warps=1).asm["cubin"]

@@ -1,5 +1,7 @@
 """Every attention kernel in Triton's interpreter (fp32 and fp16; its bf16 arithmetic is wrong)."""
 
+import dataclasses
+
 import pytest
 import torch
 from marks import slow_after
@@ -140,6 +142,17 @@ def test_a_schedule_of_other_lengths_is_refused(check_attention):
     schedule = host_schedule(lengths, lengths, num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
     with pytest.raises(ValueError, match="schedule was built for other lengths: it has 0 tiles of segment 1, q_offsets need 4"):
         check_attention(([3, 4], [3, 4]), torch.float32, "cpu", schedule=schedule)
+
+
+@pytest.mark.parametrize("half", ["forward", "backward"])
+def test_a_schedule_that_counts_long_segments_as_short_is_refused(check_attention, half):
+    """Kernels for packed tiles would not take them, and the others neither."""
+    lengths = torch.tensor([3, 20]), torch.tensor([3, 70])
+    sizes = dict(num_heads=4, num_kv_heads=2, head_dim=40, dtype=torch.float32)
+    schedules = [host_schedule(lengths[0], x, **sizes) for x in (lengths[1], lengths[1].clamp(max=60))]
+    schedule = dataclasses.replace(schedules[half == "forward"], backward=schedules[half == "backward"].backward)
+    with pytest.raises(ValueError, match="it counts segment 1 as short, which has 20 queries and 70 keys"):
+        check_attention(lengths, torch.float32, "cpu", schedule=schedule)
 
 
 def test_packed_views_and_expanded_gradients(check_attention):
