@@ -52,8 +52,8 @@ def attention() -> str:
         "1024 segments of 10 by 300 rows, 4 heads": dict(
             q_rows=1024 * 10, kv_rows=1024 * 300, q_segments=1024, kv_segments=1024, num_heads=4, num_kv_heads=4
         ),
-        "4096 segments of 10 by 50 rows, 4 heads": dict(
-            q_rows=4096 * 10, kv_rows=4096 * 50, q_segments=4096, kv_segments=4096, num_heads=4, num_kv_heads=4
+        "4096 segments of 5 by 20 rows, 4 heads": dict(
+            q_rows=4096 * 5, kv_rows=4096 * 20, q_segments=4096, kv_segments=4096, num_heads=4, num_kv_heads=4
         ),
         "2048 segments of 55 rows, 4 heads, self-attention": dict(
             q_rows=2048 * 55, kv_rows=2048 * 55, q_segments=2048, kv_segments=2048, num_heads=4, num_kv_heads=4, self_attention=True
