@@ -38,7 +38,7 @@ from checkpoints import load_weights
 from matplotlib import style
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
-from serving_app import STATUS, Service, ServiceLimits, exclude_from_collection, make_app
+from serving_app import STATUS, Service, ServiceLimits, tune_process, make_app
 from serving_batcher import Limits, Overloaded
 from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
 from training import PICTURE_STYLE, pick_device, write_atomically
@@ -271,7 +271,7 @@ def run(ranker: Ranker, options: argparse.Namespace, way: str, candidates: int) 
     batches = Limits(max_users=options.max_users, max_candidates=batch_candidates, max_wait=options.max_wait_ms / 1e3)
     service = Service(ranker, ServiceLimits(batches, deadline=options.deadline_ms / 1e3))
     workload = Workload(ranker, candidates, options.new_events, options.zipf)
-    exclude_from_collection()
+    tune_process()
     throughput(service, workload, options.warm_up)  # fills the cache
     capacity = throughput(service, workload, options.warm_up)
     rates = options.rates or [fraction * capacity for fraction in options.fractions]
@@ -430,7 +430,7 @@ def print_batches(options: argparse.Namespace) -> None:
         for ranker in rankers:
             ranker.forget()
         workload = Workload(rankers[0], candidates, options.new_events, options.zipf)
-        exclude_from_collection()
+        tune_process()
         times = time_batches(rankers, workload, options.max_users, options.batches)
         print(f"| {candidates:,} | {' | '.join(f'{x:.1f}' for x in times)} |", flush=True)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from checkpoints import load_weights
 from load_serving import FOREVER, Workload
-from serving_app import Service, ServiceLimits, exclude_from_collection
+from serving_app import Service, ServiceLimits, tune_process
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
 from training import pick_device
@@ -94,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     torch.set_num_threads(options.threads)
     weights, device = load_weights(options.weights), pick_device(options.device)
     ranker = make_ranker(weights, device, int(options.cache_mb * 1e6), options.data, options.page_rows)
-    exclude_from_collection()
+    tune_process()
     for name, value in measure(ranker, options).items():
         print(f"{name}: {value}")
 

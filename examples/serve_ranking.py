@@ -12,7 +12,7 @@ import torch
 import train_dlrm
 import uvicorn
 from checkpoints import WEIGHTS, load_weights
-from serving_app import Service, ServiceLimits, exclude_from_collection, make_app
+from serving_app import Service, ServiceLimits, tune_process, make_app
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
 from training import pick_device
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> None:
         app = make_app(make_service(options, pick_device(options.device)))
     except (ValueError, OSError) as error:
         sys.exit(f"serve_ranking: {error}")
-    exclude_from_collection()
+    tune_process()
     print(f"serving on http://{options.host}:{options.port}")
     uvicorn.run(app, host=options.host, port=options.port, log_level="warning", timeout_graceful_shutdown=30)
 

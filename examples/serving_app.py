@@ -12,6 +12,7 @@ is full, 503 if the server stops or has no memory, 504 if the deadline passed, 5
 """
 
 import asyncio
+import ctypes
 import gc
 import json
 import time
@@ -36,6 +37,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 
 PAGE = Path(__file__).with_name("serving_page.html")
 STATUS = {Overloaded: 429, Closed: 503, TooLate: 504, WorkerDied: 503, FloatingPointError: 500, **dict.fromkeys(OUT_OF_MEMORY, 503)}
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56)  # seconds
 
 
@@ -92,15 +94,21 @@ class Metrics:
             yield GaugeMetricFamily(name, name.replace("_", " "), value=value)
 
 
-def exclude_from_collection() -> None:
-    """Exclude all present objects from garbage collection. Programs call it when the ranker is loaded.
+def tune_process() -> None:
+    """Settings for a process that serves. Programs call it when the ranker is loaded.
 
-    The model and the modules live as long as the process. Each collection of the oldest generation would visit all of their objects:
-    .2 s in which no request is scored.
+    Garbage collection: the model and the modules live as long as the process. Each collection of the oldest generation would visit all of
+    their objects: .2 s in which no request is scored. So all present objects are excluded.
+
+    Memory: each batch has tensors of other sizes. glibc takes them from its heap once one of them has been freed, and the heap gets holes
+    and grows. With a fixed threshold they stay mappings of their own, which go back when freed.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)  # glibc alone has it
+    if set_option is not None:
+        set_option(M_MMAP_THRESHOLD, 1 << 16)
 
 
 class Service:

@@ -23,7 +23,7 @@ from fastapi import FastAPI, HTTPException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-from serving_app import Event, RankBody, Service, ServiceLimits, exclude_from_collection, http_errors
+from serving_app import Event, RankBody, Service, ServiceLimits, tune_process, http_errors
 from serving_rankers import make_ranker
 from training import pick_device
 
@@ -72,7 +72,7 @@ class Replica:
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
         self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
         self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
-        exclude_from_collection()
+        tune_process()
 
     async def rank(self, body: dict[str, Any]) -> tuple[int, dict[str, Any]]:
         """The HTTP status and the answer. Exceptions would lose their status on the way to the ingress."""
