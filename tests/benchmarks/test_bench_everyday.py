@@ -176,9 +176,9 @@ def test_full_sizes_are_those_of_the_tables():
         *((bench.MEDIUM, f"{kind} N{longest} D{dim}") for dim in (64, 128) for longest in (1000, 512) for kind in ("jagged", "full")),
         (bench.LONG, "B8 N4096..8192 D64"),
         *((bench.ORDER, shape) for shape in shapes[:2]),
-        (bench.WALL, f"attention, {shapes[1]}"),
-        (bench.WALL, f"causal attention, {shapes[1]}"),
+        *((bench.WALL, f"{mask}attention, {shape}") for shape in (shapes[1], "B32 N96..96 D128") for mask in ("", "causal ")),
         (bench.WALL, "target attention layer, new offsets, B512 mean 300 max 3000 sigma 1.1 D64"),
+        (bench.WALL, "target attention layer, new offsets, B64 mean 100 max 1000 sigma 1.1 D64"),
     ]
     for shape in bench.FULL.medium:
         work = [lengths.square().sum().item() for lengths in (shape.lengths(), shape.full())]
