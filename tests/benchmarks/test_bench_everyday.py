@@ -38,6 +38,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
         assert (row["forward_tflops"] is None) == (row["forward_gbytes"] is None) == (row["table"] == bench.WALL)
         names.setdefault((row["table"], row["case"]), []).append(row["implementation"])
     softmax, given = [bench.OURS, bench.PADDED], [bench.OURS, bench.HOST, bench.DEVICE, bench.PADDED]
+    layers = [bench.LAYER, bench.GRAPHED, bench.COMPILED, bench.PADDED_LAYER]
     expected = {
         bench.SELF: [softmax] * 4,
         bench.HSTU: [[bench.OURS, bench.PADDED_HSTU]],
@@ -47,7 +48,7 @@ def test_every_implementation_is_right_and_measured(tiny_run):
         bench.ORDER: [[bench.UNSORTED, bench.ROUND_ROBIN, bench.OURS]] * 2,
         bench.WALL: [
             [name for x in implementations for name in (x, f"{x}, {bench.CALLER}")]
-            for implementations in (softmax, given, [bench.LAYER, bench.GRAPHED, bench.PADDED_LAYER])
+            for implementations in (softmax, given, softmax, given, layers, layers)
         ],
     }
     assert {table: [x for (other, _), x in names.items() if other == table] for table, _ in names} == expected
