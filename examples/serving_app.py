@@ -7,8 +7,9 @@
 | `POST /reload` | loads the file of weights again, between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
-An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for one that is too large, 429 if the queue
-is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that are not finite.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 415 for a body that is not declared as JSON, 404 for an unknown user, 413
+for one that is too large, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that
+are not finite.
 """
 
 import asyncio
@@ -50,14 +51,17 @@ class ServiceLimits:
     deadline: float = 1.0
 
 
+STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be user or item 1
+
+
 class Event(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
     item: int
     rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
 
 
 class RankBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
     user: int
     candidates: Annotated[list[int], Field(min_length=1)]
     events: list[Event] = []
@@ -145,17 +149,11 @@ class Service:
 
     def to_request(self, body: RankBody) -> Request:
         """The request, checked. HTTPException with what is wrong."""
-        histories, limits = self.ranker.histories, self.limits
         self.check_user(body.user)
-        for name, length, most in (
-            ("candidates", len(body.candidates), limits.max_candidates),
-            ("events", len(body.events), limits.max_events),
-        ):
-            if length > most:
-                raise HTTPException(413, f"{name} must be at most {most}, got {length}")
-        candidates = self._items("candidates", body.candidates)
+        candidates = self._candidates(body.candidates)
+        _check_count("events", len(body.events), self.limits.max_events)
         events = self.to_events(body.events)
-        if self.ranker.needs_history and not histories.length(body.user) + len(body.events):
+        if self.ranker.needs_history and not self.ranker.histories.length(body.user) + len(body.events):
             raise HTTPException(422, f"user {body.user} has no events yet: send some in 'events'")
         return Request(body.user, candidates, events)
 
@@ -167,6 +165,10 @@ class Service:
         """HTTPException if there is no such user."""
         if not 0 <= user < self.ranker.histories.num_users:
             raise HTTPException(404, f"no user {user}: users are 0 to {self.ranker.histories.num_users - 1}")
+
+    def _candidates(self, items: list[int]) -> np.ndarray:
+        _check_count("candidates", len(items), self.limits.max_candidates)
+        return self._items("candidates", items)
 
     def _items(self, name: str, items: list[int]) -> np.ndarray:
         wrong = [item for item in items if not 0 <= item < self.ranker.histories.num_items]
@@ -208,6 +210,7 @@ class Service:
     def user(self, user: int, candidates: list[int], count: int = 50) -> dict[str, Any]:
         """The latest events of a user, and attention weights of candidates over them."""
         self.check_user(user)
+        items = self._candidates(candidates)
         window = self.ranker.histories.window(user, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
         ratings = self.ranker.ratings
         events = [
@@ -216,9 +219,14 @@ class Service:
         ]
         result = {"user": user, "events": events[-count:], "held_out": self.ranker.held_out.get(user, [])}
         if candidates and events:
-            weights = self.ranker.attention(user, self._items("candidates", candidates))
+            weights = self.ranker.attention(user, items)
             result["attention"] = None if weights is None else weights[:, -count:].tolist()
         return result
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise HTTPException(413, f"{name} must be at most {most}, got {count}")
 
 
 def make_app(service: Service) -> FastAPI:
@@ -241,6 +249,8 @@ def make_app(service: Service) -> FastAPI:
     @app.exception_handler(RequestValidationError)
     async def malformed(request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
         """Without the input, which may hold NaN, which is no JSON."""
+        if isinstance(error.body, bytes):  # not parsed
+            return answer(415, "the body must be JSON, with the header content-type: application/json", request.url.path)
         first = error.errors()[0]
         status = 400 if first["type"] == "json_invalid" else 422
         return answer(status, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", request.url.path)

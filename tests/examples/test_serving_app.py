@@ -88,7 +88,11 @@ FAULTS = {  # a request → status, error
     "no rating": ({**GOOD, "events": [{"item": 1}]}, 422, "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got None"),
     "NaN rating": ({**GOOD, "events": [{"item": 1, "rating": NAN}]}, 422, "body.events.0.rating: Input should be a finite number"),
     "infinite deadline": ({**GOOD, "deadline_ms": math.inf}, 422, "body.deadline_ms: Input should be a finite number"),
-    "text for a number": ({**GOOD, "user": "x"}, 422, "body.user: Input should be a valid integer, unable to parse string as an integer"),
+    "text for a number": ({**GOOD, "user": "x"}, 422, "body.user: Input should be a valid integer"),
+    "a number as text": ({**GOOD, "candidates": [5, "6"]}, 422, "body.candidates.1: Input should be a valid integer"),
+    "a float user": ({**GOOD, "user": 3.0}, 422, "body.user: Input should be a valid integer"),
+    "a bool item": ({**GOOD, "events": [{"item": True, "rating": 4}]}, 422, "body.events.0.item: Input should be a valid integer"),
+    "a bool rating": ({**GOOD, "events": [{"item": 1, "rating": True}]}, 422, "body.events.0.rating: Input should be a valid number"),
     "unknown field": ({**GOOD, "pickle": "x"}, 422, "body.pickle: Extra inputs are not permitted"),
     "malformed JSON": ('{"user": 3, ', 400, None),
     "no JSON": (b"\x80\x04\x95pickle", 400, None),
@@ -108,6 +112,14 @@ def test_bad_requests(shared, body, status, error):
     counted = shared.metric(f'rank_requests_total{{status="{status}"}}') - before
     assert counted == 1
     assert shared.service.ranker.histories.length(3) == length
+    assert_serves(shared)
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}], ids=["no type", "of curl -d"])
+def test_a_body_that_is_not_declared_as_json(shared, headers):
+    answer = shared.client.post("/rank", content=json.dumps(GOOD), headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["error"] == "the body must be JSON, with the header content-type: application/json"
     assert_serves(shared)
 
 
@@ -141,6 +153,7 @@ def test_the_events_of_a_user_and_attention_weights(shared):
     assert "attention" not in shared.client.get("/users/3").json()
     assert shared.client.get("/users/99").status_code == 404
     assert shared.client.get("/users/3", params={"candidates": [-5]}).status_code == 422
+    assert shared.client.get("/users/3", params={"candidates": MANY}).json() == {"error": "candidates must be at most 50, got 51"}
 
 
 class Hold:
