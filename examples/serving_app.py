@@ -239,25 +239,13 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    def answer(status: int, text: str, path: str) -> JSONResponse:
+    def answer(status: int, text: str, path: str) -> Response:
         if path == "/rank":
             service.metrics.requests.labels(status).inc()
-        return JSONResponse({"error": text}, status)
+        return error_response(status, text, path)
 
     app.add_middleware(LimitBody, most=service.limits.max_body, answer=answer)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
-        """Without the input, which may hold NaN, which is no JSON."""
-        if isinstance(error.body, bytes):  # not parsed
-            return answer(415, "the body must be JSON, with the header content-type: application/json", request.url.path)
-        first = error.errors()[0]
-        status = 400 if first["type"] == "json_invalid" else 422
-        return answer(status, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", request.url.path)
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: HTTPRequest, error: StarletteHTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail), request.url.path)
+    answer_errors(app, answer)
 
     @app.post("/rank")
     async def rank(body: RankBody, request: HTTPRequest) -> Response:
@@ -291,6 +279,27 @@ def make_app(service: Service) -> FastAPI:
         return FileResponse(PAGE, media_type="text/html")
 
     return app
+
+
+def error_response(status: int, text: str, path: str) -> Response:
+    return JSONResponse({"error": text}, status)
+
+
+def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = error_response) -> None:
+    """Let `answer(status, text, path)` make the app's answers to malformed requests and to HTTPExceptions."""
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: HTTPRequest, error: RequestValidationError) -> Response:
+        """Without the input, which may hold NaN, which is no JSON."""
+        if isinstance(error.body, bytes):  # not parsed
+            return answer(415, "the body must be JSON, with the header content-type: application/json", request.url.path)
+        first = error.errors()[0]
+        status = 400 if first["type"] == "json_invalid" else 422
+        return answer(status, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", request.url.path)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: HTTPRequest, error: StarletteHTTPException) -> Response:
+        return answer(error.status_code, str(error.detail), request.url.path)
 
 
 @contextmanager
