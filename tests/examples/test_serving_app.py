@@ -329,6 +329,7 @@ def test_new_weights_between_batches(start, served):
     before = assert_serves(running)
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(running.rank, GOOD) for _ in range(6)]
+        answers[0].result()  # a slow thread may come after the reload
         assert running.client.post("/reload").json() == {"weights_version": 2}
         answers += [threads.submit(running.rank, GOOD) for _ in range(6)]
         found = [x.result().json() for x in answers]
