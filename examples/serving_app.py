@@ -31,7 +31,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
-from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied
+from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied, check_limits
 from serving_rankers import NewEvents, Ranker, Request
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -42,13 +42,21 @@ BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed."""
+    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed.
+
+    Raises ValueError for a limit that refuses all requests.
+    """
 
     batches: Limits = field(default_factory=Limits)
     max_candidates: int = 10_000
     max_events: int = 1_000
     max_body: int = 1_000_000
     deadline: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_limits(max_candidates=self.max_candidates, max_body=self.max_body)
+        if not self.deadline > 0:
+            raise ValueError(f"deadline must be positive, got {self.deadline} s")
 
 
 STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be user or item 1

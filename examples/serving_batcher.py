@@ -45,12 +45,24 @@ class Limits:
     max_queue: requests that wait.
     max_users, max_candidates: requests of a batch and their candidates. A request with more candidates is a batch by itself.
     max_wait: seconds that the first request of a batch waits for others.
+
+    Raises ValueError for a limit under which no request is scored.
     """
 
     max_queue: int = 256
     max_users: int = 32
     max_candidates: int = 20_000
     max_wait: float = 0.004
+
+    def __post_init__(self) -> None:
+        check_limits(max_queue=self.max_queue, max_users=self.max_users, max_candidates=self.max_candidates)
+
+
+def check_limits(**limits: int) -> None:
+    """ValueError unless all are at least 1."""
+    for name, limit in limits.items():
+        if limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}")
 
 
 @dataclass

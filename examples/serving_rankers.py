@@ -138,7 +138,7 @@ class Ranker(ABC):
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
         self.device = next(model.parameters()).device
-        page_rows = page_rows or PAGE_ROWS.get(self.device.type, 128)
+        page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
         self.cache = jm.PagedHistoryCache(layer, cache_bytes, page_rows) if cache_bytes else None
         self.ratings: list[float] = []
         self.stages = Stages()
