@@ -7,9 +7,9 @@
 | `POST /reload` | loads the file of weights again, between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
-An error is `{"error": text}`: 400 or 422 for a malformed request, 415 for a body that is not declared as JSON, 404 for an unknown user, 413
-for one that is too large, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that
-are not finite.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for a request that is too large, 415 for a
+body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for
+scores that are not finite.
 """
 
 import asyncio
