@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from serving_rankers import NONE, Request
+from serving_rankers import Request
 
 import jagged_modules as jm
 
@@ -270,14 +270,14 @@ class Batcher:
         return self._results(requests[:half]) + self._results(requests[half:])
 
     def _in_halves(self, request: Request, error: Exception) -> torch.Tensor | Exception:
-        """The scores of one request whose candidates need too much memory at once. Its new events belong to the first half."""
+        """The scores of one request whose candidates need too much memory at once. Its new events are stored with the last half."""
         half = len(request.candidates) // 2
         if not half:
             return error
         parts = []
         for part in (
-            replace(request, candidates=request.candidates[:half]),
-            replace(request, candidates=request.candidates[half:], events=NONE),
+            replace(request, candidates=request.candidates[:half], is_last=False),
+            replace(request, candidates=request.candidates[half:]),
         ):
             (result,) = self._results([part])
             if isinstance(result, Exception):

@@ -254,6 +254,27 @@ def test_out_of_memory_is_split(start):
     assert assert_serves(running, {**body, "events": []}) == pytest.approx(scores, rel=1.3e-6, abs=1e-5)
 
 
+def test_a_request_in_halves_that_fails_stores_nothing(start):
+    """The first half has scores, but that of item 40 is NaN."""
+    running = start()
+    ranker = running.service.ranker
+    score, length = ranker.score, ranker.histories.length(3)
+    with torch.no_grad():
+        ranker.model.sequences.embeddings["item"].weight[40] = float("nan")
+
+    def limited(requests):
+        if sum(len(x.candidates) for x in requests) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return score(requests)
+
+    ranker.score = limited
+    answer = running.rank({"user": 3, "candidates": [5, 6, 40, 7], "events": [{"item": 1, "rating": 4}]})
+    assert answer.status_code == 500 and answer.json()["error"] == "the model's scores are not finite"
+    assert running.metric("rank_splits") == 1 and ranker.histories.length(3) == length
+    ranker.score = score
+    assert_serves(running)
+
+
 def test_out_of_memory_without_end(start):
     running = start()
     score = running.service.ranker.score
