@@ -38,7 +38,7 @@ from checkpoints import load_weights
 from matplotlib import style
 from matplotlib.figure import Figure
 from prometheus_client import generate_latest
-from serving_app import STATUS, Service, ServiceLimits, tune_process, make_app
+from serving_app import STATUS, Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits, Overloaded
 from serving_rankers import NONE, NewEvents, Ranker, Request, make_ranker
 from training import PICTURE_STYLE, pick_device, write_atomically

@@ -134,8 +134,10 @@ def read_log(path: str | Path) -> RatingLog:
         raise ValueError(f"{path} is empty; expected rows of user, item, rating and timestamp")
     columns = _parse_log(path, text)
     for name in ("user", "item"):
-        if not np.array_equal(columns[name], columns[name].astype(np.int64)):
+        if not np.array_equal(columns[name], np.round(columns[name])):
             raise ValueError(f"{path}: the {name} column must hold integer ids")
+        if (np.abs(columns[name]) >= 2**53).any():  # they were rounded, so different ids may be equal
+            raise ValueError(f"{path}: the {name} column must hold ids below 2**53; number larger ones, for example hashes, anew")
         columns[name] = columns[name].astype(np.int64)
     for name in ("rating", "timestamp"):
         if not np.isfinite(columns[name]).all():

@@ -12,7 +12,7 @@ import torch
 import train_dlrm
 import uvicorn
 from checkpoints import WEIGHTS, load_weights
-from serving_app import Service, ServiceLimits, tune_process, make_app
+from serving_app import Service, ServiceLimits, make_app, tune_process
 from serving_batcher import Limits
 from serving_rankers import Ranker, make_ranker
 from training import pick_device
@@ -36,7 +36,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-wait-ms", type=float, default=1e3 * Limits.max_wait, help="how long a request waits for others of its batch")
     parser.add_argument("--max-candidates", type=int, default=ServiceLimits.max_candidates, help="candidates of a request")
     parser.add_argument("--deadline-ms", type=float, default=1e3 * ServiceLimits.deadline, help="deadline of requests without one")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.threads < 1:
+        parser.error(f"--threads must be at least 1, not {options.threads}")
+    return options
 
 
 def train_small_model(out: Path) -> Path:

@@ -7,8 +7,9 @@
 | `POST /reload` | loads the file of weights again, between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
-An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for one that is too large, 429 if the queue
-is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for scores that are not finite.
+An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for a request that is too large, 415 for a
+body that is not declared as JSON, 429 if the queue is full, 503 if the server stops or has no memory, 504 if the deadline passed, 500 for
+scores that are not finite.
 """
 
 import asyncio
@@ -31,7 +32,7 @@ from fastapi.responses import FileResponse, JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from pydantic import BaseModel, ConfigDict, Field
-from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied
+from serving_batcher import OUT_OF_MEMORY, Batcher, Closed, Limits, Overloaded, TooLate, Waiting, WorkerDied, check_limits
 from serving_rankers import NewEvents, Ranker, Request
 from starlette.exceptions import HTTPException as StarletteHTTPException
 
@@ -43,7 +44,10 @@ BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 
 
 @dataclass(frozen=True)
 class ServiceLimits:
-    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed."""
+    """Limits of a request. deadline: seconds, if the request has none. The body's bytes are checked before it is parsed.
+
+    Raises ValueError for a limit that refuses all requests.
+    """
 
     batches: Limits = field(default_factory=Limits)
     max_candidates: int = 10_000
@@ -51,15 +55,23 @@ class ServiceLimits:
     max_body: int = 1_000_000
     deadline: float = 1.0
 
+    def __post_init__(self) -> None:
+        check_limits(max_candidates=self.max_candidates, max_body=self.max_body)
+        if not self.deadline > 0:
+            raise ValueError(f"deadline must be positive, got {self.deadline} s")
+
+
+STRICT = ConfigDict(extra="forbid", strict=True)  # otherwise true would be user or item 1
+
 
 class Event(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
     item: int
     rating: Annotated[float | None, Field(allow_inf_nan=False)] = None
 
 
 class RankBody(BaseModel):
-    model_config = ConfigDict(extra="forbid")
+    model_config = STRICT
     user: int
     candidates: Annotated[list[int], Field(min_length=1)]
     events: list[Event] = []
@@ -153,17 +165,11 @@ class Service:
 
     def to_request(self, body: RankBody) -> Request:
         """The request, checked. HTTPException with what is wrong."""
-        histories, limits = self.ranker.histories, self.limits
         self.check_user(body.user)
-        for name, length, most in (
-            ("candidates", len(body.candidates), limits.max_candidates),
-            ("events", len(body.events), limits.max_events),
-        ):
-            if length > most:
-                raise HTTPException(413, f"{name} must be at most {most}, got {length}")
-        candidates = self._items("candidates", body.candidates)
+        candidates = self._candidates(body.candidates)
+        _check_count("events", len(body.events), self.limits.max_events)
         events = self.to_events(body.events)
-        if self.ranker.needs_history and not histories.length(body.user) + len(body.events):
+        if self.ranker.needs_history and not self.ranker.histories.length(body.user) + len(body.events):
             raise HTTPException(422, f"user {body.user} has no events yet: send some in 'events'")
         return Request(body.user, candidates, events)
 
@@ -175,6 +181,10 @@ class Service:
         """HTTPException if there is no such user."""
         if not 0 <= user < self.ranker.histories.num_users:
             raise HTTPException(404, f"no user {user}: users are 0 to {self.ranker.histories.num_users - 1}")
+
+    def _candidates(self, items: list[int]) -> np.ndarray:
+        _check_count("candidates", len(items), self.limits.max_candidates)
+        return self._items("candidates", items)
 
     def _items(self, name: str, items: list[int]) -> np.ndarray:
         wrong = [item for item in items if not 0 <= item < self.ranker.histories.num_items]
@@ -216,6 +226,7 @@ class Service:
     def user(self, user: int, candidates: list[int], count: int = 50) -> dict[str, Any]:
         """The latest events of a user, and attention weights of candidates over them."""
         self.check_user(user)
+        items = self._candidates(candidates)
         window = self.ranker.histories.window(user, NewEvents(*np.zeros((2, 0), np.int64)), self.ranker.max_history)
         ratings = self.ranker.ratings
         events = [
@@ -224,9 +235,14 @@ class Service:
         ]
         result = {"user": user, "events": events[-count:], "held_out": self.ranker.held_out.get(user, [])}
         if candidates and events:
-            weights = self.ranker.attention(user, self._items("candidates", candidates))
+            weights = self.ranker.attention(user, items)
             result["attention"] = None if weights is None else weights[:, -count:].tolist()
         return result
+
+
+def _check_count(name: str, count: int, most: int) -> None:
+    if count > most:
+        raise HTTPException(413, f"{name} must be at most {most}, got {count}")
 
 
 def make_app(service: Service) -> FastAPI:
@@ -239,23 +255,13 @@ def make_app(service: Service) -> FastAPI:
 
     app = FastAPI(title="ranker", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
 
-    def answer(status: int, text: str, path: str) -> JSONResponse:
+    def answer(status: int, text: str, path: str) -> Response:
         if path == "/rank":
             service.metrics.requests.labels(status).inc()
-        return JSONResponse({"error": text}, status)
+        return error_response(status, text, path)
 
     app.add_middleware(LimitBody, most=service.limits.max_body, answer=answer)
-
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: HTTPRequest, error: RequestValidationError) -> JSONResponse:
-        """Without the input, which may hold NaN, which is no JSON."""
-        first = error.errors()[0]
-        status = 400 if first["type"] == "json_invalid" else 422
-        return answer(status, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", request.url.path)
-
-    @app.exception_handler(StarletteHTTPException)
-    async def refused(request: HTTPRequest, error: StarletteHTTPException) -> JSONResponse:
-        return answer(error.status_code, str(error.detail), request.url.path)
+    answer_errors(app, answer)
 
     @app.post("/rank")
     async def rank(body: RankBody, request: HTTPRequest) -> Response:
@@ -289,6 +295,27 @@ def make_app(service: Service) -> FastAPI:
         return FileResponse(PAGE, media_type="text/html")
 
     return app
+
+
+def error_response(status: int, text: str, path: str) -> Response:
+    return JSONResponse({"error": text}, status)
+
+
+def answer_errors(app: FastAPI, answer: Callable[[int, str, str], Response] = error_response) -> None:
+    """Let `answer(status, text, path)` make the app's answers to malformed requests and to HTTPExceptions."""
+
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: HTTPRequest, error: RequestValidationError) -> Response:
+        """Without the input, which may hold NaN, which is no JSON."""
+        if isinstance(error.body, bytes):  # not parsed
+            return answer(415, "the body must be JSON, with the header content-type: application/json", request.url.path)
+        first = error.errors()[0]
+        status = 400 if first["type"] == "json_invalid" else 422
+        return answer(status, f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}", request.url.path)
+
+    @app.exception_handler(StarletteHTTPException)
+    async def refused(request: HTTPRequest, error: StarletteHTTPException) -> Response:
+        return answer(error.status_code, str(error.detail), request.url.path)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from serving_rankers import NONE, Request
+from serving_rankers import Request
 
 import jagged_modules as jm
 
@@ -45,12 +45,24 @@ class Limits:
     max_queue: requests that wait.
     max_users, max_candidates: requests of a batch and their candidates. A request with more candidates is a batch by itself.
     max_wait: seconds that the first request of a batch waits for others.
+
+    Raises ValueError for a limit under which no request is scored.
     """
 
     max_queue: int = 256
     max_users: int = 32
     max_candidates: int = 20_000
     max_wait: float = 0.004
+
+    def __post_init__(self) -> None:
+        check_limits(max_queue=self.max_queue, max_users=self.max_users, max_candidates=self.max_candidates)
+
+
+def check_limits(**limits: int) -> None:
+    """ValueError unless all are at least 1."""
+    for name, limit in limits.items():
+        if limit < 1:
+            raise ValueError(f"{name} must be at least 1, got {limit}")
 
 
 @dataclass
@@ -258,14 +270,14 @@ class Batcher:
         return self._results(requests[:half]) + self._results(requests[half:])
 
     def _in_halves(self, request: Request, error: Exception) -> torch.Tensor | Exception:
-        """The scores of one request whose candidates need too much memory at once. Its new events belong to the first half."""
+        """The scores of one request whose candidates need too much memory at once. Its new events are stored with the last half."""
         half = len(request.candidates) // 2
         if not half:
             return error
         parts = []
         for part in (
-            replace(request, candidates=request.candidates[:half]),
-            replace(request, candidates=request.candidates[half:], events=NONE),
+            replace(request, candidates=request.candidates[:half], is_last=False),
+            replace(request, candidates=request.candidates[half:]),
         ):
             (result,) = self._results([part])
             if isinstance(result, Exception):

@@ -46,11 +46,12 @@ NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 @dataclass(frozen=True)
 class Request:
-    """Score candidates, items int64 [C], for a user after these new events."""
+    """Score candidates, items int64 [C], for a user after these new events. is_last: afterwards the events are part of the history."""
 
     user: int
     candidates: np.ndarray
     events: NewEvents = NONE
+    is_last: bool = True
 
 
 class Histories:
@@ -138,7 +139,7 @@ class Ranker(ABC):
     ):
         self.model, self.histories, self.max_history, self.held_out = model.eval(), histories, max_history, held_out
         self.device = next(model.parameters()).device
-        page_rows = page_rows or PAGE_ROWS.get(self.device.type, 128)
+        page_rows = PAGE_ROWS.get(self.device.type, 128) if page_rows is None else page_rows
         self.cache = jm.PagedHistoryCache(layer, cache_bytes, page_rows) if cache_bytes else None
         self.ratings: list[float] = []
         self.stages = Stages()
@@ -146,7 +147,7 @@ class Ranker(ABC):
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request]) -> list[torch.Tensor]:
-        """fp32 scores [C] on the host for each request. Then the new events are part of the histories.
+        """fp32 scores [C] on the host for each request. Then the new events are part of the histories, if the request is the last.
 
         Of several requests of a user, only the first may have new events; all are scored after these.
 
@@ -165,7 +166,10 @@ class Ranker(ABC):
             raise
         self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
         for request in requests:
-            self.histories.add(request.user, request.events)
+            if request.is_last:
+                self.histories.add(request.user, request.events)
+            elif self.cache is not None:
+                self.cache.evict([request.user])
         parts = scores.split([len(request.candidates) for request in requests])
         return [parts[i] for i in np.argsort(order)]
 

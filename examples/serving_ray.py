@@ -23,7 +23,7 @@ from fastapi import FastAPI, HTTPException
 from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.experimental.consistent_hash_router import ConsistentHashRouter
-from serving_app import Event, RankBody, Service, ServiceLimits, tune_process, http_errors
+from serving_app import Event, RankBody, Service, ServiceLimits, answer_errors, http_errors, tune_process
 from serving_rankers import make_ranker
 from training import pick_device
 
@@ -32,6 +32,7 @@ DRAIN_SECONDS = 30  # a replica that is removed has this time to answer what it 
 STALE = -1
 ROUTER = RequestRouterConfig(request_router_class=ConsistentHashRouter, request_router_kwargs={"num_fallback_replicas": 0})
 app = FastAPI(title="ranker", docs_url=None, redoc_url=None, openapi_url=None)
+answer_errors(app)  # FastAPI's own answer repeats the input: NaN in it would be an internal error
 
 
 class Connected:

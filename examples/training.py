@@ -49,10 +49,13 @@ def ranking_metrics(logits: torch.Tensor, labels: torch.Tensor) -> dict[str, flo
     """
     if not 0 < labels.sum() < len(labels):
         raise ValueError(f"AUC needs liked and disliked candidates; all {len(labels)} labels are equal")
+    if logits.isnan().any():  # the training diverged; AUC would be a number all the same
+        raise ValueError(f"{int(logits.isnan().sum())} of {len(logits)} logits are NaN: the training diverged, try a lower learning rate")
     probabilities = logits.double().sigmoid()
     states = get_ne_states(labels.double()[None], probabilities[None], torch.ones_like(probabilities)[None], eta=1e-12)
     entropy = compute_ne(states["cross_entropy_sum"], states["weighted_num_samples"], states["pos_labels"], states["neg_labels"], eta=1e-12)
-    return {"auc": binary_auroc(probabilities, labels.long()).item(), "normalized_entropy": entropy.item()}
+    _, rank = logits.unique(return_inverse=True)  # AUC depends on the order alone, and above 37 all probabilities are 1
+    return {"auc": binary_auroc(rank.double() / len(rank), labels.long()).item(), "normalized_entropy": entropy.item()}
 
 
 def rank_unseen(scores: torch.Tensor, targets: torch.Tensor, seen: JaggedTensor) -> torch.Tensor:

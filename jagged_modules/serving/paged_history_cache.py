@@ -303,7 +303,7 @@ class PagedHistoryCache:
             stale = self._table is not None and user in self._table.users
             raise KeyError(f"user {user!r} {'was cached with other weights' if stale else 'is not cached'}: put the history first")
         if self._table is None:
-            raise KeyError("select needs at least one user before the first put")
+            raise KeyError("no user is given, and nothing is cached yet: put a history first")
         return self._table
 
     def _check_users(self, users: Sequence[Hashable], segments: int, name: str) -> None:

@@ -98,6 +98,8 @@ def test_side_features_of_csv_with_quoted_titles(tmp_path):
         ({"u.data": "1\t2\tgood\t4\n"}, ValueError, "expected numbers in the columns"),
         ({"u.data": "1\t2\tnan\t4\n"}, ValueError, "rating column must hold finite numbers, row 0"),
         ({"u.data": "1.5\t2\t3\t4\n"}, ValueError, "user column must hold integer ids"),
+        ({"u.data": "1\tnan\t3\t4\n"}, ValueError, "item column must hold integer ids"),
+        ({"u.data": f"{2**53}\t2\t3\t4\n{2**53 + 1}\t2\t3\t4\n"}, ValueError, r"user column must hold ids below 2\*\*53"),
         ({"u.data": FORMS["u.data"], "u.user": "1|24|M\n"}, ValueError, "u.user: a row does not have the columns"),
     ],
 )

@@ -101,3 +101,24 @@ def test_without_weights_a_small_model_is_trained_once(tmp_path):
 def test_bad_options_end_with_one_line(arguments, message):
     with pytest.raises(SystemExit, match=message):
         serve_ranking.main(arguments)
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ("--max-users", "max_users must be at least 1, got 0"),  # the batches would have no requests, without end
+        ("--max-queue", "max_queue must be at least 1, got 0"),
+        ("--max-candidates", "max_candidates must be at least 1, got 0"),
+        ("--deadline-ms", "deadline must be positive, got 0.0 s"),
+        ("--page-rows", "page_rows must be at least 1, got 0"),
+    ],
+)
+def test_limits_of_zero(served, option, message):
+    with pytest.raises(SystemExit, match=f"serve_ranking: {message}"):
+        serve_ranking.main(["--weights", str(served["attention"]), option, "0"])
+
+
+def test_no_threads(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        serve_ranking.main(["--threads", "0"])
+    assert "--threads must be at least 1, not 0" in capsys.readouterr().err

@@ -88,7 +88,11 @@ FAULTS = {  # a request → status, error
     "no rating": ({**GOOD, "events": [{"item": 1}]}, 422, "ratings must be of [1.0, 2.0, 3.0, 4.0, 5.0], got None"),
     "NaN rating": ({**GOOD, "events": [{"item": 1, "rating": NAN}]}, 422, "body.events.0.rating: Input should be a finite number"),
     "infinite deadline": ({**GOOD, "deadline_ms": math.inf}, 422, "body.deadline_ms: Input should be a finite number"),
-    "text for a number": ({**GOOD, "user": "x"}, 422, "body.user: Input should be a valid integer, unable to parse string as an integer"),
+    "text for a number": ({**GOOD, "user": "x"}, 422, "body.user: Input should be a valid integer"),
+    "a number as text": ({**GOOD, "candidates": [5, "6"]}, 422, "body.candidates.1: Input should be a valid integer"),
+    "a float user": ({**GOOD, "user": 3.0}, 422, "body.user: Input should be a valid integer"),
+    "a bool item": ({**GOOD, "events": [{"item": True, "rating": 4}]}, 422, "body.events.0.item: Input should be a valid integer"),
+    "a bool rating": ({**GOOD, "events": [{"item": 1, "rating": True}]}, 422, "body.events.0.rating: Input should be a valid number"),
     "unknown field": ({**GOOD, "pickle": "x"}, 422, "body.pickle: Extra inputs are not permitted"),
     "malformed JSON": ('{"user": 3, ', 400, None),
     "no JSON": (b"\x80\x04\x95pickle", 400, None),
@@ -108,6 +112,14 @@ def test_bad_requests(shared, body, status, error):
     counted = shared.metric(f'rank_requests_total{{status="{status}"}}') - before
     assert counted == 1
     assert shared.service.ranker.histories.length(3) == length
+    assert_serves(shared)
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}], ids=["no type", "of curl -d"])
+def test_a_body_that_is_not_declared_as_json(shared, headers):
+    answer = shared.client.post("/rank", content=json.dumps(GOOD), headers=headers)
+    assert answer.status_code == 415
+    assert answer.json()["error"] == "the body must be JSON, with the header content-type: application/json"
     assert_serves(shared)
 
 
@@ -141,6 +153,7 @@ def test_the_events_of_a_user_and_attention_weights(shared):
     assert "attention" not in shared.client.get("/users/3").json()
     assert shared.client.get("/users/99").status_code == 404
     assert shared.client.get("/users/3", params={"candidates": [-5]}).status_code == 422
+    assert shared.client.get("/users/3", params={"candidates": MANY}).json() == {"error": "candidates must be at most 50, got 51"}
 
 
 class Hold:
@@ -241,6 +254,27 @@ def test_out_of_memory_is_split(start):
     assert assert_serves(running, {**body, "events": []}) == pytest.approx(scores, rel=1.3e-6, abs=1e-5)
 
 
+def test_a_request_in_halves_that_fails_stores_nothing(start):
+    """The first half has scores, but that of item 40 is NaN."""
+    running = start()
+    ranker = running.service.ranker
+    score, length = ranker.score, ranker.histories.length(3)
+    with torch.no_grad():
+        ranker.model.sequences.embeddings["item"].weight[40] = float("nan")
+
+    def limited(requests):
+        if sum(len(x.candidates) for x in requests) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return score(requests)
+
+    ranker.score = limited
+    answer = running.rank({"user": 3, "candidates": [5, 6, 40, 7], "events": [{"item": 1, "rating": 4}]})
+    assert answer.status_code == 500 and answer.json()["error"] == "the model's scores are not finite"
+    assert running.metric("rank_splits") == 1 and ranker.histories.length(3) == length
+    ranker.score = score
+    assert_serves(running)
+
+
 def test_out_of_memory_without_end(start):
     running = start()
     score = running.service.ranker.score
@@ -316,6 +350,7 @@ def test_new_weights_between_batches(start, served):
     before = assert_serves(running)
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(running.rank, GOOD) for _ in range(6)]
+        answers[0].result()  # a slow thread may come after the reload
         assert running.client.post("/reload").json() == {"weights_version": 2}
         answers += [threads.submit(running.rank, GOOD) for _ in range(6)]
         found = [x.result().json() for x in answers]

@@ -222,11 +222,14 @@ def test_two_replicas(two):
         assert x["reused"] + x["appended"] + x["encoded"] == 4 * replicas[0].count(name) and x["reused"] >= replicas[0].count(name)
     assert two.client.post("/reload").json() == {"weights_version": [2, 2]}
     for body, status in (
-        ({"user": 99, "candidates": [1]}, 404),
-        ({"user": 1, "candidates": []}, 422),
-        ({"user": 1, "candidates": [-1]}, 422),
+        ('{"user": 99, "candidates": [1]}', 404),
+        ('{"user": 1, "candidates": []}', 422),
+        ('{"user": 1, "candidates": [-1]}', 422),
+        ('{"user": NaN, "candidates": [1]}', 422),
+        ('{"user": 1', 400),
     ):
-        assert two.client.post("/rank", json=body).status_code == status
+        answer = two.client.post("/rank", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code == status and answer.json()["error"]
     assert [two.rank(user) for user in users] == replicas[0]
 
 

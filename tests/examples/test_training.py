@@ -35,6 +35,17 @@ def test_metrics_need_both_labels():
         ranking_metrics(torch.randn(3), torch.ones(3))
 
 
+@pytest.mark.parametrize("logits", [[40.0, 50.0, 50.0, 70.0], [-900.0, -50.0, -50.0, -40.0]])
+def test_auc_of_logits_whose_probabilities_are_equal(logits):
+    """Of the four pairs three are in order and one is a tie."""
+    assert ranking_metrics(torch.tensor(logits), torch.tensor([0.0, 0.0, 1.0, 1.0]))["auc"] == pytest.approx(7 / 8)
+
+
+def test_metrics_of_a_diverged_model():
+    with pytest.raises(ValueError, match="1 of 3 logits are NaN: the training diverged"):
+        ranking_metrics(torch.tensor([0.5, math.nan, 1.0]), torch.tensor([0.0, 1.0, 1.0]))
+
+
 def test_rank_counts_unseen_items_that_score_at_least_as_high():
     scores = torch.tensor([[0.9, 0.5, 0.7, 0.5, 0.1]]).repeat(4, 1)
     scores[3, 2] = math.nan  # a target without a score comes last

@@ -308,6 +308,10 @@ def test_users_that_are_not_cached():
     for call in (lambda: cache.select([1]), lambda: cache.append([1], jagged([rows_for(1, 0, 1)]))):
         with pytest.raises(KeyError, match="user 1 is not cached: put the history first"):
             call()
+    nobody = jagged([rows_for(1, 0, 1)]).values[:0], torch.tensor([0])
+    for call in (lambda: cache.select([]), lambda: cache.append([], nobody)):
+        with pytest.raises(KeyError, match="no user is given, and nothing is cached yet: put a history first"):
+            call()
     put(cache, {1: 4})
     with pytest.raises(KeyError, match="user 2 is not cached"):
         cache.select([1, 2])
