@@ -5,9 +5,12 @@ import contextlib
 import gc
 import json
 import math
+import os
+import platform
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import httpx  # noqa: E402
-from serving_app import Service, exclude_from_collection  # noqa: E402
+from serving_app import Service, tune_process  # noqa: E402
 
 from .running import LIMITS, Running  # noqa: E402
 
@@ -395,9 +398,26 @@ def test_a_shutdown_answers_all_requests(start):
 def test_collections_skip_the_objects_of_the_start():
     """They would visit a quarter of a million objects. Garbage that comes later is collected."""
     gc.unfreeze()  # what tests/conftest.py excludes
-    exclude_from_collection()
+    tune_process()
     assert len(gc.get_objects()) < gc.get_freeze_count() / 10
     garbage = []
     garbage.append(garbage)
     del garbage
     assert gc.collect() > 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
+def test_freed_tensors_return_to_the_system():
+    """Also if small ones, which stay, lie between them."""
+
+    def resident_mb():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+    tune_process()
+    torch.ones(2**22)  # its end would raise glibc's own threshold
+    before = resident_mb()
+    pairs = [(torch.ones(2**16), torch.ones(1)) for _ in range(400)]
+    assert resident_mb() - before > 90
+    kept = [small for _, small in pairs]
+    del pairs
+    assert len(kept) == 400 and resident_mb() - before < 20
