@@ -416,7 +416,7 @@ def test_freed_tensors_return_to_the_system():
     tune_process()
     torch.ones(2**22)  # its end would raise glibc's own threshold
     before = resident_mb()
-    pairs = [(torch.ones(2**16), torch.ones(1)) for _ in range(400)]
+    pairs = [(torch.ones(2**16), torch.ones(2**10)) for _ in range(400)]
     assert resident_mb() - before > 90
     kept = [small for _, small in pairs]
     del pairs
