@@ -5,6 +5,7 @@ first, once, in --out. The histories are those of the training's log, without it
 """
 
 import argparse
+import math
 import sys
 from pathlib import Path
 
@@ -39,6 +40,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.threads < 1:
         parser.error(f"--threads must be at least 1, not {options.threads}")
+    if not 0 <= options.port < 2**16:
+        parser.error(f"--port must be at least 0 and below 65536, not {options.port}")
+    if not 0 <= options.cache_mb < math.inf:
+        parser.error(f"--cache-mb must be finite and at least 0, not {options.cache_mb}")
     return options
 
 

@@ -118,7 +118,16 @@ def test_limits_of_zero(served, option, message):
         serve_ranking.main(["--weights", str(served["attention"]), option, "0"])
 
 
-def test_no_threads(capsys):
-    with pytest.raises(SystemExit, match="2"):
-        serve_ranking.main(["--threads", "0"])
-    assert "--threads must be at least 1, not 0" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "option, value, expected",
+    [
+        ("threads", "0", "at least 1, not 0"),
+        ("port", "99999", "at least 0 and below 65536, not 99999"),
+        ("cache-mb", "nan", "finite and at least 0, not nan"),
+        ("cache-mb", "-1", "finite and at least 0, not -1.0"),
+    ],
+)
+def test_bad_options(capsys, option, value, expected):
+    with pytest.raises(SystemExit):
+        serve_ranking.main([f"--{option}={value}"])
+    assert f"--{option} must be {expected}" in capsys.readouterr().err
