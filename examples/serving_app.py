@@ -112,8 +112,9 @@ def tune_process() -> None:
     Garbage collection: the model and the modules live as long as the process. Each collection of the oldest generation would visit all of
     their objects: .2 s in which no request is scored. So all present objects are excluded.
 
-    Memory: each batch has tensors of other sizes. glibc takes them from its heap once one of them has been freed, and the heap gets holes
-    and grows. With a fixed threshold they stay mappings of their own, which go back when freed.
+    Memory: each batch has tensors of other sizes. By default glibc takes large ones from its heap once one of them has been freed, and
+    small ones that stay leave holes there, so the heap grows. With a fixed threshold, each large tensor is a mapping of its own, which the
+    system gets back when the tensor is freed.
     """
     gc.unfreeze()
     gc.collect()

@@ -276,7 +276,7 @@ class Batcher:
             return error
         parts = []
         for part in (
-            replace(request, candidates=request.candidates[:half], is_last=False),
+            replace(request, candidates=request.candidates[:half], stores_events=False),
             replace(request, candidates=request.candidates[half:]),
         ):
             (result,) = self._results([part])

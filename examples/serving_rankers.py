@@ -46,12 +46,12 @@ NONE = NewEvents(np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 @dataclass(frozen=True)
 class Request:
-    """Score candidates, items int64 [C], for a user after these new events. is_last: afterwards the events are part of the history."""
+    """Score candidates, items int64 [C], for a user after these new events. stores_events: whether the history then has them."""
 
     user: int
     candidates: np.ndarray
     events: NewEvents = NONE
-    is_last: bool = True
+    stores_events: bool = True
 
 
 class Histories:
@@ -147,7 +147,7 @@ class Ranker(ABC):
 
     @torch.no_grad()
     def score(self, requests: Sequence[Request]) -> list[torch.Tensor]:
-        """fp32 scores [C] on the host for each request. Then the new events are part of the histories, if the request is the last.
+        """fp32 scores [C] on the host for each request. Then the new events of requests that store them are part of the histories.
 
         Of several requests of a user, only the first may have new events; all are scored after these.
 
@@ -166,7 +166,7 @@ class Ranker(ABC):
             raise
         self.stages.seconds["score"] = time.perf_counter() - begin - sum(self.stages.seconds.values())
         for request in requests:
-            if request.is_last:
+            if request.stores_events:
                 self.histories.add(request.user, request.events)
             elif self.cache is not None:
                 self.cache.evict([request.user])

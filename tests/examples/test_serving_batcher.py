@@ -30,7 +30,7 @@ class Score:
         assert self.hold.wait(30)
         self.fail(requests)
         self.batches.append([x.user for x in requests])
-        self.events += [(x.user, len(x.events.item)) for x in requests if x.is_last]
+        self.events += [(x.user, len(x.events.item)) for x in requests if x.stores_events]
         return [torch.from_numpy(x.user + x.candidates) for x in requests]
 
     def fail(self, requests):

@@ -32,7 +32,7 @@ from .configs import (
 HOPPER = (9, 0)  # the compute capability that the Gluon kernels are written for
 PACKED_MEAN = 64, 128  # packed_tiles_are_faster: rows of a segment on average, in the forward and in the backward of self-attention
 PACKED_MEAN_OF_HOPPER = 32, 128  # where Hopper's kernels take the other segments
-PACKED_CROSS_MEAN = 64, 64  # of cross-attention: rows of the side that has more
+PACKED_CROSS_MEAN = 64, 64  # the same in cross-attention: of the queries or the keys, whichever are more
 PACKED_CROSS_MEAN_OF_HOPPER = 24, 32
 PACKED_ROWS_PER_SM = 512
 LONG = 768  # larger blocks are faster if a tile loops over at least this many rows on average

@@ -17,7 +17,7 @@ from .host import Segments
 
 ROWS = tl.constexpr(SHORT)  # of a packed tile
 CHUNK = 32  # segments that one program packs: few enough that it is done in microseconds
-ONE_KEY = tl.constexpr(2 * CHUNK * SHORT)  # in counts of rows: a query counts 1, a key more than all queries of a chunk
+ONE_KEY = tl.constexpr(2 * CHUNK * SHORT)  # one number counts both sides: a query is 1, a key is more than all queries of a chunk
 
 
 class PackedTiles(NamedTuple):
