@@ -102,6 +102,6 @@ _register(
 _register(RelativeBias, ("position", "time", "timestamps", "boundaries", "query_timestamps", "query_shift"))
 _register(Rotary, ("cos", "sin", "positions"), ("rotate", "linear", "precise"))
 _register(ScorePlan, ("x_offsets", "y_offsets", "p_offsets", "x_rows", "y_rows", "total"), build=_plan, get=_plan_child)
-_register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers", "alternates"))
+_register(TileSchedule, ("tiles", "num_tiles", "work", "backward"), ("block_m", "block_n", "num_heads", "num_workers", "ascending"))
 _register(Pages, ("table", "num_rows"), ("page_rows",))
 _register(HistoryCache, ("layers", "timestamps"), ("max_rows",))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jagged_kernels.attention.params import MaskParams
@@ -62,19 +62,32 @@ def host_schedule(
         capability or gpu_capability(),
         implementation,
         masked=mask is not None,
+        causal=mask is not None and MaskParams(*mask.params).is_causal,
         batch_invariant=batch_invariant,
         q_rows=int(q_lengths.sum()),
         q_segments=len(q_lengths),
         kv_rows=int(kv_lengths.sum()),
         kv_segments=len(kv_lengths),
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
     )
     selection = select(problem)
     tile = selection.tile
     schedule_of = partial(zigzag_schedule, num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection))
-    forward = schedule_of(q_lengths, kv_lengths, num_heads=num_heads, block_m=tile.query, block_n=tile.key)
-    backward = schedule_of(kv_lengths, q_lengths, num_heads=num_kv_heads, block_m=tile.key, block_n=tile.query, key_tiles=True)
+    sides = dict(num_heads=num_heads, num_other_heads=num_kv_heads), dict(num_heads=num_kv_heads, num_other_heads=num_heads)
+    forward = schedule_of(q_lengths, kv_lengths, **sides[0], block_m=tile.query, block_n=tile.key)
+    backward = schedule_of(kv_lengths, q_lengths, **sides[1], block_m=tile.key, block_n=tile.query, key_tiles=True)
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
+
+
+class _Side(NamedTuple):
+    """The queries or the keys of a call. block: rows of a tile."""
+
+    offsets: Tensor
+    rows: int
+    heads: int
+    block: int
 
 
 def device_schedule(
@@ -93,7 +106,7 @@ def device_schedule(
     """Schedules from offsets on a device, built by an operator that torch.compile and CUDA graphs can record.
 
     Args:
-        problem: head dims, dtype and options. This function fills in the numbers of rows and segments, and the compute capability.
+        problem: head dims, dtype and options. This function fills in the numbers of rows, segments and heads, and the compute capability.
         q_offsets, kv_offsets: `[B + 1]` int32 or int64.
         q_rows, kv_rows: total number of rows.
         num_heads, num_kv_heads: heads of the queries, and of keys and values.
@@ -103,32 +116,30 @@ def device_schedule(
     from jagged_kernels.common.ops import capability
     from jagged_kernels.schedule.device import list_tiles
 
-    known: dict[str, Any] = {}
+    params = None if mask is None else MaskParams(*mask)
+    known: dict[str, Any] = dict(num_heads=num_heads, num_kv_heads=num_kv_heads, causal=params is not None and params.is_causal)
     if q_offsets.is_cuda:
-        known = dict(capability=capability(q_offsets.device))
+        known |= dict(capability=capability(q_offsets.device))
     if not torch.compiler.is_compiling():  # sizes are symbols there, and a choice that depends on them would recompile
         known |= dict(q_rows=q_rows, kv_rows=kv_rows, q_segments=q_offsets.shape[0] - 1, kv_segments=kv_offsets.shape[0] - 1)
     problem = problem._replace(**known)
     selection = select(problem)
     tile = selection.tile
 
-    head_dim, params = _grouped_dim(problem, selection), None if mask is None else MaskParams(*mask)
+    head_dim = _grouped_dim(problem, selection)
 
-    def build(
-        offsets: Tensor, other_offsets: Tensor, rows: int, other_rows: int, heads: int, block_m: int, block_n: int, key_tiles: bool
-    ) -> TileSchedule:
-        options = mask, num_targets, key_tiles, head_dim, other_rows
-        tiles, num_tiles = list_tiles(offsets, other_offsets, rows, heads, block_m, block_n, *options)
-        alternates = params is not None and may_alternate(head_dim)
-        if params is not None and key_tiles and not torch.compiler.is_compiling():  # sizes are symbols there
-            alternates = alternates and not one_pass_may_run(rows, offsets.shape[0] - 1, head_dim, True, params.is_causal)
-        return TileSchedule(tiles, num_tiles, block_m, block_n, heads, NUM_WORKERS, alternates=alternates)
+    def build(side: _Side, other: _Side, key_tiles: bool) -> TileSchedule:
+        options = mask, num_targets, key_tiles, other.rows, other.heads, head_dim
+        tiles, num_tiles = list_tiles(side.offsets, other.offsets, side.rows, side.heads, side.block, other.block, *options)
+        ascending = params is None or key_tiles and params.is_causal
+        if params is not None and ascending and may_alternate(head_dim):
+            sizes = other.rows, side.rows, side.offsets.shape[0] - 1  # symbols under torch.compile
+            ascending = not torch.compiler.is_compiling() and one_pass_may_run(*sizes, head_dim, True, True)
+        return TileSchedule(tiles, num_tiles, side.block, other.block, side.heads, NUM_WORKERS, ascending=ascending)
 
-    schedule = build(q_offsets, kv_offsets, q_rows, kv_rows, num_heads, tile.query, tile.key, False)
-    if not backward:
-        return schedule
-    of_keys = build(kv_offsets, q_offsets, kv_rows, q_rows, num_kv_heads, tile.key, tile.query, True)
-    return dataclasses.replace(schedule, backward=of_keys)
+    queries, keys = _Side(q_offsets, q_rows, num_heads, tile.query), _Side(kv_offsets, kv_rows, num_kv_heads, tile.key)
+    schedule = build(queries, keys, False)
+    return dataclasses.replace(schedule, backward=build(keys, queries, True)) if backward else schedule
 
 
 def _grouped_dim(problem: AttentionProblem, selection: Selection) -> int:

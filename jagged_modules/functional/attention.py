@@ -310,9 +310,9 @@ def _triton_attention(
             schedule.block_m, implementation, *params,
         )  # fmt: skip
     keys = schedule.backward
-    if keys is not None and keys.alternates:
+    if keys is not None and not keys.ascending:
         masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
-        if one_pass_may_run(k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], masked, causal):
+        if one_pass_may_run(q.shape[0], k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], masked, causal):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,

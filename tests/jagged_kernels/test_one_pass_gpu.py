@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from jagged_kernels.attention import hopper_backward, select
+from jagged_kernels.attention import hopper_backward
 from jagged_kernels.schedule import cost
 
 import jagged_modules as jm
@@ -34,8 +34,7 @@ def counts(monkeypatch):
 @pytest.fixture
 def calls(monkeypatch, counts):
     """Selects the kernel for all lengths, and lists key tiles in groups of few segments."""
-    for module in (select, cost):
-        monkeypatch.setattr(module, "one_pass_seqlen", lambda *_: 0)
+    monkeypatch.setattr(cost, "one_pass_minimum", lambda *_: cost.OnePassMinimum(0, 0))
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 2**16)
     return counts
 

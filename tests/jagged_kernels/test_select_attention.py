@@ -353,8 +353,8 @@ LONGEST = 2560  # rows of a segment from which on one kernel is faster for all h
     "change, expected",
     [
         (dict(), True),
-        (sizes(LONGEST, 639), False),
-        (sizes(639, LONGEST), False),
+        (sizes(LONGEST, 319), False),
+        (sizes(79, LONGEST), False),
         (dict(masked=True), False),
         (dict(masked=True, causal=True), True),
         (dict(biased=True), False),
@@ -378,12 +378,38 @@ def test_one_kernel_for_all_gradients_of_long_segments(dim, change, expected):
 
 
 @pytest.mark.parametrize(
-    "dim, masked, least", [(40, False, 640), (64, True, 1024), (72, False, 2048), (128, False, 2048), (128, True, 2560)]
+    "dim, masked, least", [(40, False, 573), (64, True, 1024), (72, False, 363), (128, False, 363), (128, True, 2560)]
 )
 def test_how_long_segments_are_for_one_kernel(dim, masked, least):
     for seqlen in (least - 1, least):
-        found = select(problem(dim, masked=masked, causal=masked, **sizes(seqlen, seqlen)))
+        found = select(problem(dim, masked=masked, causal=masked, num_heads=8, num_kv_heads=8, **sizes(seqlen, seqlen)))
         assert (found.one_pass is not None) == (seqlen >= least)
+
+
+@pytest.mark.parametrize(
+    "dim, change, expected",
+    [
+        (64, sizes(100, 3300), True),
+        (64, sizes(100, 3200), False),  # scores
+        (64, sizes(79, 8192), False),  # a tile of another kernel takes all queries
+        (64, sizes(2000, 511), False),
+        (128, sizes(100, 1311), True),
+        (128, sizes(100, 1310), False),
+        (128, sizes(2000, 319), False),
+        (64, dict(q_segments=8, kv_segments=8, q_rows=8 * 1024, kv_rows=8 * 1024), True),
+        (64, dict(q_segments=7, kv_segments=7, q_rows=7 * 1024, kv_rows=7 * 1024), False),  # keys of 4 heads do not fill the GPU
+        (64, dict(q_segments=2, kv_segments=2, q_rows=2 * 512, kv_rows=2 * 8192), False),  # nor do queries
+        (128, dict(q_segments=6, kv_segments=6, q_rows=6 * 4096, kv_rows=6 * 4096), True),
+        (128, dict(q_segments=6, kv_segments=6, q_rows=6 * 4096, kv_rows=6 * 4096, num_kv_heads=2), False),
+        (128, dict(q_segments=2, kv_segments=2, q_rows=2 * 4096, kv_rows=2 * 4096, masked=True, causal=True), False),
+        (128, dict(q_segments=3, kv_segments=3, q_rows=3 * 4096, kv_rows=3 * 4096, masked=True, causal=True), True),
+    ],
+    ids=str,
+)
+def test_which_sizes_one_kernel_takes(dim, change, expected):
+    found = select(problem(dim, **(dict(num_heads=4, num_kv_heads=4) | change)))
+    assert (found.one_pass is not None) == expected
+    assert found.tile.key == (found.one_pass or found.dkdv).tile
 
 
 TARGETS = dict(num_heads=4, num_kv_heads=4, q_segments=1024, kv_segments=1024, kv_rows=1024 * 300)

@@ -254,8 +254,8 @@ def test_bad_input(change, error, message):
 @pytest.mark.parametrize("mask", [None, jm.AttentionMask(causal=True)], ids=["", "causal"])
 def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
     """The longest segments come first. A group has its segments' first blocks, then the second ones, and so on."""
-    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64  # 16, 64, 32, 32 and 3 blocks, with middles at 136, 32, 80, 112 and 145
-    elements = 100 * 128 * heads * head_dim
+    lengths, heads, head_dim = [2048, 8192, 4096, 4096, 300], 2, 64  # middles at rows 17408, 4096, 10240, 14336 and 18582
+    elements = 12800 * heads * head_dim
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: elements)
     sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132)
     schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
@@ -271,8 +271,8 @@ def test_key_tiles_of_long_histories_are_listed_in_groups(monkeypatch, mask):
 @pytest.mark.parametrize("key_tiles", [False, True])
 def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatch, key_tiles):
     """The first group begins with the blocks that have most work, the second one with those that have least."""
-    lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128  # 3, 8, 4, 4 and 1 blocks, with middles at 17, 4, 10, 14 and 19
-    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 12 * 128 * heads * head_dim)
+    lengths, heads, head_dim = [300, 1024, 512, 512, 100], 2, 128  # middles at rows 2198, 512, 1280, 1792 and 2398
+    monkeypatch.setattr(cost, "GROUP_ELEMENTS", 1536 * heads * head_dim)
     sizes = dict(num_heads=heads, block_m=128, block_n=64, num_workers=132, mask=jm.AttentionMask(causal=True))
     schedule = zigzag_schedule(lengths, lengths, **sizes, key_tiles=key_tiles, head_dim=head_dim)
     expected = []
@@ -286,13 +286,37 @@ def test_tiles_under_a_mask_are_listed_in_groups_of_alternating_order(monkeypatc
     assert schedule.work.tolist() == [work[tuple(tile)] for tile in expected]
 
 
-def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch):
-    """Targets: a history has 4,096 keys and 64 queries, so 4 histories fit where 1 does in self-attention. 32 blocks each."""
+@pytest.mark.parametrize("head_dim", [0, 64, 128])
+@pytest.mark.parametrize(
+    "mask, by_work",
+    [
+        (None, True),
+        (jm.AttentionMask(causal=True), True),
+        (jm.AttentionMask(causal=True, window=(500, None)), False),
+        (jm.AttentionMask(window=(None, 300)), False),
+    ],
+    ids=str,
+)
+def test_which_lists_of_key_tiles_ascend(mask, by_work, head_dim):
+    """Hopper's one-pass backward would be a deadlock with another list."""
+    lengths, sizes = [300, 700, 0, 2500, 128, 900], dict(num_heads=2, block_m=64, block_n=64, num_workers=3)
+    schedule = zigzag_schedule(lengths, lengths, **sizes, mask=mask, key_tiles=True, head_dim=head_dim)
+    assert schedule.ascending == (by_work and (mask is None or head_dim < 128))
+    blocks = {}
+    for segment, head, block in schedule.tiles.tolist():
+        blocks.setdefault((segment, head), []).append(block)
+    if schedule.ascending:
+        assert all(x == sorted(x) for x in blocks.values())
+
+
+@pytest.mark.parametrize("queries, num_other_heads, first", [([64] * 8, 2, 4), ([64] * 8, 4, 2), ([10, 200, 20, 300] * 2, None, 3)], ids=str)
+def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch, queries, num_other_heads, first):
+    """Targets: a history has 4,096 keys, 32 blocks, and a group 256 rows of queries of 2 heads, or as many rows of other heads."""
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 256 * 2 * 64)
-    sizes = dict(num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True, head_dim=64)
-    schedule = zigzag_schedule([4096] * 8, [64] * 8, **sizes)
-    first = schedule.tiles[: 4 * 2 * 32]
-    assert first[:, 0].unique().tolist() == [0, 1, 2, 3] and first[:8, 2].tolist() == [0] * 8
+    monkeypatch.setattr(cost, "one_pass_minimum", lambda *_: cost.OnePassMinimum(0, 0))
+    sizes = dict(num_heads=2, block_m=128, block_n=64, num_workers=132, key_tiles=True, head_dim=64, num_other_heads=num_other_heads)
+    tiles = zigzag_schedule([4096] * 8, queries, **sizes).tiles
+    assert tiles[: first * 2 * 32, 0].unique().tolist() == list(range(first)) and tiles[: first * 2, 2].tolist() == [0] * first * 2
 
 
 @pytest.mark.parametrize(
@@ -300,8 +324,8 @@ def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch):
     [
         dict(head_dim=0),
         dict(key_tiles=False),
-        dict(lengths=[639, 900, 100]),
-        dict(lengths=[2047, 2500, 1500], head_dim=128),
+        dict(lengths=[570, 900, 245]),
+        dict(lengths=[360, 420, 306], head_dim=128),
         dict(lengths=[2559, 3000, 2000], head_dim=128, mask=jm.AttentionMask(causal=True)),
         dict(lengths=[2049] * 2, head_dim=128, mask=jm.AttentionMask(causal=True)),
         dict(lengths=[200, 300, 250], head_dim=128, mask=jm.AttentionMask(causal=True)),

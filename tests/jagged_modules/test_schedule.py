@@ -130,18 +130,31 @@ def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, group
     assert torch.equal(backward.tiles, by_work.tiles) != grouped
 
 
-@pytest.mark.parametrize("change, given", [(dict(), True), (dict(head_dim=64), False), (dict(mask=None, head_dim=64), False)], ids=str)
-def test_the_one_pass_backward_gets_no_list_of_alternating_groups(offsets_of, change, given):
-    """A schedule for another head dim or mask, where the lists alternate: the backward then lists its own tiles. Another order of tiles
-    would be a deadlock."""
+WINDOW = dict(mask=AttentionMask(window=(None, 300)), head_dim=64)  # the first tile has less work than the next ones
+
+
+@pytest.mark.parametrize(
+    "made_for, change, given",
+    [
+        (dict(), dict(), True),
+        (dict(), dict(head_dim=64), False),
+        (dict(), dict(mask=None, head_dim=64), False),
+        (WINDOW, dict(mask=None), False),
+        (WINDOW, dict(mask=AttentionMask(causal=True)), False),
+        (WINDOW, dict(), True),
+    ],
+    ids=str,
+)
+def test_the_one_pass_backward_gets_no_list_in_another_order(offsets_of, made_for, change, given):
+    """A schedule for another head dim or mask: the backward then lists its own tiles. Another order of tiles would be a deadlock."""
     pytest.importorskip("triton")
     from ..jagged_kernels.launches import recorded_launches
 
-    made_for = dict(head_dim=128, mask=AttentionMask(causal=True))
+    made_for = dict(head_dim=128, mask=AttentionMask(causal=True)) | made_for
     lengths, options = torch.tensor([2048, 2048]), made_for | change
-    schedule = host_schedule(lengths, lengths, num_heads=1, num_kv_heads=1, dtype=torch.bfloat16, capability=(9, 0), **made_for)
-    assert schedule.backward.alternates
-    q = torch.zeros((4096, 1, options["head_dim"]), dtype=torch.bfloat16, requires_grad=True)
+    schedule = host_schedule(lengths, lengths, num_heads=8, num_kv_heads=8, dtype=torch.bfloat16, capability=(9, 0), **made_for)
+    assert not schedule.backward.ascending
+    q = torch.zeros((4096, 8, options["head_dim"]), dtype=torch.bfloat16, requires_grad=True)
     segments = offsets_of(lengths.tolist())
     with recorded_launches() as launches:
         out = functional.jagged_attention(q, q, q, segments, mask=options["mask"], schedule=schedule)

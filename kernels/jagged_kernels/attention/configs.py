@@ -151,7 +151,8 @@ def hopper_attention_config(
     narrow = padded_dim(head_dim) == 64
     if kernel == "one_pass":
         if narrow:  # beside the consumers, a warpgroup of its own computes dq
-            return HopperConfig(2, block=64, stages=3, row_stages=2, launch_registers=128, registers=208 if masked else 192)
+            registers = 208 if masked or activation in ("silu", "gelu", "gelu_tanh", "gelu_taylor") else 192
+            return HopperConfig(2, block=64, stages=3, row_stages=2, launch_registers=128, registers=registers)
         return two(block=64, stages=2, row_stages=1)
     if timed and narrow and kernel in ("fwd", "dq"):  # buckets take more registers than three warpgroups have
         return two(block=64, stages=4, row_stages=2)

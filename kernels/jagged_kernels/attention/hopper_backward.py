@@ -75,6 +75,7 @@ from ..common.pipeline import (
     zero_tail,
 )
 from ..common.ptxas import safe_ptxas
+from ..schedule.cost import LoopedSide
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments, TileList
 from ..schedule.short_queries import list_short_queries
@@ -398,9 +399,10 @@ class _Launches:
         return head_descriptor(self.operands.q, rows), head_descriptor(self.grads.do, rows)
 
     def query_tiles(self, segments: Segments) -> TileList:
-        dq, config, num_keys = self.grads.dq, self.selection.dq, self.operands.k.shape[0]
+        dq, config = self.grads.dq, self.selection.dq
         rows, heads, dim = dq.shape
-        return TileList(*kernel_tiles(segments, config, rows, heads, self.params, False, dim, num_keys), config.tile)
+        looped = LoopedSide(*self.operands.k.shape[:2], dim)
+        return TileList(*kernel_tiles(segments, config, rows, heads, self.params, looped=looped), config.tile)
 
     def dq(self, segments: Segments, segment_scale: Tensor | None, ds_blocks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """dq; with ds_blocks, only of the segments whose dS is not stored. Tiles: query_tiles. Returns the gradients of the bias tables."""
@@ -427,14 +429,13 @@ class _Launches:
         dk, dv = self.grads.dk, self.grads.dv
         params, config = self.params, self.selection.dkdv
         q_desc, do_desc = self.row_descriptors(config.block)
-        (rows, _, head_dim), (num_keys, kv_heads, _) = q.shape, dk.shape
-        tiles, num_tiles = kernel_tiles(segments, config, num_keys, kv_heads, params, True, head_dim, rows)
+        tiles, num_tiles = kernel_tiles(segments, config, dk.shape[0], dk.shape[1], params, key_tiles=True, looped=LoopedSide(*q.shape))
         if blocks := grid(tiles, config):
             attention_bwd_dkdv_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, dk, dv, lse, delta,
                 segments.q_offsets, segments.kv_offsets, segments.segments_per_group, tiles, num_tiles, params.num_targets, segment_scale,
                 self.bias, params.scale, self.act_factor, self.dact_factor, params.output_scale, lse.stride(0), ds, ds_blocks,
-                HEAD_DIM=head_dim, KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
+                HEAD_DIM=q.shape[2], KV_SHARED=self.kv_shared, QUERY_GROUPS=segments.query_groups,
                 BIAS=params.bias_kind, **launch_constants(config, self.operands, params),
             )  # fmt: skip
 
@@ -446,8 +447,7 @@ class _Launches:
             write_delta(grads.do, self.operands.out, grads.delta)
         q_desc, do_desc = self.row_descriptors(config.block)
         sums = DqSums.empty(q, keys.q_offsets.shape[0] - 1, config.block)
-        sizes = dict(key_tiles=True, head_dim=q.shape[2], other_rows=q.shape[0])
-        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, **sizes)
+        tiles, num_tiles = kernel_tiles(keys, config, k.shape[0], k.shape[1], params, key_tiles=True, looped=LoopedSide(*q.shape))
         if blocks := grid(tiles, config):
             attention_bwd_hopper_kernel[blocks](
                 q_desc, do_desc, self.k_desc, self.v_desc, self.dk_desc, self.dv_desc, sums.descriptor(), grads.dk, grads.dv, lse,

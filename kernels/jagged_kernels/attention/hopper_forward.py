@@ -71,6 +71,7 @@ from ..common.pipeline import (
     zero_tail,
 )
 from ..common.ptxas import safe_ptxas
+from ..schedule.cost import LoopedSide
 from ..schedule.device import kernel_tiles
 from ..schedule.host import Segments
 from .bias import Bias
@@ -549,9 +550,8 @@ def forward(operands: Operands, segments: Segments, params: AttentionParams, con
     """Launch the forward kernel."""
     q, k, v, out, lse = operands
     pages = segments.pages
-    tiles, num_tiles = kernel_tiles(
-        segments, config, out.shape[0], q.shape[1], params, head_dim=q.shape[2], other_rows=segments.num_keys(k)
-    )
+    looped = LoopedSide(segments.num_keys(k), k.shape[1], q.shape[2])
+    tiles, num_tiles = kernel_tiles(segments, config, out.shape[0], q.shape[1], params, looped=looped)
     num_segments = segments.segments_per_group
     act_factor, _ = activation_factors(params.activation, q.dtype == torch.bfloat16, params.scale)
     constants = launch_constants(config, operands, params)

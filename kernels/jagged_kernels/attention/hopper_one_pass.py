@@ -21,7 +21,8 @@ Roles:
     a warp           publisher: counts what the writers have added. `publish_dq`
 A count is a release, which takes about a microsecond. A writer that waited for it could not keep up with the MMAs. Without a release,
 another tile may add its term first.
-Registers per thread: consumers 240; at head dim 64 192, under a mask 208, and what is left for dq, 104 or 72; others 24.
+Registers per thread: consumers 240; at head dim 64 192, under a mask or with long activations 208, and what is left for dq, 104 or 72;
+others 24.
 
 Tile: 128 keys, 64 per consumer, by blocks of 64 query rows. Blocks are visited in descending order: then tiles of a segment that begin at
 the same time follow one another at a distance of one addition.

@@ -15,7 +15,7 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from ..schedule.cost import one_pass_may_run, one_pass_seqlen
+from ..schedule.cost import one_pass_fills_gpu, one_pass_may_run
 from .configs import (
     AttentionTile,
     HopperConfig,
@@ -121,7 +121,7 @@ class Selection:
     @property
     def tile(self) -> AttentionTile:
         """The tiles of a schedule for these kernels."""
-        return AttentionTile(query=self.fwd.tile, key=self.dkdv.tile)
+        return AttentionTile(query=self.fwd.tile, key=(self.one_pass or self.dkdv).tile)
 
 
 def select(problem: AttentionProblem) -> Selection:
@@ -148,7 +148,7 @@ def _of_long_segments(p: AttentionProblem) -> Selection:
             selection = _with_small_tiles(selection, queries, keys, p.head_dim, p.biased, p.timed, _is_below(q_seqlen, FEW_ROWS))
         elif dynamic_tiles_are_faster(p, kv_seqlen):
             selection = _with_dynamic_tiles(selection)
-        if one_pass_is_faster(p, q_seqlen, kv_seqlen):
+        if one_pass_is_faster(p):
             selection = dataclasses.replace(selection, one_pass=hopper_attention_config("one_pass", p.head_dim, p.activation, p.masked))
         elif consumers := short_query_consumers(p, q_seqlen, kv_seqlen):
             selection = _with_short_queries(selection, p.head_dim, consumers)
@@ -244,17 +244,17 @@ def storing_ds_is_faster(num_blocks: float, seqlen: float, head_dim: int) -> boo
     return padded_dim(head_dim) == 128 and num_blocks >= 2**14 and seqlen >= 128
 
 
-def one_pass_is_faster(p: AttentionProblem, q_seqlen: float | None, kv_seqlen: float | None) -> bool:
+def one_pass_is_faster(p: AttentionProblem) -> bool:
     """Whether one Hopper kernel for dq, dk and dv replaces two or three. docs/decisions/one-pass-backward.md has figures.
 
     It takes self- or cross-attention with one group of queries, without a bias, and no mask but the causal one: there, every key tile up to
     some tile visits a block of queries.
     """
     supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
-    if not supported or q_seqlen is None or kv_seqlen is None:
+    if not supported or p.batch_invariant or p.q_rows is None or p.kv_rows is None:
         return False
-    enough_queries = q_seqlen >= one_pass_seqlen(p.head_dim, p.masked)
-    return enough_queries and one_pass_may_run(p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
+    fills_gpu = one_pass_fills_gpu(p.q_rows * p.num_heads, p.kv_rows * p.num_kv_heads, p.head_dim, p.masked)
+    return fills_gpu and one_pass_may_run(p.q_rows, p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
 
 
 def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:

@@ -36,19 +36,41 @@ def work_class(work: Tensor) -> Tensor:
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
-def one_pass_seqlen(head_dim: int, masked: bool) -> int:
-    """Mean rows of a segment from which on Hopper's one-pass backward is faster, and its key tiles are listed in groups of segments."""
+class OnePassMinimum(NamedTuple):
+    """From what sizes on Hopper's one-pass backward is faster. docs/decisions/one-pass-backward.md has figures.
+
+    queries, keys, scores: of a segment and head on average; scores are queries times keys.
+    all_queries, all_keys: rows of all segments and heads. Fewer do not fill the GPU, and tiles of a segment wait for one another.
+    """
+
+    queries: int
+    keys: int
+    scores: int = 0
+    all_queries: int = 0
+    all_keys: int = 0
+
+
+def one_pass_minimum(head_dim: int, masked: bool) -> OnePassMinimum:
     if padded_dim(head_dim) <= 64:
-        return 1024 if masked else 640
-    return 2560 if masked else 2048
+        return OnePassMinimum(1024, 1024) if masked else OnePassMinimum(80, 512, 5 * 2**16, 2**13, 2**15)
+    return OnePassMinimum(2560, 2560, all_keys=5 * 2**13) if masked else OnePassMinimum(80, 320, 2**17, 2**13, 3 * 2**15)
 
 
-def one_pass_may_run(num_keys: int, num_segments: int, head_dim: int, masked: bool, causal: bool) -> bool:
-    """Whether Hopper's one-pass backward may take these keys. It needs a list in which the key tiles of a segment ascend.
+def one_pass_may_run(num_queries: int, num_keys: int, num_segments: int, head_dim: int, masked: bool, causal: bool) -> bool:
+    """Whether Hopper's one-pass backward may take these segments. Their key tiles are then listed in groups, those of a segment in
+    ascending order, which the kernel needs.
 
     causal: whether the mask is the causal one.
     """
-    return (causal or not masked) and num_keys >= max(1, num_segments) * one_pass_seqlen(head_dim, masked)
+    minimum, segments = one_pass_minimum(head_dim, masked), max(1, num_segments)
+    enough_rows = num_queries >= segments * minimum.queries and num_keys >= segments * minimum.keys
+    return (causal or not masked) and enough_rows and num_queries * num_keys >= segments * segments * minimum.scores
+
+
+def one_pass_fills_gpu(all_queries: int, all_keys: int, head_dim: int, masked: bool) -> bool:
+    """Whether Hopper's one-pass backward has enough tiles, given the rows of all segments and heads."""
+    minimum = one_pass_minimum(head_dim, masked)
+    return all_queries >= minimum.all_queries and all_keys >= minimum.all_keys
 
 
 def may_alternate(head_dim: int) -> bool:
@@ -56,14 +78,22 @@ def may_alternate(head_dim: int) -> bool:
     return padded_dim(head_dim) > 64
 
 
+class LoopedSide(NamedTuple):
+    """The side that the tiles of Hopper's kernels loop over: queries or keys, their rows and heads, and the head dim of the queries."""
+
+    rows: int
+    heads: int
+    head_dim: int
+
+
 class Grouping(NamedTuple):
     """How tiles are listed in groups of segments.
 
-    blocks: how many blocks of the tiled side the segments of a group have together.
+    rows: how many rows the segments of a group have together on the side that the tiles loop over.
     alternates: whether every other group is in reverse order.
     """
 
-    blocks: int
+    rows: int
     alternates: bool
 
 
@@ -75,7 +105,7 @@ def one_pass_elements(num_keys: float, head_dim: int, masked: bool) -> int:
 
 
 def grouping(
-    rows: int, other_rows: int, num_segments: int, num_heads: int, head_dim: int, block_m: int, mask: MaskParams | None, key_tiles: bool
+    rows: int, looped: LoopedSide | None, num_segments: int, mask: MaskParams | None, key_tiles: bool
 ) -> Grouping | None:
     """Whether and how tiles of Hopper's kernels are listed in groups of segments; None: all tiles are sorted by work.
 
@@ -88,20 +118,20 @@ def grouping(
     docs/decisions/tiles-in-groups.md has figures.
 
     Args:
-        rows, other_rows: of the tiled side, and of the side that a tile loops over.
-        head_dim: 0 for kernels that gain nothing.
+        rows: of the tiled side.
+        looped: the other side; None for kernels that gain nothing.
     """
-    if not head_dim or not num_segments or not rows:
+    if looped is None or not num_segments or not rows:
         return None
+    head_dim, causal = looped.head_dim, mask is not None and mask.is_causal
     alternates, elements = True, GROUP_ELEMENTS
-    if key_tiles and one_pass_may_run(rows, num_segments, head_dim, mask is not None, mask is not None and mask.is_causal):
+    if key_tiles and one_pass_may_run(looped.rows, rows, num_segments, head_dim, mask is not None, causal):
         alternates, elements = False, one_pass_elements(rows / num_segments, head_dim, mask is not None)
     elif mask is None or not may_alternate(head_dim) or rows < num_segments * GROUPED_SEQLEN:
         return None
-    elif key_tiles and mask.is_causal and rows > num_segments * LONGEST_CAUSAL_KEYS:
+    elif key_tiles and causal and rows > num_segments * LONGEST_CAUSAL_KEYS:
         return None
-    blocks = elements * rows // (num_heads * padded_dim(head_dim) * max(1, other_rows) * block_m)
-    return Grouping(min(max(1, blocks), 2**30), alternates)
+    return Grouping(max(1, elements // (looped.heads * padded_dim(head_dim))), alternates)
 
 
 def is_short(q_len: Tensor, kv_len: Tensor) -> Tensor:

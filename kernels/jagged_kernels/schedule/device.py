@@ -23,7 +23,7 @@ from ..common.device import cdiv
 from ..common.loads import find_tile, load_segment, segment_lengths
 from ..common.ops import direct, operator
 from ..common.ptxas import safe_ptxas
-from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, Grouping, grouping
+from .cost import EXACT_TOP_BITS, EXACT_WORK, SHORT, TOP_BITS, WORK_CLASSES, Grouping, LoopedSide, grouping
 from .host import Segments, num_query_groups, tile_capacity
 
 CHUNK = 256  # tiles that a program of _masked_list_kernel places
@@ -266,19 +266,19 @@ def _segment_order_kernel(
 
 
 @triton.jit
-def _ranked_segments(offsets_ptr, order_ptr, start, blocks_before, num_segments, group_blocks, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
-    """CHUNK ranks from `start` on: the ranks, the blocks of their segments and their groups, given the blocks of all lower ranks."""
+def _ranked_segments(sides, order_ptr, start, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr):
+    """CHUNK ranks from `start` on: the ranks, the blocks of their segments, and the rows that their tiles loop over."""
     ranks = start + tl.arange(0, CHUNK)
-    segments = tl.load(order_ptr + ranks, mask=ranks < num_segments, other=0)
-    blocks = _num_blocks(offsets_ptr, segments, ranks < num_segments, BLOCK_M)
-    middles = blocks_before + tl.cumsum(blocks, 0) - blocks + blocks // 2
-    return ranks, blocks, tl.where(ranks < num_segments, middles // group_blocks, -1)
+    real = ranks < sides.num_segments
+    segments = tl.load(order_ptr + ranks, mask=real, other=0)
+    blocks = _num_blocks(sides.offsets_ptr, segments, real, BLOCK_M)
+    return ranks, blocks, segment_lengths(sides.other_offsets_ptr, segments, real).to(tl.int32)
 
 
 @safe_ptxas
-@triton.jit(do_not_specialize=["num_segments", "num_heads", "group_blocks"])
+@triton.jit(do_not_specialize=["num_segments", "num_heads", "group_rows"])
 def _grouped_list_kernel(
-    offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, group_blocks,
+    offsets_ptr, other_offsets_ptr, order_ptr, tiles_ptr, num_tiles_ptr, num_segments, num_heads, group_rows,
     KEY_TILES: tl.constexpr, ALTERNATES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCKS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     """Each program writes the tiles of the segment of its rank.
@@ -286,14 +286,16 @@ def _grouped_list_kernel(
     Before a tile come all tiles of earlier groups, the blocks with a smaller number of all segments of its group, or with a larger one, and
     the same block of the group's segments of lower rank, which all have it.
     """
+    sides = Sides(offsets_ptr, other_offsets_ptr, num_segments, num_heads)
     rank = tl.program_id(0)
     segment = tl.load(order_ptr + rank)
     num_blocks = tl.cdiv(load_segment(offsets_ptr, segment)[1], BLOCK_M)
-    lower = 0
+    lower, lower_looped = 0, 0
     for start in range(0, rank, CHUNK):
-        ranks, blocks, _ = _ranked_segments(offsets_ptr, order_ptr, start, 0, num_segments, group_blocks, BLOCK_M, CHUNK)
+        ranks, blocks, looped = _ranked_segments(sides, order_ptr, start, BLOCK_M, CHUNK)
         lower += tl.sum(tl.where(ranks < rank, blocks, 0), 0)
-    group = (lower + num_blocks // 2) // group_blocks
+        lower_looped += tl.sum(tl.where(ranks < rank, looped, 0), 0)
+    group = (lower_looped + load_segment(other_offsets_ptr, segment)[1] // 2) // group_rows
     heaviest_first = group >= 0
     if ALTERNATES:
         heaviest_first = group % 2 == 0
@@ -304,15 +306,14 @@ def _grouped_list_kernel(
         place = tl.zeros([BLOCKS], tl.int32)
         total = 0
         for start in range(0, num_segments, CHUNK):
-            ranks, blocks, groups = _ranked_segments(
-                offsets_ptr, order_ptr, start, total, num_segments, group_blocks, BLOCK_M, CHUNK
-            )  # fmt: skip
-            of_group = groups == group
-            earlier = tl.where((groups < group) & (groups >= 0), blocks, 0) + (of_group & (ranks < rank)).to(tl.int32)
+            ranks, blocks, looped = _ranked_segments(sides, order_ptr, start, BLOCK_M, CHUNK)
+            groups = (total + tl.cumsum(looped, 0) - looped + looped // 2) // group_rows
+            of_group = (groups == group) & (ranks < num_segments)
+            earlier = tl.where(groups < group, blocks, 0) + (of_group & (ranks < rank)).to(tl.int32)
             smaller = tl.minimum(blocks[None, :], block[:, None])
             larger = tl.maximum(blocks[None, :] - 1 - block[:, None], 0)
             place += tl.sum(earlier, 0) + tl.sum(tl.where(of_group[None, :], tl.where(ascending, smaller, larger), 0), 1)
-            total += tl.sum(blocks, 0)
+            total += tl.sum(looped, 0)
         tile_ptr = tiles_ptr + place.to(tl.int64) * num_heads * 3
         for head in range(0, num_heads):
             tl.store(tile_ptr + head * 3, segment, mask=block < num_blocks)
@@ -324,8 +325,9 @@ def _grouped_list_kernel(
 
 
 def _launch_grouped_list(
-    offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, key_tiles: bool, grouping: Grouping
-) -> None:
+    offsets: Tensor, other_offsets: Tensor, tiles: Tensor, num_tiles: Tensor, num_heads: int, block_m: int, key_tiles: bool,
+    grouping: Grouping,
+) -> None:  # fmt: skip
     """Write `tiles` and `num_tiles`, of at least one segment."""
     num_segments, segments = offsets.shape[0] - 1, 32
     order = offsets.new_empty((num_segments,), dtype=torch.int32)
@@ -333,7 +335,7 @@ def _launch_grouped_list(
         offsets, order, num_segments, BLOCK_M=block_m, SEGMENTS=segments, CHUNK=256
     )  # fmt: skip
     _grouped_list_kernel[(num_segments,)](
-        offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, grouping.blocks, KEY_TILES=key_tiles,
+        offsets, other_offsets, order, tiles.zero_(), num_tiles, num_segments, num_heads, grouping.rows, KEY_TILES=key_tiles,
         ALTERNATES=grouping.alternates, BLOCK_M=block_m, BLOCKS=32, CHUNK=128,
     )  # fmt: skip
 
@@ -349,15 +351,17 @@ def _empty_list(offsets, other_offsets, total_rows, num_heads, block_m, block_n,
 @operator("tile_list", fake=_empty_list)
 def tile_list(
     offsets: Tensor, other_offsets: Tensor, total_rows: int, num_heads: int, block_m: int, block_n: int,
-    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False, head_dim: int = 0, other_rows: int = 0,
+    mask: list[int] | None = None, num_targets: Tensor | None = None, key_tiles: bool = False,
+    other_rows: int = 0, num_other_heads: int = 0, head_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles of `host.zigzag_schedule`, from offsets on the device.
 
     Args:
         offsets: `[B + 1]` of the tiled side, `total_rows` rows together. other_offsets: `[B + 1]` of the side a tile loops over. Queries
             may have several groups, as in `zigzag_schedule`.
-        num_heads, block_m, block_n, key_tiles, head_dim: as in `zigzag_schedule`. other_rows: of the other side together, with a head_dim.
+        num_heads, block_m, block_n, key_tiles: as in `zigzag_schedule`.
         mask: `MaskParams`, with num_targets `[B]` if it has targets.
+        other_rows, num_other_heads, head_dim: `LoopedSide`, for Hopper's kernels, whose tiles may be listed in groups of segments.
 
     Returns:
         tiles int32 `[capacity, 3]`, capacity as in `host.tile_capacity`; rows that do not count are 0. num_tiles int32 `[2]`, as in
@@ -370,10 +374,11 @@ def tile_list(
     groups = num_query_groups(*queries, *keys, mask)
     params = None if mask is None else MaskParams(*mask)
     in_groups = None
-    if groups == 1:
-        in_groups = grouping(total_rows, other_rows, num_segments, num_heads, head_dim, block_m, params, key_tiles)
+    if groups == 1 and head_dim:
+        looped = LoopedSide(other_rows, num_other_heads, head_dim)
+        in_groups = grouping(total_rows, looped, num_segments, params, key_tiles)
     if in_groups is not None:
-        _launch_grouped_list(offsets, tiles, num_tiles, num_heads, block_m, key_tiles, in_groups)
+        _launch_grouped_list(offsets, other_offsets, tiles, num_tiles, num_heads, block_m, key_tiles, in_groups)
         return tiles, num_tiles
     if params is not None and num_segments:
         sizes = total_rows, num_heads, block_m, block_n
@@ -395,18 +400,18 @@ def list_tiles(*args: Any) -> tuple[Tensor, Tensor]:
 
 def kernel_tiles(
     segments: Segments, config, total_rows: int, num_heads: int, params: AttentionParams, key_tiles: bool = False,
-    head_dim: int = 0, other_rows: int = 0,
+    looped: LoopedSide | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The tiles for a kernel and their number: the schedule's if its tile size is that of the launch configuration, else a new list.
 
-    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys. head_dim, other_rows: as in `tile_list`.
+    total_rows, num_heads: of the tiled side. key_tiles: the tiled side is the keys. looped: of Hopper's kernels.
     """
     tiles, num_tiles, block = segments.tiles
     if tiles is None or block != config.tile:
         offsets = segments.q_offsets, segments.kv_offsets
         sizes = total_rows, num_heads, config.tile, config.block
         offsets = reversed(offsets) if key_tiles else offsets
-        head_dim = 0 if params.batch_invariant else head_dim
+        looped = () if params.batch_invariant or looped is None else looped
         mask = params.mask and list(params.mask)
-        tiles, num_tiles = list_tiles(*offsets, *sizes, mask, params.num_targets, key_tiles, head_dim, other_rows)
+        tiles, num_tiles = list_tiles(*offsets, *sizes, mask, params.num_targets, key_tiles, *looped)
     return tiles, num_tiles[1:] if segments.long_only else num_tiles

@@ -19,7 +19,7 @@ from ..attention.pages import Pages
 from ..attention.params import MaskParams
 from ..common.device import cdiv
 from ..common.one_thread import one_thread
-from .cost import Grouping, grouping, is_short, key_tile_work, query_tile_work, sort_key, work_class
+from .cost import Grouping, LoopedSide, grouping, is_short, key_tile_work, query_tile_work, sort_key, work_class
 
 
 class TileList(NamedTuple):
@@ -78,7 +78,7 @@ class TileSchedule:
         work: int32 `[T]`, key blocks of `block_n` columns that a tile visits, on the host wherever the schedule is; None in a schedule
             built on the device.
         backward: the dk, dv kernel's schedule, with the roles of q and kv exchanged (tiles of key rows); None: built when needed.
-        alternates: whether the list may have groups in reverse order (cost.Grouping), which Hopper's one-pass backward does not take.
+        ascending: whether the tiles of each segment and head are in ascending order, which Hopper's one-pass backward needs.
     """
 
     tiles: Tensor
@@ -89,7 +89,7 @@ class TileSchedule:
     num_workers: int
     work: Tensor | None = None
     backward: TileSchedule | None = None
-    alternates: bool = False
+    ascending: bool = False
 
     @property
     def tile_list(self) -> TileList:
@@ -144,6 +144,7 @@ def zigzag_schedule(
     mask: Any = None,
     key_tiles: bool = False,
     head_dim: int = 0,
+    num_other_heads: int | None = None,
 ) -> TileSchedule:
     """Build the zigzag schedule on the host.
 
@@ -157,6 +158,7 @@ def zigzag_schedule(
         mask: an `AttentionMask`, whose hidden blocks are no work. Its num_targets are used if they are on the host.
         key_tiles: the roles are exchanged, as in the backward's dk, dv: q_lengths are those of the keys, and tiles are of key rows.
         head_dim: of the queries, for Hopper's kernels, whose tiles may be listed in groups of segments. 0: all tiles are sorted by work.
+        num_other_heads: heads of the side that a tile loops over, with a head_dim. None: num_heads.
 
     Returns:
         TileSchedule with host tensors.
@@ -183,8 +185,8 @@ def zigzag_schedule(
     params = None if mask is None else MaskParams(*mask.params)
     in_groups = None
     if groups == 1 and head_dim:
-        rows, other_rows = int(q_lengths.sum()), int(kv_lengths.sum())
-        in_groups = grouping(rows, other_rows, len(q_lengths), num_heads, head_dim, block_m, params, key_tiles)
+        looped = LoopedSide(int(kv_lengths.sum()), num_other_heads or num_heads, head_dim)
+        in_groups = grouping(int(q_lengths.sum()), looped, len(q_lengths), params, key_tiles)
     num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
     sizes = num_heads, block_m, block_n
     if in_groups is not None:
@@ -202,7 +204,7 @@ def zigzag_schedule(
         num_heads=num_heads,
         num_workers=num_workers,
         work=work,
-        alternates=in_groups is not None and in_groups.alternates,
+        ascending=not in_groups.alternates if in_groups is not None else params is None or key_tiles and params.is_causal,
     )
 
 
@@ -279,16 +281,17 @@ def _tiles_in_groups(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tiles in groups of segments, longest segments first, and the work of each. The heads of a block follow one another.
 
-    The segments, longest first, lie on a line of blocks. Those whose middles are in the same `grouping.blocks` blocks are a group. A group
-    lists the blocks of one number of all its segments, then those of the next number. It starts with the blocks that have most work under a
-    causal mask: the first ones of keys, the last ones of queries. If groups alternate, every other one starts at the other end.
+    The segments, longest first, lie on a line of the rows that the tiles loop over. Those whose middles are in the same `grouping.rows` rows
+    are a group. A group lists the blocks of one number of all its segments, then those of the next number. It starts with the blocks that
+    have most work under a causal mask: the first ones of keys, the last ones of queries. If groups alternate, every other one starts at the
+    other end.
     """
     blocks = cdiv(lengths, block_m)
     order = torch.argsort(blocks, descending=True, stable=True)
-    blocks = blocks[order].long()
-    middles = blocks.cumsum(0) - blocks + torch.div(blocks, 2, rounding_mode="floor")
+    blocks, looped = blocks[order].long(), other_lengths[order].long()
+    middles = looped.cumsum(0) - looped + torch.div(looped, 2, rounding_mode="floor")
     rank, block = _blocks_of_segments(blocks)
-    group = torch.div(middles, grouping.blocks, rounding_mode="floor")[rank]
+    group = torch.div(middles, grouping.rows, rounding_mode="floor")[rank]
     heaviest_first = (group % 2 == 0) | (not grouping.alternates)
     number = torch.where(heaviest_first == key_tiles, block, blocks.max() - block)
     key = (group * (blocks.max() + 1) + number) * len(blocks) + rank

@@ -39,8 +39,8 @@ def test_masked_list_kernel_compiles(capability):
 
 @pytest.mark.parametrize("capability", CAPABILITIES)
 def test_grouped_list_kernels_compile(capability):
-    types = dict(offsets_ptr="*i64", order_ptr="*i32", tiles_ptr="*i32", num_tiles_ptr="*i32")
-    types |= dict(num_segments="i32", num_heads="i32", group_blocks="i32")
+    types = dict(offsets_ptr="*i64", other_offsets_ptr="*i64", order_ptr="*i32", tiles_ptr="*i32", num_tiles_ptr="*i32")
+    types |= dict(num_segments="i32", num_heads="i32", group_rows="i32")
     for kernel, constants in [
         (tile_list._segment_order_kernel, dict(BLOCK_M=128, SEGMENTS=32, CHUNK=256)),
         (tile_list._grouped_list_kernel, dict(KEY_TILES=True, ALTERNATES=False, BLOCK_M=128, BLOCKS=32, CHUNK=128)),
