@@ -105,10 +105,27 @@ def test_a_neighbours_nan_stays_where_it_is(offsets, calls, dim, mask, activatio
 
 
 @pytest.mark.large_memory
-@pytest.mark.parametrize("dim, mask", [(64, None), (64, "causal"), (128, None)])
-def test_long_segments_take_it(check_attention, counts, dim, mask):
-    lengths = [5000, 3400] if dim == 128 else [1, 3000, 4000, 2500]
-    check_attention((lengths, lengths), torch.bfloat16, "cuda", dims=(dim, dim), heads=(1, 1), mask=mask, kernels="hopper")
+@pytest.mark.parametrize(
+    "dim, mask, heads, lengths",
+    [
+        (64, None, (8, 8), [1, 700, 1500, 600, 200, 1300, 129]),
+        (64, "causal", (1, 1), [1, 3000, 4000, 2500]),
+        (128, None, (8, 8), [410, 1, 900, 128, 300, 640] * 5 + [511]),
+        (128, "causal", (4, 4), [2500, 100, 4000, 5000]),
+    ],
+    ids=str,
+)
+def test_long_segments_take_it(check_attention, counts, dim, mask, heads, lengths):
+    check_attention((lengths, lengths), torch.bfloat16, "cuda", dims=(dim, dim), heads=heads, mask=mask, kernels="hopper")
+    assert counts["one_pass"] == 1
+
+
+@pytest.mark.large_memory
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("heads", [(8, 8), (16, 8)], ids=str)
+def test_targets_on_long_histories_take_it(check_attention, counts, dim, heads):
+    queries, keys = [90, 1, 300, 128, 506, 0], [3000, 6000, 64, 1500, 2500, 129]
+    check_attention((queries, keys), torch.bfloat16, "cuda", dims=(dim, dim), heads=heads, kernels="hopper")
     assert counts["one_pass"] == 1
 
 
