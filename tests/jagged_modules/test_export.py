@@ -383,6 +383,7 @@ def test_a_plan_of_a_sequence_with_itself_stays_one():
     assert moved.y_offsets is moved.x_offsets
 
 
+@pytest.mark.filterwarnings("ignore")  # torch warns that torch.jit.trace is deprecated
 def test_torch_jit_trace_is_told_to_use_torch_export():
     layer = jm.JaggedTargetAttention(WIDTH, HEADS)
     inputs = torch.randn(3, 1, WIDTH), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.tensor([1, 0, 1])
