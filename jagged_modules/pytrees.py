@@ -24,7 +24,7 @@ from .containers.pages import PagedRows
 from .containers.segmentation import Segmentation
 from .functional import ScorePlan
 from .layers.gdpa import GDPAConfig
-from .layers.hstu import HSTUConfig
+from .layers.hstu_config import HSTUConfig
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
