@@ -1,9 +1,33 @@
-"""The two packages and where they lie. Metadata and tool settings are in pyproject.toml."""
+"""The two packages and where they lie, and the metadata that names the repository. The rest and tool settings are in pyproject.toml."""
+
+import os
+import re
+from pathlib import Path
 
 from setuptools import find_packages, setup
+
+REPOSITORY, REF = os.environ.get("GITHUB_REPOSITORY"), os.environ.get("GITHUB_REF_NAME", "main")  # set in workflows
+ADDRESS = REPOSITORY and f"{os.environ.get('GITHUB_SERVER_URL', 'https://github.com')}/{REPOSITORY}"
+
+
+def readme() -> str:
+    """README.md. A package index shows it without the files that it links to, so the links lead to the repository if that is known."""
+    text = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+    if not ADDRESS:
+        return text
+
+    def absolute(link: re.Match[str]) -> str:
+        kind = "raw" if link[1].startswith("!") else "blob"
+        return f"{link[1]}({ADDRESS}/{kind}/{REF}/{link[2]})"
+
+    return re.sub(r"(!?\[[^\]]*\])\((?![a-z]+:|#)([^)\s]+)\)", absolute, text)
+
 
 setup(
     packages=[*find_packages(".", include=["jagged_modules*"]), *find_packages("kernels", include=["jagged_kernels*"])],
     package_dir={"jagged_kernels": "kernels/jagged_kernels"},
     package_data={"jagged_modules": ["py.typed"], "jagged_kernels": ["py.typed"]},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+    project_urls={"Repository": ADDRESS, "Changelog": f"{ADDRESS}/blob/{REF}/CHANGELOG.md"} if ADDRESS else {},
 )

@@ -23,6 +23,8 @@ from .containers.jagged import Jagged
 from .containers.pages import PagedRows
 from .containers.segmentation import Segmentation
 from .functional import ScorePlan
+from .layers.gdpa import GDPAConfig
+from .layers.hstu_config import HSTUConfig
 from .masks import AttentionMask
 from .rotary import Rotary
 from .scalars import is_sequence
@@ -90,7 +92,7 @@ def _plan(x_offsets: Any, y_offsets: Any, **others: Any) -> ScorePlan:
     return ScorePlan(x_offsets, x_offsets if y_offsets is None else y_offsets, **others)
 
 
-add_safe_globals([Segmentation])
+add_safe_globals([Segmentation, GDPAConfig, HSTUConfig])  # configs are no pytrees, and a checkpoint may hold them
 _register(Jagged, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(PagedRows, ("values", "offsets"), ("max_seqlen",), build=Jagged.unchecked)
 _register(CandidateIndex, ("offsets", "order", "inverse"), build=CandidateIndex)

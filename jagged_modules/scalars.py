@@ -21,7 +21,9 @@ def is_sequence(x: object) -> bool:
 def check_size(name: str, value: object, at_least: int = 1) -> None:
     """TypeError unless value is an int or a symbolic int, ValueError if it is below `at_least`."""
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+        traced = isinstance(value, Tensor) and torch.jit.is_tracing()  # type: ignore[attr-defined, no-untyped-call]  # unannotated in torch
+        hint = ": torch.jit.trace makes tensors of sizes; use torch.export" if traced else ""
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}{hint}")
     if value < at_least:
         raise ValueError(f"{name} must be at least {at_least}, got {value}")
 

@@ -1,5 +1,6 @@
 """What users get: the wheel, its metadata, an import that needs torch alone, and documents whose code and commands work."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -22,9 +23,9 @@ OPTIONAL = {"triton", "torchrec", "fbgemm_gpu"}
 HOSTS = {"github.com", "arxiv.org", "pytorch.org", "docs.pytorch.org", "grouplens.org", "www.w3.org", "localhost", "127.0.0.1"}
 
 
-def run(*command, cwd=ROOT):
+def run(*command, cwd=ROOT, env=None):
     """Output of a command; its error text is the failure message."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run([str(part) for part in command], cwd=cwd, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -109,6 +110,25 @@ def test_wheel_metadata(wheel, metadata):
         "dev",
     }
     assert any(file.endswith("licenses/LICENSE") for file in zipfile.ZipFile(wheel).namelist())
+
+
+def test_links_lead_to_the_repository_where_its_address_is_known(sdist, tmp_path):
+    """As in the release workflow. A package index shows the README, and not the files that it links to."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (source,) = tmp_path.iterdir()
+    command = f"from setuptools import build_meta; build_meta.prepare_metadata_for_build_wheel({str(tmp_path)!r})"
+    env = dict(os.environ, GITHUB_REPOSITORY="owner/name", GITHUB_REF_NAME="v9", GITHUB_SERVER_URL="https://github.com")
+    run(sys.executable, "-c", command, cwd=source, env=env)
+    (path,) = tmp_path.glob("*.dist-info/METADATA")
+    metadata = Parser().parsestr(path.read_text(encoding="utf-8"))
+    assert "Repository, https://github.com/owner/name" in metadata.get_all("Project-URL")
+    links = re.findall(r"\]\(([^)\s]+)\)", README)
+    shown = re.findall(r"\]\(([^)\s]+)\)", metadata.get_payload())
+    assert len(shown) == len(links)
+    for link, absolute in zip(links, shown):
+        kind = "raw" if link.endswith(".png") else "blob"
+        assert absolute == (link if link.startswith("https:") else f"https://github.com/owner/name/{kind}/v9/{link}")
 
 
 def test_torchrec_extra_allows_only_the_known_set(metadata):

@@ -85,8 +85,8 @@ class Jagged(Queries):
 
         Raises:
             TypeError: another kind of input.
-            ValueError: a nested tensor with another layout or with holes; offsets that do not fit the values; a segment longer than
-                max_seqlen; floating-point weights.
+            ValueError: a nested tensor with another layout or with holes; offsets that do not fit the values, or that contradict the
+                lengths of a JaggedTensor; a segment longer than max_seqlen; floating-point weights.
         """
         if isinstance(x, Jagged):
             if max_seqlen in (None, x.max_seqlen):
@@ -98,6 +98,8 @@ class Jagged(Queries):
         x = wait_for(x)
         values, offsets = _values_and_offsets(name, x)
         _check_parts(f"{name}'s ", values, offsets, max_seqlen)
+        if _is_torchrec(x):
+            _check_lengths(name, x.lengths_or_none(), offsets)
         jagged = cls.unchecked(values, offsets, max_seqlen)
         jagged._container, jagged.feature_keys = x, x.keys() if hasattr(x, "keys") else None
         return jagged
@@ -442,6 +444,15 @@ def _check_host_lengths(host_lengths: Tensor, offsets: Tensor, total: int) -> No
     if values_are_checkable(offsets) and not torch.equal(host_lengths, offsets.diff().to(host_lengths)):
         lengths = to_ints(offsets.diff())
         raise ValueError(f"host_lengths must be the differences of offsets, {lengths}, got {to_ints(host_lengths)}")
+
+
+def _check_lengths(name: str, lengths: Tensor | None, offsets: Tensor) -> None:
+    """ValueError if a TorchRec container has lengths that contradict its offsets: TorchRec reads one or the other."""
+    if lengths is None or not (values_are_checkable(lengths) and values_are_checkable(offsets)):
+        return
+    if not torch.equal(lengths, offsets.diff().to(lengths)):
+        expected = to_ints(offsets.diff())
+        raise ValueError(f"{name}'s lengths must be the differences of its offsets, {expected}, got {to_ints(lengths)}")
 
 
 def wrap_rows(name: str, x: Any, width: int, projection: nn.Module) -> Jagged:

@@ -216,6 +216,8 @@ def _check_segments(
     same = kv_offsets is q_offsets and max_seqlen_kv is None
     if not isinstance(q_offsets, str):
         check_offsets("q_offsets", q_offsets, q.shape[0], max_seqlen_q, "max_seqlen_q")
+        if kv_offsets is q_offsets and kv_rows != q.shape[0]:
+            raise ValueError(f"k must have q's rows, {q.shape[0]}, because they have the same offsets, got {kv_rows}")
     if isinstance(kv_offsets, str):
         if isinstance(q_offsets, str):
             raise ValueError('q_offsets and kv_offsets cannot both be "shared": the number of segments would be unknown')

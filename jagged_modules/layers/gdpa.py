@@ -373,7 +373,8 @@ class JaggedGDPA(nn.Module):
                 raise ValueError(f"bias.position has entries for {bias.max_seqlen} rows, but {name} has a segment of {longest} rows")
 
     def extra_repr(self) -> str:
-        return f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}, activation={self.activation!r}, config={self.config}"
+        sizes = f"embedding_dim={self.embedding_dim}, num_heads={self.num_heads}"
+        return f"{sizes}, activation={self.activation!r}, mask={self.mask}, config={self.config}"
 
 
 class GDPABlock(nn.Module):

@@ -38,14 +38,15 @@ class Protocol:
 def add_options(parser: argparse.ArgumentParser, implementations: str = "") -> None:
     """Adds the options for device, cases and protocol. ``implementations``: the default of --impl."""
     protocol = Protocol("cpu")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    cuda, default = torch.cuda.is_available(), "(default: %(default)s)"
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if cuda else "cpu", help=default)
     parser.add_argument("--tiny", action="store_true", help="small sizes, to try the benchmark itself")
     parser.add_argument("--only", default="", type=re.compile, help="regular expression: tables and cases to run ('table: case')")
     parser.add_argument("--impl", default=implementations, type=re.compile, help="regular expression: implementations to run")
-    parser.add_argument("--rounds", type=int, default=protocol.rounds)
-    parser.add_argument("--pause", type=float, default=protocol.pause_s, help="seconds before each measurement")
-    parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help="ms")
-    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help="ms")
+    parser.add_argument("--rounds", type=int, default=protocol.rounds, help=f"rounds, in each of which every implementation runs {default}")
+    parser.add_argument("--pause", type=float, default=protocol.pause_s, help=f"seconds before each measurement {default}")
+    parser.add_argument("--warmup", type=float, default=protocol.warmup_ms, help=f"ms of calls before each measurement {default}")
+    parser.add_argument("--rep", type=float, default=protocol.rep_ms, help=f"ms of calls that are measured {default}")
 
 
 def parse(parser: argparse.ArgumentParser, argv: list[str] | None) -> tuple[argparse.Namespace, Protocol]:

@@ -23,6 +23,8 @@ BAD = [
     (dict(k=torch.ones(6, 2, 8, dtype=torch.float64)), ValueError, "k must have q's dtype, torch.float32, got torch.float64"),
     (dict(v=torch.ones(6, 2, 8, device="meta")), ValueError, "v must be on q's device, cpu, got meta"),
     (dict(v=torch.ones(5, 2, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[5, 2\]"),
+    (dict(k=torch.ones(5, 2, 8), v=torch.ones(5, 2, 8)), ValueError, "k must have q's rows, 6, because they have the same offsets, got 5"),
+    (dict(k=torch.ones(7, 2, 8), v=torch.ones(7, 2, 8)), ValueError, "k must have q's rows, 6, because they have the same offsets, got 7"),
     (dict(v=torch.ones(6, 1, 8)), ValueError, r"v must have k's rows and heads, \[6, 2\], got \[6, 1\]"),
     (dict(k=torch.ones(6, 2, 4)), ValueError, "k must have q's head dim, 8, got 4"),
     (dict(q=torch.ones(6, 3, 8)), ValueError, "q's heads must be a multiple of k's, got 3 and 2"),

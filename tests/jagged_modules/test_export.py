@@ -381,3 +381,11 @@ def test_a_plan_of_a_sequence_with_itself_stays_one():
     plan = F.ScorePlan.from_offsets(OFFSETS)
     moved = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, plan)
     assert moved.y_offsets is moved.x_offsets
+
+
+@pytest.mark.filterwarnings("ignore")  # torch warns that torch.jit.trace is deprecated
+def test_torch_jit_trace_is_told_to_use_torch_export():
+    layer = jm.JaggedTargetAttention(WIDTH, HEADS)
+    inputs = torch.randn(3, 1, WIDTH), (torch.randn(5, WIDTH), torch.tensor([0, 2, 5])), torch.tensor([1, 0, 1])
+    with pytest.raises(TypeError, match="num_users must be an int, got Tensor: torch.jit.trace makes .*; use torch.export"):
+        torch.jit.trace(layer, inputs)

@@ -448,3 +448,8 @@ def test_bad_block():
         jm.GDPABlock(WIDTH, HEADS, config=jm.GDPAConfig(num_seeds=2))
     with pytest.raises(ValueError, match=r"x's values must have shape \[L, 8\], got \[5, 9\]"):
         jm.GDPABlock(WIDTH, HEADS)((torch.randn(5, 9), X[1]))
+
+
+def test_extra_repr():
+    layer = jm.JaggedGDPA(32, 2, "silu", jm.AttentionMask(causal=True), jm.GDPAConfig(dropout=0.5))
+    assert "embedding_dim=32, num_heads=2, activation='silu', mask=AttentionMask(causal=True), config=GDPAConfig(" in repr(layer)

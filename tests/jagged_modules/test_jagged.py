@@ -333,6 +333,17 @@ def test_schedules_prepared_in_a_data_loader_are_used(builds):
 # -- bad input -----------------------------------------------------------------------------------------------------------------
 
 
+def test_lengths_that_contradict_the_offsets_are_an_error():
+    torchrec = pytest.importorskip("torchrec")
+    lengths, offsets = torch.tensor([2, 0, 4]), torch.tensor([0, 2, 3, 6])
+    x = torchrec.JaggedTensor(torch.randn(6, 8), lengths=lengths, offsets=offsets)
+    message = r"history's lengths must be the differences of its offsets, \[2, 1, 3\], got \[2, 0, 4\]"
+    with pytest.raises(ValueError, match=message):
+        jm.Jagged.wrap(x, name="history")
+    with pytest.raises(ValueError, match=message):
+        jm.Jagged.wrap(torchrec.KeyedJaggedTensor(["a"], x.values(), lengths=lengths.int(), offsets=offsets), name="history")
+
+
 def bad_calls():
     values, offsets = torch.randn(6, 8), torch.tensor([0, 2, 2, 5, 6])
     nested = torch.nested.nested_tensor_from_jagged(values, offsets)

@@ -88,6 +88,12 @@ def test_container(name, way):
     assert_same(WAYS[way](x), x)
 
 
+@pytest.mark.parametrize("name", ["GDPAConfig", "HSTUConfig"])
+def test_checkpoints_with_configs_load_without_pickle(name):
+    config = CONTAINERS[name]()
+    assert saved({"config": config}, weights_only=True)["config"] == config
+
+
 def test_a_copy_finds_the_schedules(builds):
     jagged = _prepared()
     builds.clear()
