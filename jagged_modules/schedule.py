@@ -11,7 +11,7 @@ import torch
 from jagged_kernels.attention.params import MaskParams
 from jagged_kernels.attention.select import AttentionProblem, Selection, select
 from jagged_kernels.common.device import device_properties, gpu_capability
-from jagged_kernels.schedule.cost import may_alternate, one_pass_may_run
+from jagged_kernels.schedule.cost import LoopedSide, may_alternate, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule, zigzag_schedule
 from torch import Tensor
 
@@ -133,8 +133,8 @@ def device_schedule(
         tiles, num_tiles = list_tiles(side.offsets, other.offsets, side.rows, side.heads, side.block, other.block, *options)
         ascending = params is None or key_tiles and params.is_causal
         if params is not None and ascending and may_alternate(head_dim):
-            sizes = other.rows, side.rows, side.offsets.shape[0] - 1  # symbols under torch.compile
-            ascending = not torch.compiler.is_compiling() and one_pass_may_run(*sizes, head_dim, True, True)
+            sizes = LoopedSide(other.rows, other.heads, head_dim), side.rows, side.heads, side.offsets.shape[0] - 1
+            ascending = not torch.compiler.is_compiling() and one_pass_may_run(*sizes, True, True)  # sizes are symbols there
         return TileSchedule(tiles, num_tiles, side.block, other.block, side.heads, NUM_WORKERS, ascending=ascending)
 
     queries, keys = _Side(q_offsets, q_rows, num_heads, tile.query), _Side(kv_offsets, kv_rows, num_kv_heads, tile.key)

@@ -9,7 +9,7 @@ from jagged_kernels.attention.pages import Pages
 from jagged_kernels.attention.params import AttentionParams, MaskParams
 from jagged_kernels.attention.select import AttentionProblem
 from jagged_kernels.common.device import contiguous_last_dim
-from jagged_kernels.schedule.cost import is_short, one_pass_may_run
+from jagged_kernels.schedule.cost import LoopedSide, is_short, one_pass_may_run
 from jagged_kernels.schedule.host import TileSchedule, num_query_groups
 from torch import Tensor
 from torch.nn.functional import pad
@@ -314,7 +314,7 @@ def _triton_attention(
     keys = schedule.backward
     if keys is not None and not keys.ascending:
         masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
-        if one_pass_may_run(q.shape[0], k.shape[0], kv_offsets.shape[0] - 1, q.shape[2], masked, causal):
+        if one_pass_may_run(LoopedSide(*q.shape), *k.shape[:2], kv_offsets.shape[0] - 1, masked, causal):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,

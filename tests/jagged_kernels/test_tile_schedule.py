@@ -337,7 +337,7 @@ def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch, qu
 )
 def test_other_tiles_are_sorted_by_work(change):
     options = dict(lengths=[2048, 4096, 2048], head_dim=64, key_tiles=True, mask=None) | change
-    lengths, sizes = options.pop("lengths"), dict(num_heads=2, block_m=128, block_n=64, num_workers=132)
+    lengths, sizes = options.pop("lengths"), dict(num_heads=128, block_m=128, block_n=64, num_workers=132)
     schedule = zigzag_schedule(lengths, lengths, **sizes, **options)
     assert torch.equal(schedule.tiles, zigzag_schedule(lengths, lengths, **sizes, **options | dict(head_dim=0)).tiles)
     assert schedule.work.diff().max() <= 0

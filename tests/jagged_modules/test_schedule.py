@@ -122,10 +122,10 @@ def test_a_training_step_lists_the_tiles_of_each_side_once(offsets_of, mask, ker
 )
 def test_key_tiles_are_listed_in_groups_for_hoppers_kernels_alone(options, grouped):
     lengths = torch.tensor([2048, 4096, 2048])
-    sizes = dict(num_heads=2, num_kv_heads=2)
+    sizes = dict(num_heads=4, num_kv_heads=4)
     backward = host_schedule(lengths, lengths, **sizes, head_dim=64, dtype=torch.bfloat16, **options).backward
     by_work = zigzag_schedule(
-        lengths, lengths, num_heads=2, block_m=backward.block_m, block_n=backward.block_n, num_workers=1, key_tiles=True
+        lengths, lengths, num_heads=4, block_m=backward.block_m, block_n=backward.block_n, num_workers=1, key_tiles=True
     )
     assert torch.equal(backward.tiles, by_work.tiles) != grouped
 

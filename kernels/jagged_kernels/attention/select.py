@@ -15,7 +15,7 @@ import torch
 
 from ..common.configs import LaunchConfig, padded_dim
 from ..common.device import cdiv
-from ..schedule.cost import one_pass_fills_gpu, one_pass_may_run
+from ..schedule.cost import LoopedSide, one_pass_may_run
 from .configs import (
     AttentionTile,
     HopperConfig,
@@ -253,8 +253,8 @@ def one_pass_is_faster(p: AttentionProblem) -> bool:
     supported = not (p.biased or p.q_shared or p.kv_shared) and p.q_segments == p.kv_segments
     if not supported or p.batch_invariant or p.q_rows is None or p.kv_rows is None:
         return False
-    fills_gpu = one_pass_fills_gpu(p.q_rows * p.num_heads, p.kv_rows * p.num_kv_heads, p.head_dim, p.masked)
-    return fills_gpu and one_pass_may_run(p.q_rows, p.kv_rows, p.kv_segments, p.head_dim, p.masked, p.causal)
+    queries = LoopedSide(p.q_rows, p.num_heads, p.head_dim)
+    return one_pass_may_run(queries, p.kv_rows, p.num_kv_heads, p.kv_segments, p.masked, p.causal)
 
 
 def dynamic_tiles_are_faster(p: AttentionProblem, kv_seqlen: float | None) -> bool:

@@ -36,6 +36,14 @@ def work_class(work: Tensor) -> Tensor:
     return torch.where(work < EXACT_WORK, work, EXACT_WORK + top_bits - EXACT_TOP_BITS).clamp(max=WORK_CLASSES - 1)
 
 
+class LoopedSide(NamedTuple):
+    """The side that the tiles of Hopper's kernels loop over: queries or keys, their rows and heads, and the head dim of the queries."""
+
+    rows: int
+    heads: int
+    head_dim: int
+
+
 class OnePassMinimum(NamedTuple):
     """From what sizes on Hopper's one-pass backward is faster. docs/decisions/one-pass-backward.md has figures.
 
@@ -56,34 +64,24 @@ def one_pass_minimum(head_dim: int, masked: bool) -> OnePassMinimum:
     return OnePassMinimum(2560, 2560, all_keys=5 * 2**13) if masked else OnePassMinimum(80, 320, 2**17, 2**13, 3 * 2**15)
 
 
-def one_pass_may_run(num_queries: int, num_keys: int, num_segments: int, head_dim: int, masked: bool, causal: bool) -> bool:
-    """Whether Hopper's one-pass backward may take these segments. Their key tiles are then listed in groups, those of a segment in
-    ascending order, which the kernel needs.
+def one_pass_may_run(
+    queries: LoopedSide, num_keys: int, num_kv_heads: int, num_segments: int, masked: bool, causal: bool
+) -> bool:  # fmt: skip
+    """Whether Hopper's one-pass backward runs, unless a bias or another option excludes it. Its key tiles are then listed in groups of
+    segments, and those of a segment and head in ascending order, which the kernel needs.
 
     causal: whether the mask is the causal one.
     """
-    minimum, segments = one_pass_minimum(head_dim, masked), max(1, num_segments)
-    enough_rows = num_queries >= segments * minimum.queries and num_keys >= segments * minimum.keys
-    return (causal or not masked) and enough_rows and num_queries * num_keys >= segments * segments * minimum.scores
-
-
-def one_pass_fills_gpu(all_queries: int, all_keys: int, head_dim: int, masked: bool) -> bool:
-    """Whether Hopper's one-pass backward has enough tiles, given the rows of all segments and heads."""
-    minimum = one_pass_minimum(head_dim, masked)
-    return all_queries >= minimum.all_queries and all_keys >= minimum.all_keys
+    minimum, segments = one_pass_minimum(queries.head_dim, masked), max(1, num_segments)
+    long = queries.rows >= segments * minimum.queries and num_keys >= segments * minimum.keys
+    long = long and queries.rows * num_keys >= segments * segments * minimum.scores
+    fills_gpu = queries.rows * queries.heads >= minimum.all_queries and num_keys * num_kv_heads >= minimum.all_keys
+    return (causal or not masked) and long and fills_gpu
 
 
 def may_alternate(head_dim: int) -> bool:
     """Whether groups of tiles under a mask may be listed in alternating order."""
     return padded_dim(head_dim) > 64
-
-
-class LoopedSide(NamedTuple):
-    """The side that the tiles of Hopper's kernels loop over: queries or keys, their rows and heads, and the head dim of the queries."""
-
-    rows: int
-    heads: int
-    head_dim: int
 
 
 class Grouping(NamedTuple):
@@ -105,7 +103,7 @@ def one_pass_elements(num_keys: float, head_dim: int, masked: bool) -> int:
 
 
 def grouping(
-    rows: int, looped: LoopedSide | None, num_segments: int, mask: MaskParams | None, key_tiles: bool
+    rows: int, num_heads: int, looped: LoopedSide | None, num_segments: int, mask: MaskParams | None, key_tiles: bool
 ) -> Grouping | None:
     """Whether and how tiles of Hopper's kernels are listed in groups of segments; None: all tiles are sorted by work.
 
@@ -118,14 +116,14 @@ def grouping(
     docs/decisions/tiles-in-groups.md has figures.
 
     Args:
-        rows: of the tiled side.
+        rows, num_heads: of the tiled side.
         looped: the other side; None for kernels that gain nothing.
     """
     if looped is None or not num_segments or not rows:
         return None
     head_dim, causal = looped.head_dim, mask is not None and mask.is_causal
     alternates, elements = True, GROUP_ELEMENTS
-    if key_tiles and one_pass_may_run(looped.rows, rows, num_segments, head_dim, mask is not None, causal):
+    if key_tiles and one_pass_may_run(looped, rows, num_heads, num_segments, mask is not None, causal):
         alternates, elements = False, one_pass_elements(rows / num_segments, head_dim, mask is not None)
     elif mask is None or not may_alternate(head_dim) or rows < num_segments * GROUPED_SEQLEN:
         return None

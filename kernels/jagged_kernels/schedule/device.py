@@ -376,7 +376,7 @@ def tile_list(
     in_groups = None
     if groups == 1 and head_dim:
         looped = LoopedSide(other_rows, num_other_heads, head_dim)
-        in_groups = grouping(total_rows, looped, num_segments, params, key_tiles)
+        in_groups = grouping(total_rows, num_heads, looped, num_segments, params, key_tiles)
     if in_groups is not None:
         _launch_grouped_list(offsets, other_offsets, tiles, num_tiles, num_heads, block_m, key_tiles, in_groups)
         return tiles, num_tiles

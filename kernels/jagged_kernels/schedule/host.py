@@ -186,7 +186,7 @@ def zigzag_schedule(
     in_groups = None
     if groups == 1 and head_dim:
         looped = LoopedSide(int(kv_lengths.sum()), num_other_heads or num_heads, head_dim)
-        in_groups = grouping(int(q_lengths.sum()), looped, len(q_lengths), params, key_tiles)
+        in_groups = grouping(int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles)
     num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
     sizes = num_heads, block_m, block_n
     if in_groups is not None:
