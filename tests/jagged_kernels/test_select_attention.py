@@ -377,9 +377,7 @@ def test_one_kernel_for_all_gradients_of_long_segments(dim, change, expected):
         assert selection.one_pass.tile == selection.dkdv.tile == selection.tile.key
 
 
-@pytest.mark.parametrize(
-    "dim, masked, least", [(40, False, 573), (64, True, 1024), (72, False, 363), (128, False, 363), (128, True, 2560)]
-)
+@pytest.mark.parametrize("dim, masked, least", [(40, False, 573), (64, True, 1024), (72, False, 363), (128, False, 363), (128, True, 2560)])
 def test_how_long_segments_are_for_one_kernel(dim, masked, least):
     for seqlen in (least - 1, least):
         found = select(problem(dim, masked=masked, causal=masked, num_heads=8, num_kv_heads=8, **sizes(seqlen, seqlen)))

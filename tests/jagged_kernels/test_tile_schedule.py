@@ -309,7 +309,9 @@ def test_which_lists_of_key_tiles_ascend(mask, by_work, head_dim):
         assert all(x == sorted(x) for x in blocks.values())
 
 
-@pytest.mark.parametrize("queries, num_other_heads, first", [([64] * 8, 2, 4), ([64] * 8, 4, 2), ([10, 200, 20, 300] * 2, None, 3)], ids=str)
+@pytest.mark.parametrize(
+    "queries, num_other_heads, first", [([64] * 8, 2, 4), ([64] * 8, 4, 2), ([10, 200, 20, 300] * 2, None, 3)], ids=str
+)
 def test_a_group_is_counted_by_the_rows_that_its_tiles_loop_over(monkeypatch, queries, num_other_heads, first):
     """Targets: a history has 4,096 keys, 32 blocks, and a group 256 rows of queries of 2 heads, or as many rows of other heads."""
     monkeypatch.setattr(cost, "one_pass_elements", lambda *_: 256 * 2 * 64)

@@ -281,10 +281,10 @@ def _tiles_in_groups(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Tiles in groups of segments, longest segments first, and the work of each. The heads of a block follow one another.
 
-    The segments, longest first, lie on a line of the rows that the tiles loop over. Those whose middles are in the same `grouping.rows` rows
-    are a group. A group lists the blocks of one number of all its segments, then those of the next number. It starts with the blocks that
-    have most work under a causal mask: the first ones of keys, the last ones of queries. If groups alternate, every other one starts at the
-    other end.
+    The segments, longest first, lie on a line of the rows that the tiles loop over. Those with their middles in the same `grouping.rows`
+    rows are a group. A group lists the blocks of one number of all its segments, then those of the next number. It starts with the blocks
+    that have most work under a causal mask: the first ones of keys, the last ones of queries. If groups alternate, every other one starts
+    at the other end.
     """
     blocks = cdiv(lengths, block_m)
     order = torch.argsort(blocks, descending=True, stable=True)
