@@ -74,9 +74,12 @@ def host_schedule(
     selection = select(problem)
     tile = selection.tile
     schedule_of = partial(zigzag_schedule, num_workers=workers, mask=mask, head_dim=_grouped_dim(problem, selection))
-    sides = dict(num_heads=num_heads, num_other_heads=num_kv_heads), dict(num_heads=num_kv_heads, num_other_heads=num_heads)
-    forward = schedule_of(q_lengths, kv_lengths, **sides[0], block_m=tile.query, block_n=tile.key)
-    backward = schedule_of(kv_lengths, q_lengths, **sides[1], block_m=tile.key, block_n=tile.query, key_tiles=True)
+    forward = schedule_of(
+        q_lengths, kv_lengths, num_heads=num_heads, num_other_heads=num_kv_heads, block_m=tile.query, block_n=tile.key
+    )  # fmt: skip
+    backward = schedule_of(
+        kv_lengths, q_lengths, num_heads=num_kv_heads, num_other_heads=num_heads, block_m=tile.key, block_n=tile.query, key_tiles=True
+    )  # fmt: skip
     schedule = dataclasses.replace(forward, backward=backward)
     return schedule.pin_memory() if initialized else schedule
 

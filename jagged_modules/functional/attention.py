@@ -314,7 +314,8 @@ def _triton_attention(
     keys = schedule.backward
     if keys is not None and not keys.ascending:
         masked, causal = params.mask is not None, params.mask is not None and MaskParams(*params.mask).is_causal
-        if one_pass_may_run(LoopedSide(*q.shape), *k.shape[:2], kv_offsets.shape[0] - 1, masked, causal):
+        num_segments = kv_offsets.shape[0] - 1
+        if one_pass_may_run(LoopedSide(*q.shape), k.shape[0], k.shape[1], num_segments, masked, causal):
             keys = None  # made for other sizes or another mask, so the backward lists its own tiles
     out, _ = attention(
         q, k, v, q_offsets, kv_offsets, schedule.tiles, schedule.num_tiles, keys and keys.tiles, keys and keys.num_tiles,
