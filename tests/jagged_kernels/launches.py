@@ -1,13 +1,15 @@
 """Records the launches of Triton kernels that would be made on a Hopper GPU, on a machine without one.
 
 Host tensors report a CUDA device, so that the library takes its GPU paths. A launch computes the key by which Triton compiles and caches
-kernels, and runs nothing. Results are uninitialised memory.
+kernels, and runs nothing. Results are uninitialised memory. So are those of torch's matrix products: they would take nearly all of the time
+on a host that has no instructions for bfloat16.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -21,6 +23,7 @@ from triton.runtime.jit import JITFunction, compute_cache_key, create_function_f
 FACTORIES = ["arange", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm", "tensor", "zeros"]
 FACTORIES_LIKE = ["empty_like", "full_like", "ones_like", "rand_like", "randn_like", "zeros_like"]
 METHODS = ["to", "new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"]
+PRODUCTS = ["mm", "addmm", "bmm", "baddbmm"]
 
 
 class Launch(NamedTuple):
@@ -74,7 +77,17 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
             *((torch.Tensor, name, _on_the_host(getattr(torch.Tensor, name))) for name in METHODS),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
+        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))  # a dispatch mode would change the path to a launch
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Warning only once for all operators")  # of the override
+            for name in PRODUCTS:
+                library.impl(name, _uninitialised_product, "CPU", allow_override=True)
         yield launches
+
+
+def _uninitialised_product(*operands, **factors):
+    x, y = operands[-2:]
+    return x.new_empty(*x.shape[:-1], y.shape[-1])
 
 
 def _operators():
