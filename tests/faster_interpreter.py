@@ -2,8 +2,8 @@
 
 Triton patches `triton.language` anew in each call of a device function, a third of all time. It makes a table of all dtypes to look up one,
 a tenth of the rest. It computes sums, differences and products of integers twice, to assert that none overflows, two fifths of what then
-remains; the assertion does nothing without debug=True. Each tensor's shape gets a type, which nothing asks for. Each result checks its block's
-shape and formats its name anew, and each call of a builtin passes through two wrappers: a quarter of the rest.
+remains; the assertion does nothing without debug=True. Each tensor's shape gets a type, which nothing asks for. The type of each result
+checks its shape and formats its name anew, and each call of a builtin passes through two wrappers: a quarter of the rest.
 """
 
 import builtins
