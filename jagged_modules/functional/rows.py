@@ -201,7 +201,10 @@ def jagged_split(
     segments = offsets.shape[0] - 1
     if not isinstance(first_lengths, Tensor):
         check_size("first_lengths", first_lengths, at_least=0)
-        total_first = segments * first_lengths
+        expected = segments * first_lengths
+        if total_first not in (None, expected):
+            raise ValueError(f"total_first must be the sum of first_lengths, {expected}, got {total_first}")
+        total_first = expected
         first_lengths = torch.full((segments,), first_lengths, dtype=given.dtype, device=given.device)
     check_integers("first_lengths", first_lengths)
     if first_lengths.shape[0] != segments:

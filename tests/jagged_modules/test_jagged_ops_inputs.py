@@ -141,6 +141,7 @@ BAD_CALLS = [
     (F.jagged_split, (X, OFFSETS, -1), ValueError, "first_lengths must be at least 0, got -1"),
     (F.jagged_split, (X, OFFSETS, 3), ValueError, "first_lengths must be 0 to the segment's length, got 3 of 2 at segment 0"),
     (F.jagged_split, (X, OFFSETS, torch.tensor([0, -1])), ValueError, "first_lengths must be 0 to .*, got -1 of 4 at segment 1"),
+    (F.jagged_split, (X, OFFSETS, 1, 3), ValueError, "total_first must be the sum of first_lengths, 2, got 3"),
     (F.jagged_split, (X, OFFSETS, torch.tensor([1])), ValueError, r"first_lengths must have shape \[B\] = \[2\], got \[1\]"),
     (F.jagged_split, (META, OFFSETS, OFFSETS[1:].to("meta"), 7), ValueError, "total_first must be at most x's rows, 6, got 7"),
     (F.jagged_split, (X, OFFSETS, torch.tensor([1, 1]), 3), ValueError, "total_first must be the sum of first_lengths, 2, got 3"),

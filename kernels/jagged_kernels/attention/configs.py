@@ -150,7 +150,7 @@ def hopper_attention_config(
         return two(block=128, stages=2, row_stages=2) if softmax and not masked and not biased else two(block=64, stages=4, row_stages=2)
     narrow = padded_dim(head_dim) == 64
     if kernel == "one_pass":
-        if narrow:  # beside the consumers, a warpgroup of its own computes dq
+        if narrow:  # beside the consumers, a warpgroup of its own computes dq. Long arithmetic would spill 192 registers.
             registers = 208 if masked or activation in ("silu", "gelu", "gelu_tanh", "gelu_taylor") else 192
             return HopperConfig(2, block=64, stages=3, row_stages=2, launch_registers=128, registers=registers)
         return two(block=64, stages=2, row_stages=1)
