@@ -16,6 +16,7 @@ from typing import NamedTuple
 from unittest import mock
 
 import torch
+from torch import library
 from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, compute_cache_key, create_function_from_signature
@@ -77,11 +78,11 @@ def recorded_launches(capability: tuple[int, int] = (9, 0), num_sms: int = 132) 
             *((torch.Tensor, name, _on_the_host(getattr(torch.Tensor, name))) for name in METHODS),
         ):
             stack.enter_context(mock.patch.object(owner, name, replacement, create=True))
-        library = stack.enter_context(torch.library._scoped_library("aten", "IMPL"))  # a dispatch mode would change the path to a launch
+        overrides = stack.enter_context(library._scoped_library("aten", "IMPL"))  # a dispatch mode would change the path to a launch
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Warning only once for all operators")  # of the override
             for name in PRODUCTS:
-                library.impl(name, _uninitialised_product, "CPU", allow_override=True)
+                overrides.impl(name, _uninitialised_product, "CPU", allow_override=True)
         yield launches
 
 

@@ -59,9 +59,14 @@ class OnePassMinimum(NamedTuple):
 
 
 def one_pass_minimum(head_dim: int, masked: bool) -> OnePassMinimum:
+    """masked: under the causal mask."""
     if padded_dim(head_dim) <= 64:
-        return OnePassMinimum(1024, 1024) if masked else OnePassMinimum(80, 512, 5 * 2**16, 2**13, 2**15)
-    return OnePassMinimum(2560, 2560, all_keys=5 * 2**13) if masked else OnePassMinimum(80, 320, 2**17, 2**13, 3 * 2**15)
+        if masked:
+            return OnePassMinimum(queries=1024, keys=1024)
+        return OnePassMinimum(queries=80, keys=512, scores=5 * 2**16, all_queries=2**13, all_keys=2**15)
+    if masked:
+        return OnePassMinimum(queries=2560, keys=2560, all_keys=5 * 2**13)
+    return OnePassMinimum(queries=80, keys=320, scores=2**17, all_queries=2**13, all_keys=3 * 2**15)
 
 
 def one_pass_may_run(

@@ -189,7 +189,9 @@ def zigzag_schedule(
         in_groups = grouping(int(q_lengths.sum()), num_heads, looped, len(q_lengths), params, key_tiles)
     num_targets = num_targets if num_targets is not None and num_targets.device.type == "cpu" else None
     sizes = num_heads, block_m, block_n
+    ascending = params is None or key_tiles and params.is_causal  # sorted by work: the first keys have most of it under the causal mask
     if in_groups is not None:
+        ascending = not in_groups.alternates
         tiles, work = _tiles_in_groups(q_lengths, kv_lengths, *sizes, params, num_targets, key_tiles, in_groups)
         num_long = len(tiles)
     elif mask is None or not len(q_lengths):
@@ -204,7 +206,7 @@ def zigzag_schedule(
         num_heads=num_heads,
         num_workers=num_workers,
         work=work,
-        ascending=not in_groups.alternates if in_groups is not None else params is None or key_tiles and params.is_causal,
+        ascending=ascending,
     )
 
 
