@@ -3,6 +3,7 @@
     python kernels/benchmarks/bench_broadcast.py --only "^models" --rep 5 --warmup 2 --pause 0.02   # one table of all forms and modes
     ... --only "^models" --impl "left in|fused" --rep 5 --warmup 2 --pause 0.02                     # without split: less to compile
     python kernels/benchmarks/bench_broadcast.py --impl "eager|graphs" --rep 10 --pause 0.05        # more ratios, nothing compiled
+    python kernels/benchmarks/bench_broadcast.py --only "^one candidate"                            # fused against left in, call by call
     python kernels/benchmarks/bench_broadcast.py --device cpu                                       # smaller models
     python kernels/benchmarks/bench_broadcast.py --tiny --device cpu
 
@@ -36,6 +37,7 @@ LEFT_IN, SPLIT, FUSED = "left in", "split", f"{OURS}, fused"
 EAGER, COMPILED, GRAPHS = "eager", "compiled", "graphs"
 MODELS = "models"
 PER_USER = "candidates per user"
+IN_TURN = "one candidate per user, calls in turn"
 SAMPLED = 16  # rows that are checked
 EXAMPLE_ROWS = 32  # of the export
 
@@ -47,7 +49,7 @@ class Scale:
     sizes: Sizes
     batch: tuple[int, int]
     ratios: tuple[int, ...]
-    swept: tuple[str, ...] = ("DIN, nn.MultiheadAttention", "nn.TransformerEncoder", "TorchRec DLRM")
+    swept: tuple[str, ...] = ("DIN, nn.MultiheadAttention", "nn.TransformerEncoder", "Wukong", "TorchRec DLRM", "TorchRec DLRM_Projection")
 
     @property
     def batches(self) -> tuple[tuple[int, int], ...]:
@@ -58,6 +60,15 @@ class Scale:
 FULL = Scale(Sizes(128, 4, 200, 512, 64, 8, (1024, 512)), (15, 1024), (10, 100, 1000, 10000))
 CPU = Scale(Sizes(64, 4, 50, 128, 24, 4, (128, 64)), (15, 1024), (10, 100, 1000))
 TINY = Scale(Sizes(16, 2, 5, 8, 6, 2, (8,)), (2, 24), (20,))
+
+
+def setting(device: str, tiny: bool) -> tuple[Scale, torch.dtype]:
+    scale = TINY if tiny else FULL if device == "cuda" else CPU
+    return scale, torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def modes_on(device: str) -> list[str]:
+    return [EAGER, COMPILED, *([GRAPHS] if device == "cuda" else [])]
 
 
 def candidates_of(batch: tuple[int, int]) -> Tensor:
@@ -190,16 +201,14 @@ def compare(name: str, scale: Scale, batch: tuple[int, int], device: str, dtype:
             out = model(**x).reshape(-1, 1)
         return {"out/sampled": (out if net.shared else out[chosen]).to(device)}
 
-    modes = [EAGER, COMPILED, *([GRAPHS] if device == "cuda" else [])]
     names = forms(name, scale, device, dtype)
-    implementations = {f"{form}, {mode}": partial(implementation, form, mode) for form in names for mode in modes}
+    implementations = {f"{form}, {mode}": partial(implementation, form, mode) for form in names for mode in modes_on(device)}
     return Setup(implementations, reference, dtype, baseline=f"{LEFT_IN}, {EAGER}")
 
 
 def make_cases(device: str, tiny: bool) -> list[Case]:
     """CUDA: bf16, 1,024 candidates of 15 users, one per user, and 10 to 10,000 per user. CPU: fp32, smaller models. ``tiny``: all small."""
-    scale = TINY if tiny else FULL if device == "cuda" else CPU
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    scale, dtype = setting(device, tiny)
     total = scale.batch[1]
 
     def case(table: str, label: str, name: str, batch: tuple[int, int]) -> Case:
@@ -211,6 +220,41 @@ def make_cases(device: str, tiny: bool) -> list[Case]:
             users = max(1, total // ratio)
             cases.append(case(f"{PER_USER}: {name}", f"{ratio} each of {users} users", name, (users, users * ratio)))
     return cases
+
+
+def compare_in_turn(device: str, tiny: bool) -> list[dict]:
+    """Wall times with one candidate per user: the model and its fused form are called in turn, so that both see the same machine."""
+    scale, dtype = setting(device, tiny)
+    if device == "cuda":
+        fill_caches(scale, device, dtype)
+    return [in_turn(name, mode, device, tiny) for name in NETS for mode in modes_on(device)]
+
+
+def in_turn(name: str, mode: str, device: str, tiny: bool) -> dict:
+    """A row of `compare_in_turn`."""
+    scale, dtype = setting(device, tiny)
+    inputs = given(name, scale, scale.batches[1], device, dtype)
+    made_forms = (compiled_forms if mode == COMPILED else forms)(name, scale, device, dtype)
+    calls = [partial(made_forms[form], **inputs) for form in (LEFT_IN, FUSED)]
+    try:
+        left, fused = medians_in_turn([graphed(x) for x in calls] if mode == GRAPHS else calls, device, turns=2 if tiny else 400)
+    except torch._dynamo.exc.Unsupported as error:  # nested tensors of nn.TransformerEncoder on CUDA
+        return {"model": name, "mode": mode, "error": str(error).splitlines()[0]}
+    return {"model": name, "mode": mode, "left in, ms": left, "fused, ms": fused, "more, %": 100 * (fused / left - 1)}
+
+
+def medians_in_turn(calls: list[Callable[[], Tensor]], device: str, turns: int) -> list[float]:
+    """Median wall time of each call, ms. The first tenth of the calls is left out."""
+    times: list[list[float]] = [[] for _ in calls]
+    with torch.no_grad():
+        for turn in range(turns + turns // 10):
+            for call, seen in list(zip(calls, times))[:: -1 if turn % 2 else 1]:
+                begin = time.perf_counter()
+                call()
+                if device == "cuda":
+                    torch.cuda.synchronize()
+                seen.append(1e3 * (time.perf_counter() - begin))
+    return [statistics.median(seen[turns // 10 :]) for seen in times]
 
 
 def table_of_forms(rows: list[dict]) -> list[str]:
@@ -231,4 +275,4 @@ def table_of_forms(rows: list[dict]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main("broadcast", make_cases, summary=table_of_forms))
+    sys.exit(main("broadcast", make_cases, summary=table_of_forms, other_tables={IN_TURN: compare_in_turn}))

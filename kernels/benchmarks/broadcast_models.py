@@ -188,12 +188,14 @@ class BehindLookups(nn.Module):
     def __init__(self, model: nn.Module):
         super().__init__()
         self.dense_arch, self.inter_arch, self.over_arch = model.dense_arch, model.inter_arch, model.over_arch
+        self.by_feature: list[str] | None = getattr(model.inter_arch, "sparse_feature_names", None)  # SimpleDeepFMNN
 
     def forward(self, profile: Tensor, user: Tensor, item: Tensor) -> Tensor:
         return self.behind_dense(self.dense_arch(profile), user, item)
 
     def behind_dense(self, dense: Tensor, user: Tensor, item: Tensor) -> Tensor:
-        return self.over_arch(self.inter_arch(dense, torch.cat([user, item], 1)))
+        embeddings = torch.cat([user, item], 1)
+        return self.over_arch(self.inter_arch(dense, dict(zip(self.by_feature, embeddings.unbind(1))) if self.by_feature else embeddings))
 
 
 class SplitBehindLookups(BehindLookups):
@@ -205,19 +207,22 @@ class SplitBehindLookups(BehindLookups):
 def torchrec_net(name: str) -> Callable[[Sizes], Net]:
     def make(sizes: Sizes) -> Net:
         from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
-        from torchrec.models import dlrm
+        from torchrec.models import deepfm, dlrm
 
         features = [f"feature_{i}" for i in range(sizes.user_features + sizes.item_features)]
         bags = EmbeddingBagCollection(
             [EmbeddingBagConfig(name=f"t_{x}", embedding_dim=sizes.dim, num_embeddings=2, feature_names=[x]) for x in features]
         )
-        arguments = bags, sizes.profile, [*sizes.hidden, sizes.dim], [*sizes.hidden, 1]
-        options = {
+        options: dict[str, dict[str, object]] = {
             "DLRM": {},
             "DLRM_DCN": dict(dcn_num_layers=2, dcn_low_rank_dim=sizes.dim),
             "DLRM_Projection": {f"interaction_branch{i}_layer_sizes": [sizes.dim, 8 * sizes.dim] for i in (1, 2)},
         }
-        model = getattr(dlrm, name)(*arguments, **options[name])
+        if name in options:
+            arguments = bags, sizes.profile, [*sizes.hidden, sizes.dim], [*sizes.hidden, 1]
+            model = getattr(dlrm, name)(*arguments, **options[name])
+        else:
+            model = deepfm.SimpleDeepFMNN(sizes.profile, bags, hidden_layer_size=sizes.hidden[0], deep_fm_dimension=sizes.dim)
         shapes = dict(profile=(sizes.profile,), user=(sizes.user_features, sizes.dim), item=(sizes.item_features, sizes.dim))
         return make_net(BehindLookups(model), SplitBehindLookups(copy.deepcopy(model)), ("profile", "user"), **shapes)
 
@@ -267,5 +272,5 @@ def example_head(sizes: Sizes) -> Net:
 
 NETS: dict[str, Callable[[Sizes], Net]] = {"DIN, nn.MultiheadAttention": din, "nn.TransformerEncoder": encoder, "Wukong": wukong}
 if HAS_TORCHREC:
-    NETS |= {f"TorchRec {name}": torchrec_net(name) for name in ("DLRM", "DLRM_DCN", "DLRM_Projection")}
+    NETS |= {f"TorchRec {name}": torchrec_net(name) for name in ("DLRM", "DLRM_DCN", "DLRM_Projection", "SimpleDeepFMNN")}
     NETS["examples/ranking_model.py"] = example_head

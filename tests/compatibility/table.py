@@ -58,6 +58,11 @@ FEATURES = {  # by the file of their tests
     "test_graphs.py": (
         Feature("torch.compile, dynamic", f"`fullgraph=True, dynamic=True`: no compilation after the first batch. {SAME}"),
         Feature("torch.compile, static", f"`fullgraph=True, dynamic=False`: a graph for each size. {SAME}"),
+        Feature(
+            "torch.compile, reduce-overhead",
+            f"Inductor's CUDA graphs, which replay training steps with other values and lengths of the same totals. {SAME}",
+            gpu=True,
+        ),
         Feature("torch.export", "With dynamic numbers of users, rows and candidates. The saved and loaded program gives the same results."),
         Feature("AOTInductor", "The exported program, compiled and loaded as a package, gives the same results for all sizes."),
         Feature("torch.fx", f"`symbolic_trace` records the layer as one call. {SAME}"),

@@ -7,6 +7,7 @@ import io
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import jagged_modules as jm
 
@@ -44,6 +45,20 @@ def test_static_compilation(case):
     model = make(case)
     graph, _ = compiled(model, dynamic=False)
     assert_same_steps(graph, model, case, SIZES[:2])
+
+
+@pytest.mark.gpu
+@feature("torch.compile, reduce-overhead")
+def test_compiled_to_cuda_graphs(case):
+    model = make(case).cuda()
+    torch._dynamo.reset()
+    counters.clear()
+    graph = torch.compile(model, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    for _ in range(4):  # warm-up, capture, replays
+        inputs = [x.cuda() for x in case.model.inputs(*SIZES[0])]
+        torch.compiler.cudagraph_mark_step_begin()
+        torch.testing.assert_close(training_step(graph, inputs), training_step(model, inputs), rtol=1e-4, atol=1e-5)
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 def exported(model, case) -> torch.export.ExportedProgram:

@@ -9,6 +9,7 @@ import torch
 from marks import SLOW
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
 
 import jagged_modules as jm
 from jagged_modules.transforms import fuse_broadcasts
@@ -180,6 +181,17 @@ def test_package_for_the_cpu(tmp_path):
 @pytest.mark.gpu
 def test_package_for_cuda(tmp_path):
     check_package(tmp_path, "cuda", "jagged_kernels.attention.op")
+
+
+@pytest.mark.gpu
+def test_compiled_to_cuda_graphs():
+    """Inductor's CUDA graphs, with another map in each call."""
+    model, fused = fused_on("cuda")
+    torch._dynamo.reset()
+    counters.clear()
+    graph = torch.compile(fused, fullgraph=True, dynamic=False, mode="reduce-overhead")
+    assert_same(graph, model, 4 * [(3, 20, 7)], "cuda")  # warm-up, capture, replays
+    assert not counters["inductor"]["cudagraph_skips"]
 
 
 @pytest.mark.gpu
