@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import gc
+import http.client
 import json
 import math
 import os
 import platform
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +26,7 @@ for _name in ("fastapi", "uvicorn", "httpx", "prometheus_client"):
     pytest.importorskip(_name, reason='needs the extra "serve"')
 
 import httpx  # noqa: E402
+import serve_ranking  # noqa: E402
 import serving_app  # noqa: E402
 from serving_app import Service, tune_process  # noqa: E402
 
@@ -396,6 +399,36 @@ def test_a_shutdown_answers_all_requests(start):
     assert not running.thread.is_alive() and not running.service.batcher.is_alive()
     with pytest.raises(httpx.ConnectError):
         running.rank(GOOD)
+
+
+def test_a_server_that_stops_reads_what_clients_have_sent(served, monkeypatch):
+    """On connections that were open, whether a request was sent on them before or not. It asks for no further one."""
+    monkeypatch.setattr(serve_ranking, "DRAIN_SECONDS", 3.0)
+    running = Running(Service(ranker_of(served["attention"]), LIMITS), serve_ranking.Server)
+    connections = [http.client.HTTPConnection(*running.address) for _ in range(2)]
+    for connection in connections:
+        connection.connect()
+
+    def rank(connection) -> http.client.HTTPResponse:
+        connection.request("POST", "/rank", json.dumps(GOOD), {"content-type": "application/json"})
+        return connection.getresponse()
+
+    assert rank(connections[1]).read() and connections[1].sock is not None
+    running.server.should_exit = True
+
+    def refuses() -> bool:
+        try:
+            socket.create_connection(running.address).close()
+        except ConnectionRefusedError:
+            return True
+        return False
+
+    wait_until(refuses)
+    for connection in connections:
+        answer = rank(connection)
+        assert answer.status == 200 and answer.getheader("connection") == "close" and len(json.loads(answer.read())["scores"]) == 3
+    running.stop()
+    assert not running.thread.is_alive() and not running.service.batcher.is_alive()
 
 
 def test_collections_skip_the_objects_of_the_start():
