@@ -144,7 +144,7 @@ class Service:
 
     def _note_batch(self, batch: list[Waiting]) -> None:
         self.metrics.batch.observe(len(batch))
-        self.metrics.candidates.inc(sum(len(waiting.request.candidates) for waiting in batch))
+        self.metrics.candidates.inc(sum(len(x.request.candidates) for x in batch if x.future.exception() is None))
         for waiting in batch:
             self.metrics.stages.labels("queue").observe(waiting.queued_seconds)
         for name, seconds in self.ranker.stages.seconds.items():
@@ -333,7 +333,10 @@ def http_errors() -> Iterator[None]:
 
 
 class LimitBody:
-    """Answers requests with a larger body with 413: without reading it if it has a length, else when it gets too long."""
+    """Answers requests with a larger body with 413: without reading it if it has a length, else when it gets too long.
+
+    A client that leaves before the body is complete is counted as 499. FastAPI would take it for a malformed body.
+    """
 
     def __init__(self, app: Any, most: int, answer: Callable[[int, str, str], Response]):
         self.app, self.most, self.answer = app, most, answer
@@ -341,11 +344,14 @@ class LimitBody:
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received = 0
+        received, is_complete = 0, False
 
         async def limited() -> Any:
-            nonlocal received
+            nonlocal received, is_complete
             message = await receive()
+            if message["type"] == "http.disconnect" and not is_complete:
+                raise StarletteHTTPException(499, "the client left")
+            is_complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
             if received > self.most:
                 raise StarletteHTTPException(413, f"the body must be at most {self.most} bytes")

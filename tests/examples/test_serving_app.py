@@ -245,6 +245,16 @@ def test_a_client_that_leaves(start):
     assert hold.users == [3, 3] and running.metric("rank_cancelled") == 1
 
 
+def test_a_client_that_leaves_before_the_body_is_complete(start):
+    running = start()
+    with socket.create_connection(running.address) as connection:
+        connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        wait_until(lambda: running.server.server_state.tasks)
+    wait_until(lambda: running.metric('rank_requests_total{status="499"}') == 1)
+    assert running.metric('rank_requests_total{status="400"}') == 0
+    assert_serves(running)
+
+
 def test_out_of_memory_is_split(start):
     running = start()
     score = running.service.ranker.score
@@ -280,6 +290,7 @@ def test_a_request_in_halves_that_fails_stores_nothing(start):
     answer = running.rank({"user": 3, "candidates": [5, 6, 40, 7], "events": [{"item": 1, "rating": 4}]})
     assert answer.status_code == 500 and answer.json()["error"] == "the model's scores are not finite"
     assert running.metric("rank_splits") == 1 and ranker.histories.length(3) == length
+    assert running.metric("rank_candidates_total") == 0
     ranker.score = score
     assert_serves(running)
 

@@ -300,6 +300,7 @@ def test_jobs_without_end_do_not_keep_batches_waiting(make, score, max_wait):
     assert results(submit(batcher, request(1), request(2))) == [[2, 3], [3, 4]]
     done.set()
     batcher.between_batches(int).result(timeout=30)
+    score.started.clear()
     first = busy(batcher, score)
     jobs = [batcher.between_batches(lambda: 1) for _ in range(3)]
     with pytest.raises(Overloaded, match="^3 jobs wait$"):
