@@ -64,7 +64,7 @@ def make_service(options: argparse.Namespace, device: torch.device) -> Service:
     ranker: Ranker = make_ranker(load_weights(path), device, int(options.cache_mb * 1e6), options.data, options.page_rows)
     batches = Limits(options.max_queue, options.max_users, max(2 * options.max_candidates, 1), options.max_wait_ms / 1e3)
     limits = ServiceLimits(batches, options.max_candidates, deadline=options.deadline_ms / 1e3)
-    return Service(ranker, limits, reload=lambda: ranker.load(load_weights(path)))
+    return Service(ranker, limits, read_weights=lambda: load_weights(path))
 
 
 class Server(uvicorn.Server):

@@ -4,7 +4,7 @@
 |---|---|
 | `POST /rank` `{"user", "candidates", "events": [{"item", "rating"}], "deadline_ms"}` | scores; then the events are stored |
 | `GET /users/{user}?candidates=...` | the user's latest events, and attention weights of candidates over them |
-| `POST /reload` | loads the file of weights again, between two batches |
+| `POST /reload` | reads the file of weights again, and puts them in place between two batches |
 | `GET /health`, `GET /metrics`, `GET /` | state, Prometheus metrics, a page for trying it out |
 
 An error is `{"error": text}`: 400 or 422 for a malformed request, 404 for an unknown user, 413 for a request that is too large, 415 for a
@@ -25,6 +25,7 @@ from typing import Annotated, Any
 
 import numpy as np
 import torch
+from checkpoints import Weights
 from fastapi import FastAPI, HTTPException, Query
 from fastapi import Request as HTTPRequest
 from fastapi.exceptions import RequestValidationError
@@ -130,12 +131,12 @@ class Service:
     Args:
         ranker: the ranker, which the batcher's thread alone calls from now on.
         limits: of requests.
-        reload: loads the ranker's weights anew; it runs between two batches.
+        read_weights: reads new weights for a reload, in a thread of its own while batches are scored.
     """
 
-    def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, reload: Callable[[], None] | None = None):
+    def __init__(self, ranker: Ranker, limits: ServiceLimits | None = None, read_weights: Callable[[], Weights] | None = None):
         self.ranker, self.limits, self.version = ranker, limits or ServiceLimits(), 1
-        self._reload = reload
+        self.read_weights = read_weights
         self.batcher = Batcher(lambda requests: self.score(requests), self.limits.batches, self._note_batch, lambda: self.version)
         self.metrics = Metrics(self)
 
@@ -151,16 +152,17 @@ class Service:
             self.metrics.stages.labels(name).observe(seconds)
 
     async def reload(self) -> int:
-        """Load the weights anew. Returns their version. HTTPException if they do not fit."""
-        if self._reload is None:
+        """Read the weights anew, and put them in place between two batches. Returns their version. HTTPException if they do not fit."""
+        if self.read_weights is None:
             raise HTTPException(409, "the server was started without a file of weights")
         try:
-            return await asyncio.wrap_future(self.batcher.between_batches(self._next_version))
+            weights = await asyncio.to_thread(self.read_weights)
+            return await asyncio.wrap_future(self.batcher.between_batches(lambda: self._replace_weights(weights)))
         except (ValueError, OSError) as error:
             raise HTTPException(409, str(error)) from error
 
-    def _next_version(self) -> int:
-        self._reload()
+    def _replace_weights(self, weights: Weights) -> int:
+        self.ranker.load(weights)
         self.version += 1
         return self.version
 

@@ -69,7 +69,7 @@ class Replica:
     ):
         torch.set_num_threads(threads)
         ranker = make_ranker(load_weights(Path(weights)), pick_device(device), cache_bytes, data, page_rows)
-        self.service = Service(ranker, ServiceLimits(), reload=lambda: ranker.load(load_weights(Path(weights))))
+        self.service = Service(ranker, ServiceLimits(), read_weights=lambda: load_weights(Path(weights)))
         self.store, self.name = store, serve.get_replica_context().replica_id.unique_id
         self.known: dict[int, int] = {}  # events of the store that the user's history has; STALE: the history may have others
         self.turns: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()

@@ -45,14 +45,11 @@ def shared(served):
 
 @pytest.fixture
 def start(served):
-    """name of a model, limits, reload → a service of its own."""
+    """name of a model, limits, read_weights → a service of its own."""
     with contextlib.ExitStack() as stack:
 
-        def running(name="attention", limits=LIMITS, reload=None, cache_bytes=10**7):
-            service = Service(ranker_of(served[name], cache_bytes), limits)
-            if reload is not None:
-                service._reload = lambda: reload(service.ranker)
-            running = Running(service)
+        def running(name="attention", limits=LIMITS, read_weights=None, cache_bytes=10**7):
+            running = Running(Service(ranker_of(served[name], cache_bytes), limits, read_weights))
             stack.callback(running.stop)
             return running
 
@@ -361,12 +358,12 @@ def test_an_error_of_the_model(start):
 def test_new_weights_between_batches(start, served):
     """Under load, every answer has the scores of the version that it names."""
 
-    def reload(ranker):
-        ranker.load(load_weights(served["attention"]))
-        with torch.no_grad():
-            ranker.model.head.over[3].bias += 1
+    def read_weights():
+        weights = load_weights(served["attention"])
+        weights.tensors["head.over.3.bias"] += 1
+        return weights
 
-    running = start(reload=reload)
+    running = start(read_weights=read_weights)
     before = assert_serves(running)
     with ThreadPoolExecutor(3) as threads:
         answers = [threads.submit(running.rank, GOOD) for _ in range(6)]
@@ -381,16 +378,35 @@ def test_new_weights_between_batches(start, served):
     assert running.service.ranker.counts["encoded"] == 2, "the cached history was of other weights"
 
 
-def test_weights_that_cannot_be_loaded(start):
-    def refuse(ranker):
-        raise ValueError("the weights are of another model: x differ")
+def test_requests_are_answered_while_weights_are_read(start, served):
+    reading, answered = threading.Event(), threading.Event()
 
-    running = start(reload=refuse)
+    def read_weights():
+        reading.set()
+        assert answered.wait(30)
+        return load_weights(served["attention"])
+
+    running = start(read_weights=read_weights)
+    with ThreadPoolExecutor(1) as threads:
+        reload = threads.submit(running.client.post, "/reload")
+        assert reading.wait(30)
+        assert_serves(running)
+        answered.set()
+        assert reload.result().json() == {"weights_version": 2}
+
+
+@pytest.mark.parametrize("content, error", [(b"no weights", "x is not a file of weights"), (None, "the weights are of another model: ")])
+def test_weights_that_cannot_be_loaded(start, served, tmp_path, content, error):
+    """A file of something else, and the weights of another model."""
+    path = served["hstu"] if content is None else tmp_path / "x"
+    if content is not None:
+        path.write_bytes(content)
+    running = start(read_weights=lambda: load_weights(path))
     before = assert_serves(running)
     answer = running.client.post("/reload")
-    assert answer.status_code == 409 and answer.json()["error"] == "the weights are of another model: x differ"
+    assert answer.status_code == 409 and error in answer.json()["error"]
     assert assert_serves(running) == before and running.client.get("/health").json()["weights_version"] == 1
-    running.service._reload = None
+    running.service.read_weights = None
     assert running.client.post("/reload").status_code == 409
 
 
