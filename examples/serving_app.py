@@ -263,7 +263,7 @@ def make_app(service: Service) -> FastAPI:
             service.metrics.requests.labels(status).inc()
         return error_response(status, text, path)
 
-    app.add_middleware(LimitBody, most=service.limits.max_body, answer=answer)
+    app.add_middleware(Admission, limits=service.limits, answer=answer)
     answer_errors(app, answer)
 
     @app.post("/rank")
@@ -334,33 +334,46 @@ def http_errors() -> Iterator[None]:
         raise HTTPException(known[0] if known else 500, text) from error
 
 
-class LimitBody:
-    """Answers requests with a larger body with 413: without reading it if it has a length, else when it gets too long.
+class Admission:
+    """Refuses requests before they are parsed.
+
+    413: the body is larger than max_body. It is not read if it has a length, else until it gets too long.
+    429: as many requests to /rank are in progress as the queue and two batches hold. More would wait to be parsed or answered, where the
+    queue's limit and the deadlines do not see them.
 
     A client that leaves before the body is complete is counted as 499. FastAPI would take it for a malformed body.
     """
 
-    def __init__(self, app: Any, most: int, answer: Callable[[int, str, str], Response]):
-        self.app, self.most, self.answer = app, most, answer
+    def __init__(self, app: Any, limits: ServiceLimits, answer: Callable[[int, str, str], Response]):
+        self.app, self.max_body, self.answer = app, limits.max_body, answer
+        self.ranking, self.max_ranking = 0, limits.batches.max_queue + 2 * limits.batches.max_users
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        received, is_complete = 0, False
+        received, is_complete, is_ranking = 0, False, False
 
         async def limited() -> Any:
-            nonlocal received, is_complete
+            nonlocal received, is_complete, is_ranking
             message = await receive()
             if message["type"] == "http.disconnect" and not is_complete:
                 raise StarletteHTTPException(499, "the client left")
-            is_complete = not message.get("more_body", False)
             received += len(message.get("body", b""))
-            if received > self.most:
-                raise StarletteHTTPException(413, f"the body must be at most {self.most} bytes")
+            if received > self.max_body:
+                raise StarletteHTTPException(413, f"the body must be at most {self.max_body} bytes")
+            is_complete = not message.get("more_body", False)
+            if is_complete and scope["path"] == "/rank" and not is_ranking:
+                if self.ranking >= self.max_ranking:
+                    raise StarletteHTTPException(429, f"{self.ranking} requests are in progress")
+                is_ranking = True
+                self.ranking += 1
             return message
 
         length = dict(scope["headers"]).get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.most:
-            response = self.answer(413, f"the body must be at most {self.most} bytes, got {int(length)}", scope["path"])
+        if length.isdigit() and int(length) > self.max_body:
+            response = self.answer(413, f"the body must be at most {self.max_body} bytes, got {int(length)}", scope["path"])
             return await response(scope, receive, send)
-        await self.app(scope, limited, send)
+        try:
+            await self.app(scope, limited, send)
+        finally:
+            self.ranking -= is_ranking

@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,7 @@ import httpx  # noqa: E402
 import serve_ranking  # noqa: E402
 import serving_app  # noqa: E402
 from serving_app import Service, tune_process  # noqa: E402
+from serving_batcher import Limits  # noqa: E402
 
 from .running import LIMITS, Running  # noqa: E402
 
@@ -198,6 +200,33 @@ def test_a_full_queue_is_answered_with_429(start):
         statuses = [x.result().status_code for x in [first, *answers]]
     assert statuses.count(200) == 9 and statuses.count(429) == 12
     assert running.metric('rank_requests_total{status="429"}') == 12
+    assert_serves(running)
+
+
+def test_requests_that_wait_outside_of_the_queue_are_bounded(start, monkeypatch):
+    """Five wait before they are in the queue, as requests do when the event loop is busy. Clients that send slowly take no place."""
+    running = start(limits=replace(LIMITS, batches=Limits(max_queue=3, max_users=1)))
+    go, rank = threading.Event(), running.service.rank
+
+    async def slow(*arguments):
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return await rank(*arguments)
+
+    monkeypatch.setattr(running.service, "rank", slow)
+    with ThreadPoolExecutor(5) as threads, contextlib.ExitStack() as stack:
+        for _ in range(7):
+            connection = stack.enter_context(socket.create_connection(running.address))
+            connection.sendall(b"POST /rank HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: 99\r\n\r\n{")
+        wait_until(lambda: len(running.server.server_state.tasks) == 7)
+        waiting = [threads.submit(running.rank, {**GOOD, "user": user}) for user in range(5)]
+        wait_until(lambda: len(running.server.server_state.tasks) == 12)
+        refused = running.rank(GOOD)
+        assert refused.status_code == 429 and refused.json() == {"error": "5 requests are in progress"}
+        assert running.client.get("/health").status_code == 200
+        go.set()
+        statuses = [x.result().status_code for x in waiting]
+    assert statuses.count(200) >= 4 and running.metric('rank_requests_total{status="429"}') == 1 + statuses.count(429)
     assert_serves(running)
 
 
